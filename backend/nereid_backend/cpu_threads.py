@@ -18,8 +18,9 @@ import torch
 # The number of threads changes at most once in this number of seconds. The kernel counts CPU time
 # in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely.
 _WINDOW_S = 1.0
-# If this process used less than this fraction of a CPU since the last measurement, it has hardly
-# computed steps, so the measurement says little about the CPUs during the next steps.
+# If this process has used less than this fraction of one CPU since the last measurement, it has
+# computed hardly any steps. The use of the CPUs during such a pause is ignored, because it says
+# little about the next steps.
 _MIN_OWN_USE = 0.25
 
 
@@ -46,8 +47,8 @@ def set_num_threads(num_threads: int | None) -> "CpuThreads":
     """
     max_threads = num_threads or max(1, usable_cpus() - 1)
     torch.set_num_threads(max_threads)
-    # A container's quota limits `usable_cpus`, but the threads may run on any of these CPUs, so
-    # other processes are measured on all of them.
+    # The quota of a container reduces `usable_cpus`, but the threads may run on all allowed CPUs.
+    # Other processes are therefore measured on all these CPUs.
     cpus = _allowed_cpus()
     return CpuThreads(max_threads, len(cpus), partial(cpu_time_of_others, cpus))
 

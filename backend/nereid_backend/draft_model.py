@@ -141,7 +141,8 @@ class DraftModel:
         # `lengths` chooses the number of draft tokens, based on the time that a draft token takes.
         # This time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
-        # Preempted sequences do not run, and others may need their rows and blocks.
+        # Preempted sequences do not run, so release their rows and blocks, which other sequences
+        # may need.
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
         drafts = [draft for draft in prepared if draft is not None]
@@ -154,8 +155,9 @@ class DraftModel:
             self._is_broken = True
             self._proposals = {}
             if self._mtp is not None:
-                # The draft model is a layer of the large model, for which the large model's hidden
-                # states are stored after each step. Stop storing these states.
+                # The draft model is a layer of the large model, and reads the large model's hidden
+                # states, which are stored after each step. Stop storing these states, because they
+                # are no longer needed.
                 self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
@@ -201,17 +203,17 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # The keys and values of accepted draft tokens are kept, unless the draft model is an MTP
-        # layer (a multi-token prediction layer of the large model). An MTP layer must compute these
-        # tokens again, because it needs the large model's hidden states, which exist only after the
-        # large model has verified the tokens.
+        # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
+        # multi-token prediction layer of the large model) must compute these tokens again, because
+        # it needs the large model's hidden states. These states exist only after the large model
+        # has verified the tokens.
         draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
             # `draft.sequence` contains only known tokens here. Draft tokens must not get into the
             # prefix cache, because the large model may reject them.
             self._tables.cache.add(draft.sequence)
-        # The sequence keeps the blocks of rejected draft tokens, which are overwritten.
+        # The sequence keeps the blocks of rejected draft tokens. New tokens overwrite the contents.
         has_blocks = self._tables.try_extend(draft.sequence, draft.num_known + length)
         if not has_blocks:
             self._release(target)
@@ -237,7 +239,7 @@ class DraftModel:
             # Subtract 1, because the large model itself adds one token after the accepted draft
             # tokens.
             target.max_total_tokens - num_known - 1,
-            # The draft model computes only known tokens and draft tokens.
+            # In the draft model, the sequence contains only the known tokens and the draft tokens.
             self._sizes.max_model_len - num_known,
         )
 
@@ -251,7 +253,8 @@ class DraftModel:
         # of the large model) starts with the second token, because it combines each token with the
         # large model's hidden state of the previous token.
         start_in_target = 0 if self._mtp is None else 1
-        # The sequence in the draft model, with its own row and blocks.
+        # The copy of the sequence for the draft model. The copy gets a separate row and separate
+        # blocks.
         own = Sequence(
             target.request_id,
             target.token_ids[start_in_target:],
@@ -260,8 +263,8 @@ class DraftModel:
         )
         if not self._tables.try_admit(own, Request([own])):
             return None
-        # A row is free, because only running sequences have rows, and at most `max_num_seqs`
-        # sequences run.
+        # A row is free, because there are `max_num_seqs` rows, only running sequences have rows,
+        # and at most `max_num_seqs` sequences run.
         own.row = self._free_rows.pop()
         if self._mtp is not None:
             self._mtp.follow(own, target)  # uses the hidden states of `target` for `own`
@@ -383,7 +386,8 @@ class DraftModel:
             if index in sampled.errors:
                 continue
             token_id = sampled.token_ids[index]
-            # `draft.tokens` and `draft.is_full` are computed from this list.
+            # `draft.draft_tokens` and `draft.is_full` are computed from `token_ids`, so this call
+            # changes them.
             draft.sequence.token_ids.append(token_id)
             ends_answer = token_id in draft.target.stop_token_ids
             if not ends_answer and not draft.is_full:

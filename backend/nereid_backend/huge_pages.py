@@ -59,7 +59,8 @@ def move_weights(model: nn.Module) -> None:
     mapped = _allocate_pages(total_bytes)
     start = 0  # the first unused byte of `mapped`
     freed = FreedMemory()  # returns freed memory to the operating system
-    # The earlier stages of loading have freed memory, too. Return it before new memory is used.
+    # The earlier stages of loading have freed memory, too. Return this memory to the operating
+    # system before new memory is used.
     freed.give_back()
     while groups:
         num_bytes = _move_group(groups.popleft(), mapped, start)
@@ -80,8 +81,9 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
         start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
-    # If only `tensors` refer to the storage, nothing else reads the old memory. The copy can then
-    # free the old memory page by page. The number does not include the local variable `storage`.
+    # If only `tensors` refer to the storage, no other code reads the old memory. Each page of the
+    # old memory can then be freed as soon as the page has been copied. `_num_references` does not
+    # count the local variable `storage`.
     can_discard = _num_references(storage) <= len(tensors)
     _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:
@@ -90,15 +92,16 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
 
 
 def _tensors_by_storage(model: nn.Module) -> dict[int, list[Tensor]]:
-    """Return a model's parameters and buffers in the main memory, grouped by the shared storage.
+    """Return the tensors of a model that are in the main memory, grouped by their storage.
 
-    Only these tensors can be moved into other pages of the main memory. The keys are the addresses
-    of the storages. The groups are in the order of the model.
+    The tensors are parameters and buffers. Only tensors in the main memory can be moved into other
+    pages of the main memory. The keys are the addresses of the storages. The groups are in the
+    order of the model.
     """
     groups: dict[int, list[Tensor]] = {}
     for tensor in _distinct(chain(model.parameters(), model.buffers())):
         # Only a strided tensor has a storage whose bytes can be copied. Sparse tensors and tensors
-        # in the layout of oneDNN (mkldnn) have none.
+        # in the layout of oneDNN (mkldnn) have no such storage.
         has_storage = tensor.layout == torch.strided and not tensor.is_mkldnn
         if tensor.device.type != "cpu" or not has_storage:
             continue
@@ -138,9 +141,10 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8. It begins at the start of a memory page.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `set_` needs the index of the new tensor's first item in the whole storage of `mapped`, which
-    # may begin some pages before `mapped`. Example: an item has 4 bytes, `mapped` begins at byte
-    # 4096 of its storage, and `start` is 64. The copy then begins at byte 4160, which is item 1040.
+    # `set_` needs the index of the new tensor's first item, counted from the start of the storage.
+    # The storage may begin some pages before `mapped`. Example: an item has 4 bytes, `mapped`
+    # begins at byte 4096 of its storage, and `start` is 64. The copy then begins at byte 4160,
+    # which is item 1040.
     start_byte = mapped.storage_offset() + start  # `mapped` is uint8, so its offset is in bytes
     copy_start = start_byte // tensor.itemsize
     # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new

@@ -272,7 +272,7 @@ class MtpPath:
         for chunk, chunk_output in zip(plan.chunks, chunk_outputs, strict=True):
             self._last_outputs[chunk.sequence] = chunk_output[-1]
             rows_with_logits.append(chunk_output[chunk.num_tokens - chunk.num_logits :])
-        # `join_logits` can join any rows, so it is used for hidden states here.
+        # `join_logits` can join any rows. Here, it joins hidden states instead of logits.
         hidden_size = output.shape[-1]
         joined = join_logits(rows_with_logits, hidden_size)
         # transformers has no public method that applies only the output layer of an MTP model.
@@ -312,12 +312,12 @@ class MtpPath:
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
         # `eh_proj` is the layer that combines the embedding of a token with a hidden state. The
-        # hidden states have the data type and the device of its weight.
+        # tensor of hidden states gets the data type and the device of this layer's weight.
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]
         hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
-        # Token i of the MTP layer's sequence is token i + 1 of `target`, so the token before the
-        # chunk's first token has the index `chunk.start` in `target`.
+        # The MTP layer skips token 0 of `target`, so token i of its sequence is token i + 1 of
+        # `target`. The token before the chunk therefore has the index `chunk.start` in `target`.
         self.hidden.take(target, chunk.start, hidden_states)
         return hidden_states
 

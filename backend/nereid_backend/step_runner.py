@@ -147,8 +147,8 @@ class Runner:
             self._cpu_threads.adjust()
         sampling = sampling_of(plan)
         mask_jobs: abc.Sequence[Job] | None = None  # None means that `sample` fills the masks.
-        # The size of the vocabulary is the number of columns of the logits, so it is not known
-        # before the first forward pass.
+        # The size of the vocabulary is taken from the number of columns of the logits. Therefore it
+        # is unknown before the first forward pass.
         if previous is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
         # The tokens that were sampled after the previous forward pass. These tokens are stored on
@@ -183,9 +183,11 @@ class Runner:
         if plan is not step.plan:  # The previous step has ended sequences.
             step.plan = plan
             step.sampling = sampling_of(plan)
-        # If an error occurs, the KV cache blocks and the other data of the sequences are reset.
+        # If an error occurs, `_clearing_on_error` resets the stored data of the sequences, such as
+        # their KV cache blocks.
         with self._clearing_on_error(plan):
-            # If `start` has begun to fill the masks, wait for these masks. Otherwise, fill them.
+            # If `start` has begun to fill the token masks, wait until they are filled. Otherwise,
+            # fill them now.
             step.masks = self._filled_masks(step)
             self._launch_sampling(step)
 
@@ -215,7 +217,7 @@ class Runner:
             if step.pending is None:  # The step samples no token.
                 return StepResult(prompt_logprobs=reports)
             sampled_tokens, device_token_ids = step.pending.result()
-        # The masks also contain the errors of the guides.
+        # `step.masks` also contains an error message for each sequence whose grammar has failed.
         sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
         if sampled_tokens.errors:  # Some logits are NaN or infinity.
             self._clear_not_finite(plan, sampled)
@@ -246,8 +248,9 @@ class Runner:
         sampling = step.sampling
         if not sampling.positions:
             return
-        # `sampling.rows` contains the row of the logits for each position. The rows are different
-        # and ordered, so if their number equals the number of all rows, nothing must be selected.
+        # `sampling.rows` contains, for each position, the index of a row of the logits. The indices
+        # are different and in ascending order. Therefore, if there are as many indices as rows, all
+        # rows are used, and no selection is needed.
         samples_from_all_rows = len(sampling.rows) == len(logits)
         if not samples_from_all_rows:
             logits = logits[upload(np.array(sampling.rows), logits.device)]
@@ -268,7 +271,7 @@ class Runner:
 
 
 def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Start to compute prompt log-probabilities for each request that asks for them.
+    """For each request that asks for prompt log-probabilities, start to compute them.
 
     Args:
         logits: [sum of the chunks' num_logits, vocab_size].
@@ -289,7 +292,7 @@ def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_R
         num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue
-        # The last logits of a prompt predict an output token, so they are not used here.
+        # The logits of the last prompt token predict an output token, so they are not used here.
         tokens = _predicted_prompt_tokens(chunk)
         if tokens:
             rows = logits[first_row : first_row + len(tokens)]

@@ -215,8 +215,8 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     app.add_middleware(
         BodyLimit,
         max_bytes=settings.max_body_bytes,
-        # Each worker process counts only its own bodies, but the gate counts the requests of all
-        # worker processes.
+        # Each worker process counts only the bodies that it receives itself. The limit is therefore
+        # divided by the number of worker processes.
         max_total_bytes=settings.max_total_body_bytes // settings.frontend_workers,
         timeout_s=settings.receive_timeout_s,
         metrics=metrics,

@@ -53,7 +53,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def _anthropic_status(error: ApiError) -> int:
-    """Return the HTTP status of an error in Anthropic's API: 529 for 503, else the same status."""
+    """Return the HTTP status of an error in Anthropic's API. The status 503 becomes 529."""
     return _OVERLOADED if error.status == 503 else error.status
 
 

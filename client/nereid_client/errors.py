@@ -269,8 +269,8 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
     if isinstance(error_of_validator, FieldError):
         return error_of_validator
     path = _path(details[0])
-    # A path can contain a key that the client chose, such as "a key" in `metadata.a key`. Only a
-    # path of field names is reported to the client as the error's `param`.
+    # A path can contain a key that the client chose, such as "my key" in `metadata.my key`. The
+    # error's `param` is set only if the path consists of field names.
     has_only_field_names = _FIELD_PATH.fullmatch(path) is not None
     return FieldError(path if has_only_field_names else "", _message_for_first_field(details))
 
@@ -294,7 +294,8 @@ def _message_for_first_field(details: Sequence[ErrorDetails]) -> str:
         return (
             f"{path} must match the pattern {pattern}, but the request has {shown(first['input'])}"
         )
-    # If the field accepts several types, there is an error for each type, so all errors are needed.
+    # If the field accepts several types, pydantic reports an error for each of these types. The
+    # message therefore needs all errors.
     return _type_or_range_message(details)
 
 
@@ -314,7 +315,8 @@ def _type_or_range_message(details: Sequence[ErrorDetails]) -> str:
     """
     field = _path(details[0])  # `_path` omits the accepted type, with which pydantic ends the path
     value = details[0]["input"]
-    # If members of a list are wrong, the field accepts lists. The message names the first member.
+    # An error for a member of a list means that the field accepts lists. The message names the
+    # first wrong member.
     wrong_members = [detail for detail in details if _path(detail).startswith(f"{field}[")]
     if isinstance(value, list) and wrong_members:
         member = wrong_members[0]
@@ -386,10 +388,10 @@ def _requirement(detail: ErrorDetails) -> str:
         return _DESCRIPTIONS_OF_TYPES[last_part_of_path]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
-        # Use pydantic's message, which usually contains the words "should be". Example: "Input
-        # should be a valid URL" returns "a valid URL".
+        # Use pydantic's message without words such as "should be". Example: "Input should be a
+        # valid URL" becomes "a valid URL".
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
-    # Replace the placeholder in a requirement such as "at most {le}".
+    # Replace the placeholder in a requirement. Example: "at most {le}" becomes "at most 2".
     limits = {name: _plain_number(limit) for name, limit in detail.get("ctx", {}).items()}
     return requirement.format(**limits)
 
@@ -401,6 +403,7 @@ def _plain_number(value: object) -> object:
 
 def _path(detail: ErrorDetails) -> str:
     """Return the path of a wrong field in the request body, such as `messages[0].role`."""
-    # The last part is the name of a type if the field accepts several types.
+    # If the field accepts several types, pydantic adds the name of a type to the path. Omit this
+    # name.
     parts = [part for part in detail["loc"] if part not in _DESCRIPTIONS_OF_TYPES]
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")

@@ -28,8 +28,8 @@ from nereid_client.workers.worker_pool import worker_sockets
 # idle connections after 5 s.
 _KEEP_ALIVE_S = 75
 
-# When the frontend stops, running requests have this number of seconds to end. uvicorn then cancels
-# them.
+# During a shutdown, running requests may continue for this number of seconds. uvicorn then cancels
+# the remaining requests.
 _SHUTDOWN_TIMEOUT_S = 5
 
 _log = logging.getLogger("uvicorn.error")  # uvicorn shows the messages of this logger
@@ -89,13 +89,14 @@ def _exclude_objects_from_garbage_collection() -> None:
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return the configuration of uvicorn, which runs the application as an HTTP server."""
-    # Without the argument `log_config`, uvicorn writes its own text format.
+    # Without the argument `log_config`, uvicorn writes log lines in its own text format.
     json_logging: dict[str, Any] = {}
     if settings.log_format == "json":
         json_logging = {"log_config": uvicorn_log_config(settings.log_level)}
     return uvicorn.Config(
         app,
-        # This protocol limits the size of a request's headers, and the time in which they arrive.
+        # This protocol class limits the size of a request's headers, and the time to receive the
+        # headers.
         http=protocol_class(settings.receive_timeout_s),
         host=settings.host,
         port=settings.port,
@@ -120,8 +121,8 @@ def _listening_sockets_of_process(
     Raises: SettingsError if the address of the frontend is in use.
     """
     if worker is not None:
-        # The parent process has reserved the port `worker.port` for all workers, and has reported
-        # the address or the error.
+        # The parent process has already reserved the port `worker.port` for all workers, so no
+        # other program can use this port.
         return worker_sockets(worker, settings.host)
     try:
         sockets = listening_sockets(settings.host, settings.port)

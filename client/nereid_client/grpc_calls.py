@@ -165,7 +165,8 @@ class TritonCalls:
         try:
             return await asyncio.shield(reader)
         except asyncio.CancelledError:
-            # If the server cancels a call, grpc.aio raises a CancelledError in `reader`.
+            # A CancelledError has two possible causes: this task was cancelled, or the server
+            # cancelled the call.
             was_cancelled_by_server = not _is_current_task_cancelled()
             if was_cancelled_by_server:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
@@ -246,15 +247,16 @@ class Stream:
             BackendError: the server cancelled the call.
         """
         try:
-            # This line waits for the metadata before the first call of `self._call.read`.
-            # Otherwise, `self._call.read` would start a second gRPC operation that waits for the
-            # metadata. If the connection then fails, the memory of both operations is never freed.
+            # Wait for the initial metadata before the first `read`. Otherwise, `read` would start a
+            # second gRPC operation that waits for the metadata. If the connection then failed, gRPC
+            # would never free the memory of the two operations.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)
                 self._changed.set()
         except asyncio.CancelledError:
-            # If the server cancels a call, grpc.aio raises a CancelledError in this task.
+            # A CancelledError has two possible causes: this task was cancelled, or the server
+            # cancelled the call.
             was_cancelled_by_server = not _is_current_task_cancelled()
             if was_cancelled_by_server:
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
@@ -341,7 +343,7 @@ def _is_current_task_cancelled() -> bool:
 
 
 def _cancel_only_call(call: Any) -> None:  # noqa: ANN401 - untyped library
-    """Cancel a gRPC call, but not the task that awaits the call, which then ends by itself.
+    """Cancel a gRPC call, but not the task that awaits the call. This task then ends by itself.
 
     `call.cancel()` would also cancel this task, and gRPC would then leak memory. The method of the
     base class `Call` does not.

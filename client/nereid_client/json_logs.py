@@ -112,7 +112,7 @@ def uvicorn_log_config(level: str) -> dict[str, Any]:
 def _json_line(
     created: float, level: str, source: str, message: str, request_fields: Mapping[str, Any]
 ) -> str:
-    """Return a line of the log as a JSON object.
+    """Return a log line in JSON format.
 
     Args:
         created: the Unix time of the line, in seconds.

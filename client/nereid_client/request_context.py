@@ -144,7 +144,7 @@ def unique_request_id(request: Request) -> str:
 
 
 def let_clients_abort_by_given_id(request: Request, body: GenerationRequest) -> None:
-    """If the client has given the request an id, let clients abort the request by this id.
+    """If the body contains an id for the request, let clients abort the request by that id.
 
     Mutates: the ids of the running request, among which the route that aborts requests searches.
     """
@@ -194,8 +194,9 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         return await read_body(request)
     limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
-    # The actual size is checked, too, because a request without Content-Length counted as empty,
-    # and because the arrived body can show that it has fewer prompts than `max_prompts`.
+    # Check the actual size, too. Without Content-Length, the first check assumed an empty body. If
+    # the body has fewer prompts than `max_prompts`, the limit is also lower than in the first
+    # check.
     limits.check_size(len(raw), _max_possible_prompts(raw, max_prompts))
     body = await _parse_in_turn(request, raw)
     limits.check_parsed_body(body)
@@ -235,7 +236,7 @@ async def _read_body_and_select_model(request: Request, max_prompts: int) -> dic
 
 
 def _max_possible_prompts(raw: bytes, max_prompts: int) -> int:
-    """Return an upper bound for the number of prompts in an unparsed body, but at most the limit.
+    """Return the largest number of prompts that an unparsed body can contain, up to `max_prompts`.
 
     Each prompt is a string, which needs two quotation marks, or a list, which needs a bracket. The
     bound lets the frontend refuse a single prompt of many megabytes before it parses the body.
@@ -291,7 +292,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
-            # The last index in this chunk at which a prompt may start, or -1.
+            # The index of the last byte in this chunk at which a prompt may start, or -1.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
             may_start_prompt = last_start >= 0
             if may_start_prompt:

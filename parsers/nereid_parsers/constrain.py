@@ -139,14 +139,14 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
         declaration = layout.reasoning
         if declaration is None:
             return None
-        # `Reasoning` rejects an empty marker, so a closing marker always exists.
+        # `Reasoning` does not accept an empty `close`, so the format always has a closing marker.
         return _ReasoningMarkers(declaration.open, declaration.close)
     # In the layout `Messages`, the reasoning is a separate message. `route` describes the header of
     # this message.
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
-    # The first end marker ends one message. The other end markers end the whole output.
+    # `layout.ends[0]` ends one message. The other markers in `layout.ends` end the whole output.
     return _ReasoningMarkers(header_text(layout, route), layout.ends[0])
 
 
@@ -323,7 +323,8 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
-        # Each tag must start with the trigger, so white space before the marker is removed.
+        # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore
+        # white space before the trigger is removed.
         "tags": [_tag_without_leading_whitespace(node) for node in _marked_calls(tools, request)],
         "stop_after_first": request.is_single,
     }

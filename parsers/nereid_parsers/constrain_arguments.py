@@ -33,7 +33,7 @@ from nereid_parsers.tool_declarations import (
 # Some models write arguments as XML elements, such as `<city>Paris</city>`. xgrammar supports this
 # form only with this prefix before each tag: `]<]minimax[>[<city>Paris]<]minimax[>[</city>`.
 _NESTED_PREFIX = "]<]minimax[>["
-# With this style, the text that a `json_schema` node matches has tags instead of JSON syntax.
+# A `json_schema` node with this `style` matches nested tags instead of JSON text.
 _NESTED_TAGS_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
@@ -110,19 +110,19 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         schema: The JSON schema of the argument. If it lists the allowed strings, the node matches
             only these strings. Otherwise the value may be any text.
     """
-    # Some opening tags declare the type of the value, as in `<p name="a" string="true">`. The
-    # values of fields that the opening tag does not contain are not used.
+    # `pattern_node` uses only the values of fields that the opening tag contains. Example: the tag
+    # `<p name="a" string="true">` contains the fields `key` and `string`, but no `type`.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
-        # The declared form is sufficient. Each further form would repeat all choices.
+        # The node uses only the declared form of the tags. Each other form would repeat all
+        # choices, which would make the grammar larger.
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
-    # Some formats declare tags that contain quotes or CDATA, as in `<p><![CDATA[..]]></p>`. If a
-    # model may omit the quotes or the CDATA, `declaration.also` contains the shorter form
-    # `<p>..</p>`. All other forms in `also` are left out, because the declared form can contain
-    # any text.
+    # The declared form may enclose the value in quotes or CDATA: `<p><![CDATA[..]]></p>`. In this
+    # case, `declaration.also` may contain the form without quotes, `<p>..</p>`, and the node
+    # matches both forms. No other forms are needed, because the declared form accepts any text.
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
     ]
@@ -155,7 +155,7 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def _is_quoted_form(form: TaggedArguments, *, unquoted: TaggedArguments) -> bool:
-    """Return whether `form` writes the value of the form `unquoted` in quotes or in CDATA.
+    """Return whether `form` is the form `unquoted` with quotes or CDATA around the value.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
@@ -180,8 +180,8 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    # Some opening tags declare the type of the value, as in `<p name="a" string="false">`. The
-    # values of fields that the opening tag does not contain are not used.
+    # `pattern_node` uses only the values of fields that the opening tag contains. Example: the tag
+    # `<p name="a" string="false">` contains the fields `key` and `string`, but no `type`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
     if types <= _SCALARS:  # The value is a number, a boolean or null, which needs no quotes.
@@ -189,8 +189,8 @@ def _tagged_json(
     options: list[Node] = []
     for form in forms:
         opening = pattern_node(form.open, field_values)
-        # The parser ends the value at the closing tag, even if the white space around the tag is
-        # missing. The value must therefore not contain the tag without this white space.
+        # The parser ends the value at `</p>`, even if the declared closing tag is `\n</p>\n`.
+        # Therefore the value must not contain `</p>`.
         value = _json_or_python_word(schema, types, closing_tag=form.close.strip())
         options.append(sequence(opening, value, const(form.close)))
     return one_of(*options)
@@ -207,14 +207,14 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_of_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the members of `forms` in which models write numbers, booleans and null.
+    """Of all `forms`, return the forms that models use for numbers, booleans and null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
     returned, because models quote only values with special characters.
     """
 
     def has_quotes(form: TaggedArguments) -> bool:
-        """Return whether `form` is one of the other `forms` with quotes or CDATA added."""
+        """Return whether `form` has quotes or CDATA around the value: `<p><![CDATA[3]]></p>`."""
         return any(_is_quoted_form(form, unquoted=other) for other in forms)
 
     # Some forms declare the type of the value in the opening tag (`{type}`). To keep the grammar
@@ -262,7 +262,7 @@ def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
             f"The format begins each tag of the arguments with {declaration.tag_prefix!r}, but "
             f"xgrammar can constrain only tags that begin with {_NESTED_PREFIX!r}."
         )
-    # With this style, xgrammar matches nested tags instead of JSON text.
+    # The `style` makes xgrammar match nested tags instead of JSON text.
     return {**json_schema(tool.parameters), "style": _NESTED_TAGS_STYLE}
 
 
@@ -324,8 +324,8 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
         return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
     types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
-        # If the schema also allows other types, the grammar still allows only strings, because
-        # a string is then a valid value, too.
+        # A schema may allow other types in addition to strings. The grammar then allows only
+        # strings, because a string is always a valid value.
         return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
     if types == frozenset({"array"}):
         declared_schema = schema.get("items")

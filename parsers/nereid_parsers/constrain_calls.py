@@ -82,8 +82,8 @@ def section_node(section: ToolSection, request: Request) -> Node:
     else:
         items = [call_node(call, tool) for tool in request.tools]
         may_repeat = True
-    # If the declared separator is only white space, such as a line break, any short white space is
-    # allowed, because the parser skips white space between tool calls.
+    # The parser skips white space between tool calls. If the declared separator is only white
+    # space, such as a line break, the grammar therefore allows any short white space.
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
     allows_several = may_repeat and not request.is_single
     content = one_or_more(items, separator) if allows_several else one_of(*items)
@@ -273,8 +273,8 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
         return sequence(const("{"), name, const(": "), arguments, const("}"))
     members = _members_node(keys, name, arguments)  # Includes the id if `keys` requires an id.
     if keys.id is not None and _is_id_optional(keys, keys.id):
-        # The model may write the id as the first or the last member, or omit the id. The grammar
-        # does not exclude that the model writes the id at both places.
+        # The id is optional, and may be the first or the last member. The grammar also accepts an
+        # object that contains the id twice, as the first and the last member.
         id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
         id_at_start = optional(sequence(id_member, const(", ")))
         id_at_end = optional(sequence(const(", "), id_member))

@@ -209,8 +209,9 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         ConstraintError: The text of the first header is not known.
     """
     first, *others = routes
-    # At least one header is needed, so `header_text` raises an error if the text of the first
-    # header is not known. Another header is allowed only if `written` contains its exact text.
+    # The grammar needs the text of at least one header. If the text of the first header is not
+    # known, `header_text` raises an error. Each other header is left out if its text is not known
+    # (`written` is empty).
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -73,7 +73,7 @@ def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = F
 
 
 def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
-    """Return a copy of a schema without descriptions and without patterns that break JSON.
+    """Return a copy of a schema without descriptions. Omit patterns that cause invalid JSON.
 
     Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
     Unless `keeps_patterns` is true, a pattern is removed if xgrammar would let the model write a
@@ -97,7 +97,8 @@ def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
         if is_description or is_harmful:
             continue
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            # The keys are names, such as names of properties. A name can be equal to a keyword.
+            # The keys are names, for example the names of properties. They are not keywords, even
+            # if a property is called `title`.
             kept[key] = {
                 name: _grammar_schema(inner, keeps_patterns=keeps_patterns)
                 for name, inner in value.items()
@@ -111,7 +112,7 @@ def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
 
 
 def _breaks_json(pattern: object) -> bool:
-    """Return whether a pattern would let the model write a string that is not JSON."""
+    """Return whether a pattern, such as `^"$`, would let the model write invalid JSON."""
     error = check_pattern(pattern) if isinstance(pattern, str) else None
     return error is not None and error.needs_json_escape
 

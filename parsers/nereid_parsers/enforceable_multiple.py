@@ -67,8 +67,9 @@ def with_enforced_multiple(schema: Schema) -> Schema:
     has_list = "enum" in schema  # Another list of allowed values, which must not be replaced.
     if has_list or not has_bounds:
         return as_integer
-    # The list is empty if the multiples cannot be listed, for example because there are too many.
-    # It is also empty if the bounds allow no multiple, but an empty `enum` is not a valid schema.
+    # `multiples` is empty if the bounds allow no multiple, or if the multiples cannot be listed,
+    # for example because there are too many. In both cases, no `enum` is added, because an empty
+    # `enum` is not valid.
     multiples = _multiples(schema, int(multiple))
     if not multiples:
         return as_integer

@@ -97,7 +97,7 @@ class PatternToken:
 
 
 def check_pattern(regex: str) -> PatternError | None:
-    """Return the first reason why xgrammar does not enforce a regular expression, or None.
+    """Return an error if xgrammar does not enforce a regular expression, otherwise None.
 
     xgrammar matches the whole string, even if the expression has no anchors. A string that xgrammar
     accepts therefore also matches the expression.
@@ -166,8 +166,8 @@ def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
             return _problem_of_set(token.text)
         case "code_point":
             return _problem_of_character(chr(int(token.text[2:], 16)))
-        # Of three kinds of escapes, the first is a control character such as `\n`. The second is
-        # another letter such as `\d`, and the third is a literal character such as `\.`.
+        # There are three kinds of escapes: control characters such as `\n`, other letters such as
+        # `\d`, and literal characters such as `\.`. The next three cases handle them in this order.
         case "escape" if token.text[1] in _CONTROL_LETTERS:
             return _NEEDS_JSON_ESCAPE
         case "escape" if token.text[1].isalnum():
@@ -178,14 +178,14 @@ def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
 
 
 def _problem_of_character(character: str) -> str:
-    """Return the reason why xgrammar does not enforce one character, or ""."""
+    """If xgrammar does not enforce a character, return the reason. Otherwise return ""."""
     if character in ('"', "\\") or character < " ":
         return _NEEDS_JSON_ESCAPE
     return "is half of a surrogate pair" if "\ud800" <= character <= "\udfff" else ""
 
 
 def _problem_of_set(text: str) -> str:
-    r"""Return the reason why xgrammar does not enforce a set such as `[a-z]`, or "".
+    r"""If xgrammar does not enforce a set such as `[a-z]`, return the reason, otherwise "".
 
     A set is refused if JSON writes all its characters with a backslash, as in `["\n]`. The set
     `["a]` is accepted, because the model can write the `a`. The model then never writes the

@@ -88,13 +88,15 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            # The keys are names, such as names of properties. A name can be equal to a keyword.
+            # The keys are names, for example the names of properties. They are not keywords, even
+            # if a property is called `enum`.
             rewritten[keyword] = {
                 name: _rewrite(inner, merged.scope, depth + 1) for name, inner in value.items()
             }
         else:
-            # Merging may have replaced references. If an inner schema contains one of these
-            # references again, the schema is recursive, and the reference is not replaced again.
+            # `merged.scope` lists the references that have been replaced. If an inner schema
+            # contains one of these references again, the schema is recursive. The reference is then
+            # not replaced a second time.
             rewritten[keyword] = _rewrite(value, merged.scope, depth + 1)
     return rewritten
 

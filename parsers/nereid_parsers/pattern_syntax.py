@@ -46,7 +46,7 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     parts: list[str | PatternField] = []
     for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
         previous = parts[-1] if parts else None
-        # A single brace is not valid. It is treated as a field, so that `_field` rejects it.
+        # A single brace, as in `a}b`, is not valid. `_field` raises the error for this brace.
         is_field = token[0] in "{}" and token not in _LITERAL_BRACES
         if is_field:
             parts.append(_field(token, previous, text))

@@ -76,12 +76,13 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):
         required_names = merged.get("required") or []
         merged |= _merge_properties(first, second, required_names)
-    # One schema may declare the `type`, and the other schema an `enum` with values of other types.
+    # The `enum` of one schema may contain values that the `type` of the other schema excludes.
     merged = _drop_impossible_choices(merged)
     if merged.get("enum") == []:
         raise CannotMergeError("no value of enum matches both schemas")
     if ignored_keywords(merged):
-        # The caller then keeps the unmerged `allOf`, so that a strict request is rejected.
+        # After this error, the caller keeps the `allOf`, which xgrammar does not enforce. A strict
+        # request is then rejected.
         raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
     return merged
 
@@ -175,10 +176,11 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     second_others = _schema_of_other_properties(second)
     allows_others = first_others is not False and second_others is not False
     if forbidden_names and allows_others:
-        # xgrammar supports no property with the schema False, so only an `additionalProperties` of
-        # False can forbid a property.
+        # xgrammar does not support False as the schema of a property. A property can be forbidden
+        # only by `{"additionalProperties": False}`.
         raise CannotMergeError("a property is forbidden, but other properties are allowed")
-    # If a property is forbidden, the merged `additionalProperties` is now False and forbids it.
+    # If a property is forbidden, the merged schema has `{"additionalProperties": False}`. The
+    # merged `properties` do not list this property, so it stays forbidden.
     allowed = {name: schema for name, schema in merged.items() if name not in forbidden_names}
     if first_others is True and second_others is True:
         return {"properties": allowed}

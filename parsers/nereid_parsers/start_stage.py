@@ -66,8 +66,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The prompt contains no declared text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The parser starts in the content, and reads the prefill before the output. Reading the
-        # prefill changes the stage, for example to the reasoning if the prefill is `<think>`.
+        # The parser starts in the stage CONTENT. It reads first the prefill and then the output. A
+        # prefill such as `<think>` changes the stage to REASONING.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 
@@ -128,9 +128,9 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
         return StartPoint(stage=None, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
     if prefill.strip():
-        # The prompt ends with the beginning of a message, the "prefill". The parser starts in the
-        # content, and reads the prefill before the output. The start marker in the prefill changes
-        # the stage, so the parser then is inside the header, or inside the text after the header.
+        # The prompt ends with an unfinished message, the "prefill". The parser starts in the stage
+        # CONTENT. It reads first the prefill and then the output. If the prefill starts with the
+        # start marker of a message, the parser leaves this stage and reads the header.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(stage=None)  # None means that the output starts with a header.
 

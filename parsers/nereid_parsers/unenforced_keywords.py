@@ -19,10 +19,12 @@ _IGNORED_KEYWORDS = (
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
-# If a schema has one of these keywords, xgrammar ignores the other keywords of the schema. If it
-# has several of these keywords, xgrammar enforces only the first in this order.
+# If a schema has one of these keywords, xgrammar ignores all other keywords of the schema. If a
+# schema has several of these keywords, xgrammar enforces only the one that comes first in this
+# tuple.
 _EXCLUSIVE_KEYWORDS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-# Keywords that restrict a value, and that xgrammar enforces if no other keyword prevents it.
+# Keywords that restrict a value. xgrammar can enforce these keywords, but ignores some of them if
+# the schema also contains certain other keywords.
 _RESTRICTIONS = frozenset(
     {
         *_EXCLUSIVE_KEYWORDS,
@@ -116,7 +118,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Describe which of the keywords `multipleOf`, `allOf` and `oneOf` xgrammar does not enforce.
+    """Describe each `multipleOf`, `allOf` and `oneOf` of a schema that xgrammar does not enforce.
 
     xgrammar enforces these keywords only in some cases: `multipleOf` only for integers without
     bounds, `allOf` only for a single schema, and `oneOf` only for schemas of which each value
@@ -139,7 +141,7 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
 
 
 def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keywords of a schema that xgrammar ignores because of another keyword.
+    """Return the keywords that xgrammar ignores because the schema contains another keyword.
 
     Each ignored keyword is mapped to the keyword that is the cause. Examples:
 
@@ -162,7 +164,7 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _types_add_no_restriction(schema: Mapping[str, Any], cause: str) -> bool:
-    """Return whether a schema accepts the same values without its keyword `type`.
+    """Return whether a schema would accept the same values without its keyword `type`.
 
     This is so if all values of `enum` or `const` have one of the types, or if all schemas of an
     `anyOf` declare one of the types themselves. Example: in `{"type": "string", "enum": ["a"]}`,
@@ -211,9 +213,8 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_by_type.setdefault(json_type, []).append(option)
-    # Schemas of different types never match the same value, because `_single_type` combines the
-    # types "integer" and "number" to one type. If several schemas have the same type, each of them
-    # must declare a different constant.
+    # `_single_type` treats "integer" as "number". Therefore, schemas of different types never match
+    # the same value. Several schemas of the same type must declare different constants.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()

@@ -146,11 +146,10 @@ class DecodeGroup:
         first_blocks = first_positions // self.block_size
         # The columns to return from each decode's block table, [num_decodes, max_blocks].
         indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
-        # A short sequence may have fewer than `max_blocks` blocks after the first block of the
-        # window. The last indices would then be too large, so they are replaced by the index of
-        # the last column, whose block is then returned several times. This is harmless:
-        # `_compute_visible` hides every position after the end of the sequence, and the positions
-        # of the copies are after the end.
+        # If the window starts near the end of the block table, the last indices are too large.
+        # Replace them with the index of the last column. The result then contains the block of this
+        # column several times. The copies have no effect, because `_compute_visible` hides all
+        # positions after the end of the sequence.
         indices.clamp_(max=table_width - 1)
         return self.blocks.gather(1, indices), first_blocks
 

@@ -81,7 +81,7 @@ class KVCache:
         return 1 + max(self.group_of, default=0)
 
     def _first_layer_of_each_place(self) -> list[int]:
-        """For each place, return the index of the first layer with this place.
+        """For each set of layers that share tensors, return the index of the first layer.
 
         The place of a layer is its number in its group of layers. Layers of different groups with
         the same place share a tensor of keys and a tensor of values. Example: the layers have the

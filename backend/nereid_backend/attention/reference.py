@@ -15,8 +15,8 @@ from nereid_backend.attention.attention_batch import AttentionBatch, Prefill, hi
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# A prefill is computed in slices of its queries. Each slice has at most `_MAX_SLICE_QUERIES`
-# queries and at most `_MAX_SCORES` attention scores.
+# The queries of a prefill are divided into slices. A slice has at most `_MAX_SLICE_QUERIES` queries
+# and at most `_MAX_SCORES` attention scores.
 _MAX_SCORES = 2**25
 _MAX_SLICE_QUERIES = 64
 
@@ -198,7 +198,8 @@ def _attend_prefill(
         # A token attends to itself and to all earlier tokens, so the lower triangle of the mask is
         # True.
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
-    # The scores of all queries would need much memory, so a few queries are computed at a time.
+    # The scores of all queries together would need much memory, so only a few queries are computed
+    # at a time.
     return _attend_in_query_slices(inputs, mask, spec, scale, sinks)
 
 
@@ -220,8 +221,8 @@ def _attend_in_query_slices(
     num_queries = query.shape[2]
     num_keys = key.shape[2]
     num_cached = num_keys - num_queries
-    # The scores of a slice, [num_heads, slice_size, num_keys], must fit into `_MAX_SCORES`. Short
-    # slices also save time, because a slice does not read the keys after its last query.
+    # A slice has at most `_MAX_SCORES` scores. Their shape is [num_heads, slice_size, num_keys].
+    # Short slices also save time, because a slice does not read the keys after its last query.
     scores_per_query = spec.num_heads * num_keys
     slice_size = max(1, min(_MAX_SLICE_QUERIES, _MAX_SCORES // scores_per_query))
     parts = []

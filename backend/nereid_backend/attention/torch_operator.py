@@ -74,8 +74,8 @@ def _attend(
     key = key[:, :, :num_tokens]
     value = value[:, :, :num_tokens]
     out = forward.attend(layer, query, key, value, scale, sinks)
-    # `pad` takes two numbers for each dimension, beginning with the last dimension. Only the
-    # tokens, which are dimension 1 of the result, are padded at their end.
+    # `pad` takes two numbers (before, after) for each dimension, beginning with the last dimension.
+    # The third pair adds padding after the tokens (dimension 1 of the result).
     return functional.pad(out, (0, 0, 0, 0, 0, num_padding)).contiguous()
 
 

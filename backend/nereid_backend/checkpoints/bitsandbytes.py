@@ -59,8 +59,8 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
     # For each of the two 4-bit data types, nf4 and fp4, the tensor `quant_state` has a different
     # name.
     four_bits = [_four_bit_layout(suffix) for suffix in _STATE_SUFFIXES]
-    # The tensor `.weight_format` is ignored, because it only contains the number of a memory layout
-    # for kernels of bitsandbytes.
+    # The tensor `.weight_format` is ignored. It contains only a number that selects a memory layout
+    # for the kernels of bitsandbytes.
     return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
 
 
@@ -88,7 +88,7 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
     """
     values = tensors[".weight"]
     scales = tensors[".SCB"].float().unsqueeze(1) / _MAX_INT8
-    # Each output has one scale, so all inputs form one group.
+    # Each row of the weight has one scale, so all inputs of a row form one group.
     return IntegerWeight(values, scales, zeros=None, group_size=values.shape[1], bits=8)
 
 
@@ -115,9 +115,9 @@ def _decode_four_bits(
         )
     number_by_code = tensors[_MAP].float()
     weight = torch.empty(shape.numel(), dtype=dtype)
-    # Decode the weight in parts, because float32 numbers for the whole weight would need much
-    # memory. Each part consists of whole blocks. bitsandbytes' block sizes are powers of two, so
-    # each part starts at an even index and therefore with the first code of a byte.
+    # Decode one part of the weight at a time, because float32 numbers for the whole weight would
+    # need much memory. Each part consists of whole blocks. The block sizes of bitsandbytes are
+    # even, so each part starts with the first of the two codes in a byte.
     part_size = max(1, PART_NUMBERS // block_size) * block_size
     for start in range(0, len(weight), part_size):
         part = weight[start : start + part_size]

@@ -22,5 +22,5 @@ def checkpoint_folder(model: str) -> str:
     # Only GGUF files need the gguf library.
     from nereid_backend.checkpoints.gguf.gguf_folder import create_gguf_folder
 
-    # The weights are loaded from the checkpoint folder, so the folder contains a link to the file.
+    # The folder contains a link to the GGUF file, because the weights are loaded from the folder.
     return str(create_gguf_folder(Path(model), link_name=GGUF_LINK))

@@ -79,7 +79,8 @@ def compressed_tensors_format(settings: Settings) -> Format:
     # weight's tensors show which layout the weight has, so all layouts are returned.
     integers = _integer_layouts(_common_group_size(weight_settings))
     float8 = float8_layouts(_block_shape(weight_settings))
-    # The engine does not quantise activations, so the tensors with their scales are skipped.
+    # The tensors that contain the scales of activations are ignored, because the engine does not
+    # quantise activations.
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
 
 
@@ -91,17 +92,18 @@ def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
     and each group has one scale. `group_size` is the number of inputs in a group; None if the
     checkpoint has no common group size.
     """
-    # Without zero points, all zeros are 0. The tensor g_idx contains the index of each input's
-    # group; without this tensor, the inputs of a group are consecutive.
+    # If weight_zero_point is missing, all zero points are 0. If weight_g_idx (the group index of
+    # each input) is missing, the inputs of each group are consecutive.
     optional = (".weight_zero_point", ".weight_g_idx")
     packed = Layout(
         main=".weight_packed",
-        # weight_shape contains the numbers of outputs and inputs of the unpacked weight.
+        # weight_shape contains the number of outputs and the number of inputs of the unpacked
+        # weight.
         others=(".weight_scale", ".weight_shape"),
         decode=partial(_decode_packed, group_size=group_size),
         optional=optional,
         main_dtypes=("I32",),
-        # A 32-bit word usually contains eight 4-bit integers. The number is used only to estimate
+        # A 32-bit word usually contains eight 4-bit integers. The number 8 is used only to estimate
         # the size of the model, so it need not be exact.
         numbers_per_element=8,
         has_integers=True,
@@ -192,10 +194,10 @@ def _decode_packed(
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
-    # The layers of one checkpoint may have different numbers of bits. The number of bits is
-    # therefore computed from the number of words in a row. Up to 31 bits of the last word are
-    # unused. They are less than one bit for each input, because quantised layers have more than 31
-    # inputs, so rounding down removes them.
+    # The integers of different layers may have different sizes, so the number of bits is computed
+    # from the number of words in a row. Up to 31 bits of the last word are unused, but a quantised
+    # layer has more than 31 inputs, so rounding down gives the exact number. Example: 40 integers
+    # of 3 bits (120 bits) are stored in 4 words (128 bits), and 128 // 40 is 3.
     bits = packed.shape[1] * 32 // max(1, num_inputs)
     if not 1 <= bits <= 8 or len(packed) != num_rows:
         raise ValueError(
@@ -258,10 +260,11 @@ def _create_integer_weight(
     if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
         group_size = math.ceil(num_inputs / num_groups)
     if zeros is not None:
-        # There may be one zero for a whole row. Repeat this zero for each group of the row.
+        # The file may contain one zero point for a whole row. Repeat this zero point for each group
+        # of the row.
         zeros = by_row(zeros, num_rows).expand(-1, num_groups)
-    # With activation order, the inputs of a group are not consecutive. `group_of_input` then
-    # contains the group of each input, and is None otherwise.
+    # With activation order, the inputs of a group are not consecutive, and `group_of_input`
+    # contains the group of each input. Without activation order, `group_of_input` is None.
     group_of_input = _group_of_input(tensors, num_groups)
     return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
 

@@ -82,7 +82,8 @@ def _decode(
     scales = tensors[".scales"].T  # [out_features, groups]
     group_of_input = tensors.get(".g_idx")  # [in_features]
     if group_of_input is None:
-        # The number of inputs is unknown. Unpack all integers that fit into the words of a row.
+        # Without g_idx, the number of inputs is unknown, so unpack all integers that fit into a
+        # row.
         weight_bits = bits
         values = unpack_integers(packed, weight_bits)
     else:

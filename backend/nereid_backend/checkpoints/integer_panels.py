@@ -123,8 +123,8 @@ class RoundedWeight:
         """
         weight = self.weight
         if isinstance(weight, quantised_tensors.LazyWeight) and weight.is_unquantised_matrix:
-            # The rows of the weight are in one tensor of a safetensors file. `read_rows(start,
-            # end)` reads some rows of this tensor.
+            # The weight is one tensor of a safetensors file. `read_rows(start, end)` reads only
+            # some of its rows.
             _check_shape(weight.main_tensor.shape, layer)
             round_layer(layer, weight.main_tensor.read_rows, self.bits)
         else:
@@ -241,8 +241,9 @@ def fill_placeholders(
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
-    # `freed_memory` returns memory to the operating system when enough bytes were freed. The number
-    # of elements is a rough estimate of the bytes that reading a weight frees.
+    # `freed_memory` counts freed bytes, and returns memory to the operating system when enough
+    # bytes have been freed. The number of elements is a rough estimate of the bytes that are freed
+    # after a weight has been read.
     freed_memory = FreedMemory()
     num_layers_with_panels = 0
     for module in report_items(list(model.modules()), "filling modules", progress):
@@ -285,8 +286,8 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
         return True
     decoded = weight.decode()
     if isinstance(decoded, IntegerWeight):
-        # False if the panels of the CPU kernels cannot store these integers exactly. The layer then
-        # stores floating point numbers.
+        # If the panels of the CPU kernels cannot store these integers exactly, `_store_integers`
+        # returns False, and the layer stores floating point numbers.
         return _store_integers(layer, decoded)
     _check_shape(decoded.shape, layer)
     layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)

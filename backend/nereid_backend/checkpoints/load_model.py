@@ -58,10 +58,10 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # If transformers contains the class, the caller has already checked that the class uses the
-    # attention interface (`takes_attention_by_name`). Otherwise, a Python file of the checkpoint
-    # defines the class. This file is imported when the model is loaded, so the class is checked
-    # here.
+    # Check that the class of the model uses the attention interface. For a class in transformers,
+    # the caller has already checked this with `takes_attention_by_name`. A class in a Python file
+    # of the checkpoint can be checked only now, because the file is imported when the model is
+    # loaded.
     is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model
@@ -189,7 +189,8 @@ def _from_pretrained(
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except ModelError:
-        # transformers reads the quantised weights through `LazyWeight`, which raises this error.
+        # transformers reads quantised weights through `LazyWeight`. If a weight cannot be read,
+        # `LazyWeight` raises a ModelError, which needs no conversion.
         raise
     except Exception as error:
         attention = arguments["attn_implementation"]
@@ -213,9 +214,10 @@ def _convert_error(
         attention: the name of the attention implementation.
     """
     if isinstance(error, ValueError | KeyError | ImportError):
-        # transformers has no separate exception for a class that does not use its attention
-        # interface, but the message then contains the name of the refused implementation. This
-        # package generates the name, such as "nereid_paged_0", so no other message contains it.
+        # If a class does not use the attention interface, transformers raises a general exception,
+        # such as a ValueError. The message contains the name of the refused implementation. No
+        # other message contains this name, because this package has generated it. Example:
+        # "nereid_paged_0".
         has_refused_attention = attention in str(error)
         if has_refused_attention:
             return _OwnAttentionError()
@@ -285,8 +287,8 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
         # transformers has no class for the model. Return True, so that the caller calls
         # `from_pretrained`, which raises an error that contains the reason.
         return True
-    # One of the two classes is enough. In a model with images, only the class of the decoder may
-    # contain attention layers, and this attention is the one that must be replaced.
+    # At least one of the two classes must use the attention interface. In a model with images, the
+    # class of the decoder is sufficient, because only the attention of the decoder is replaced.
     return any(candidate._can_set_attn_implementation() for candidate in classes)
 
 
@@ -300,7 +302,7 @@ def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
     def create_bar(
         bar_class: object, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Iterator[Any]:
-        """Return an iterator over the items of a progress bar, in place of the bar.
+        """Return an iterator over the items of a progress bar, so that no bar is shown.
 
         transformers only iterates over the bars that it creates while it reads weights.
         """

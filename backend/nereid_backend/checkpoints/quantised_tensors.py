@@ -111,7 +111,10 @@ class LazyWeight:
 
     @property
     def main_tensor(self) -> StoredTensor:
-        """The tensor with the numbers or integers. An unquantised weight has only this tensor."""
+        """The tensor that contains the numbers of the weight, which may be quantised.
+
+        An unquantised weight has only this tensor.
+        """
         return next(iter(self.tensors.values()))  # The main tensor always comes first.
 
     @property
@@ -159,8 +162,8 @@ def lazy_weights(
         # `ignored` contains suffixes of tensors that are not needed, such as scales of activations.
         if name in used_names or name.endswith(chosen_format.ignored):
             continue
-        # In a quantised checkpoint, a tensor that no complete weight uses may belong to a quantised
-        # weight whose other tensors are missing. Its suffix or its data type shows this.
+        # No complete weight uses this tensor. If its suffix or its data type is typical of a
+        # quantised weight, other tensors of that weight are missing or not supported.
         if settings is not None and _is_part_of_quantised_weight(tensor):
             raise ModelError(
                 f"{tensor.file} contains the tensor {name} of a quantised weight. The other "

@@ -53,8 +53,8 @@ def hash_tokenizer_files(folder: str) -> TokenizerFiles:
         except OSError as error:
             raise ModelError(f"{file} cannot be read ({error}).") from error
         if file.suffix == ".json":
-            # Programs that save an unchanged tokenizer may format the file differently or change
-            # fields that have no effect.
+            # Ignore the formatting and the fields that have no effect on the tokenizer, because
+            # some programs change these when they save an unchanged tokenizer.
             content = _canonical(content)
         digests[name] = hashlib.sha256(content).hexdigest()
     return digests
@@ -78,7 +78,8 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
                 f"the file {name} of the new checkpoint differs from the file that the server has "
                 f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
             )
-    # The loop has compared no vocabularies if the checkpoints have no common vocabulary file.
+    # If the checkpoints have no vocabulary file in common, the loop has not compared their
+    # vocabularies.
     _check_common_vocabulary(old, new)
 
 

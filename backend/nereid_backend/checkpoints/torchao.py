@@ -58,7 +58,8 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
         numbers_per_element=2,  # A byte contains two 4-bit integers.
         has_integers=True,
     )
-    # The engine does not quantise activations, so the tensors with their scales are skipped.
+    # The tensors that contain the scales of activations are ignored, because the engine does not
+    # quantise activations.
     return Format(layouts=(int8, float8, int4), ignored=_ACTIVATION_TENSORS)
 
 
@@ -69,7 +70,8 @@ def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     """
     values = tensors[_MAIN]
     num_rows, num_inputs = values.shape
-    # [out_features, groups]. `by_row` repeats the scales if the file has one scale for all rows.
+    # The shape is [out_features, groups]. If the file contains one scale for all rows, `by_row`
+    # repeats this scale.
     scales = by_row(tensors[_SCALE], num_rows)
     zeros = tensors.get(_ZERO)
     if zeros is not None:
@@ -102,9 +104,9 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     num_groups = scales.shape[1]
     if num_inputs % num_groups != 0:
         raise ValueError(f"{num_inputs} inputs cannot be divided into {num_groups} groups")
-    # If all weights of a group have the same value w, the file may contain the scale 0 and the zero
-    # point w. An IntegerWeight represents w with the scale 1, the zero point -w and integers of 0,
-    # because (0 - (-w)) * 1 = w.
+    # If all weights of a group equal w, the file may contain the scale 0 and the zero w: weight =
+    # integer * 0 + w. Convert such a group to the scale 1, the zero -w and integers of 0: weight =
+    # (0 - (-w)) * 1 = w.
     group_size = num_inputs // num_groups
     is_constant = scales == 0
     values = values.masked_fill(is_constant.repeat_interleave(group_size, dim=1), 0)

@@ -49,9 +49,9 @@ def count_weights(folder: Path) -> WeightCounts:
         UnsupportedModelError: if the quantisation method is not supported.
     """
     weights = _weights(folder)
-    # The model is not created, so only the names show which weights belong to linear layers: all
-    # weights except embeddings and experts. Vectors, such as the weights of norms, are left out
-    # below, because they are neither quantised nor matrices.
+    # The model is not created, so the layers are recognised by the names of the weights. All
+    # weights except embeddings and experts can belong to linear layers. The two lists below leave
+    # out vectors, such as the weights of norms, because vectors are neither quantised nor matrices.
     linear = [weight for name, weight in weights.items() if _can_be_linear(name)]
     quantised_linear = [weight for weight in linear if weight.has_integers]
     unquantised_linear = [weight for weight in linear if _is_unquantised_matrix(weight)]
@@ -113,8 +113,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # The weights can be counted without the file. When the checkpoint is loaded,
-        # `load_checkpoint` reports the missing or damaged file.
+        # The weights can be counted without config.json. If the file is missing or damaged,
+        # `load_checkpoint` raises an error later, when it loads the checkpoint.
         return {}
     if not isinstance(config, dict):
         raise ModelError(

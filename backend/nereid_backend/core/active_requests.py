@@ -83,8 +83,8 @@ class ActiveRequests:
         request.is_prepared = is_prepared
         self._requests[first_sequence.request_id] = request
         self.num_sequences += len(sequences)
-        # The queue divides the computing time among the clients that have unfinished sequences.
-        # Therefore, report the new sequences to the queue before any of them enters the queue.
+        # The queue divides the computing time among the clients with unfinished sequences.
+        # Therefore, register the new sequences before one of them enters the queue.
         self.waiting.register(first_sequence, len(sequences))
         if is_prepared:
             self._enqueue(request)
@@ -148,9 +148,10 @@ class ActiveRequests:
         if is_follower:
             self._remove_from_followers(request, sequence)
         elif request.waits_for_prompt:
-            # This sequence was the leader, so the next follower becomes the leader.
-            # `waits_for_prompt` is true only if there is a follower. It is false while the grammar
-            # is being compiled, because `_enqueue` selects the leader after the compilation.
+            # The leader has ended, so the first follower becomes the leader. There is at least one
+            # follower, because `waits_for_prompt` is true. While the grammar is being compiled,
+            # `waits_for_prompt` is false, because `_enqueue` selects the leader after the
+            # compilation.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 

@@ -35,8 +35,9 @@ class PendingPlans:
     def __init__(self) -> None:
         self.is_planning = False
         self.ended_sequences: dict[Sequence, None] = {}
-        # The plans of the running step and of the next step, until these steps are committed. Empty
-        # if no step was planned ahead.
+        # If a step was planned while the previous step was running, this list contains the plans of
+        # both steps. A plan is removed when its step is committed. If no step was planned ahead,
+        # the list is empty.
         self._unfinished: list[StepPlan] = []
 
     def __bool__(self) -> bool:
@@ -76,16 +77,17 @@ class PendingPlans:
 
         Mutates: `num_computed_tokens` of the sequences in `before`, as if the step had ended.
         """
-        # Also appends a placeholder to each sequence that samples in the running step.
+        # This call also appends a placeholder to each sequence for which the running step samples a
+        # token.
         sampling_sequences = _assume_step_ended(before)
         self.is_planning = True
         try:
             plan = plan_step()
         finally:
             self.is_planning = False
-            # Remove the placeholders, because `commit` appends the tokens that the running step
-            # samples. `num_computed_tokens` is not reset, because the running step certainly
-            # computes the tokens of its chunks.
+            # Remove the placeholders, because `commit` will append the sampled tokens.
+            # `num_computed_tokens` keeps its new value, because the running step computes all
+            # tokens of its chunks.
             for sequence in sampling_sequences:
                 sequence.token_ids.pop()
         if plan.chunks:
@@ -132,7 +134,8 @@ class PendingPlans:
         if not corrected:
             return plan
         settled = _with_chunks(plan, corrected)
-        # The previous step is committed, so `plan` was the only unfinished plan. Replace it.
+        # The plan of the previous step was removed when that step was committed. The list therefore
+        # contained only `plan`, which is replaced now.
         self._unfinished = [settled]
         return settled
 

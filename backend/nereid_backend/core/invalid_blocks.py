@@ -61,8 +61,8 @@ class InvalidBlocks:
         # A request with several sequences keeps the blocks of its prompt for the sequences that
         # have not started yet. Release these blocks if one of them is invalid.
         self._tables.kept_prompts.drop_with(invalid_blocks)
-        # One pass is enough. Sequences share blocks from their first block on, so a sequence that
-        # shares a block after an invalid block also shares the invalid block.
+        # One pass is enough, because sequences share only leading blocks: a sequence that shares a
+        # block after an invalid block also shares the invalid block.
         for sequence in list(self._running):
             # An ended sequence computes no more tokens, so it need not be preempted.
             has_ended = sequence in self._pending_plans.ended_sequences
@@ -70,7 +70,7 @@ class InvalidBlocks:
             if has_invalid_block and not has_ended:
                 # This sequence attends to invalid blocks, so the blocks that it computed may be
                 # wrong, too. Remove all its blocks from the prefix cache. `blocks_of` also returns
-                # blocks that the sequence has freed, but that are still cached.
+                # freed blocks of the sequence that are still cached.
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)
         self._tables.forget(invalid_blocks)

@@ -60,11 +60,11 @@ class PrefillShares:
             # budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # A client has a share only if one of its sequences was passed to `divide`. The first call
-        # for any other client allows all `num_tokens` tokens, and each later call allows one token.
+        # If `divide` has set no share for this client, the first call allows all `num_tokens`
+        # tokens, and each later call allows one token.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
-        # Because one token is always allowed, the number can become negative. It then means that
-        # the share is used up, as 0 does.
+        # The number can become negative, because one token is always allowed. Like 0, a negative
+        # number means that the share is used up.
         self._remaining[client] = remaining - num_allowed
         return num_allowed

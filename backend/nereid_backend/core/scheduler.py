@@ -292,7 +292,8 @@ class Scheduler:
                 updates.append(update)
         # Preempt the running sequences that share blocks with a failed sequence.
         self._invalid_blocks.purge()
-        # This step no longer uses the rows and blocks of the sequences that ended while it ran.
+        # Release the rows and blocks of the sequences that ended while this step was running. If
+        # another unfinished step uses a sequence, its row and blocks are released after that step.
         self._endings.release_unused()
         return updates
 
@@ -311,13 +312,14 @@ class Scheduler:
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:
-            # A sequence that was aborted while the step ran already has its last update.
+            # If a sequence was aborted while the step was running, its last update already exists.
             has_ended_before = chunk.sequence in self._pending_plans.ended_sequences
             if not has_ended_before:
                 updates.append(self._endings.end(chunk.sequence, "error", error=error))
         # Preempt the running sequences that share blocks with the failed sequences.
         self._invalid_blocks.purge()
-        # This step no longer uses the rows and blocks of the sequences that ended while it ran.
+        # Release the rows and blocks of the sequences that ended while this step was running. If
+        # another unfinished step uses a sequence, its row and blocks are released after that step.
         self._endings.release_unused()
         return updates
 
@@ -330,9 +332,10 @@ class Scheduler:
         """
         if self.drafter is None:
             return
-        # A step needs the logits of the last known token and of each draft token. Therefore, a
-        # chunk with as many logits as tokens has only one known token. The exception is a part of a
-        # prompt whose log-probabilities were requested.
+        # A step needs the logits of the last known token and of each draft token. If a chunk has as
+        # many logits as tokens, it therefore has only one known token. This is not true for prompts
+        # whose log-probabilities were requested, so chunks that start before the last prompt token
+        # are excluded.
         has_one_known_token_per_chunk = all(
             chunk.num_tokens == chunk.num_logits
             and chunk.start >= chunk.sequence.num_prompt_tokens - 1
@@ -350,7 +353,7 @@ class Scheduler:
             AssertionError: if a block, a row or a sequence was lost.
         """
         tables = [table for sequence in self._running for table in sequence.block_tables]
-        # Requests with several sequences also keep the blocks of their prompts for the sequences
+        # A request with several sequences also keeps the blocks of its prompt for the sequences
         # that do not run yet.
         tables += self._tables.kept_prompts.block_tables()
         self.pool.check(tables)
@@ -361,7 +364,10 @@ class Scheduler:
         self._requests.check(self.num_running)
 
     def _plan_step(self) -> StepPlan:
-        """Count the step for the ranks of new requests, and return the plan of the step."""
+        """Return the plan of the next step, and add 1 to the number of steps.
+
+        The ranks of new requests depend on the number of steps.
+        """
         self._ranks.note_step()
         return self._planner.plan()
 
@@ -412,8 +418,9 @@ class Scheduler:
         if self.cache is not None:
             self.cache.add(sequence)
         if sequence.params.n > 1:
-            # A token was sampled, so the whole prompt has been computed. For later tokens, the call
-            # does nothing, because the other sequences are already in the queue.
+            # The whole prompt has been computed, because a token was sampled. The other sequences
+            # of the request can now enter the queue. If they are already in the queue, this call
+            # does nothing.
             self._requests.share_prompt(sequence)
         # A stop token may have ended the sequence before the last sampled token. The
         # log-probabilities of the tokens after the stop token are not reported.

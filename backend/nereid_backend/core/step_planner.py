@@ -96,8 +96,8 @@ class StepPlanner:
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
         else:
-            # A single client may use the whole token budget for its prompts, so remove the limits
-            # that were set for the clients of an earlier step.
+            # There is only one client, which may use the whole token budget for its prompts. Remove
+            # the limits of an earlier step with several clients.
             self.prefill_shares.clear()
             chunks = self._plan_chunks()
         return self._make_plan(chunks)
@@ -129,8 +129,8 @@ class StepPlanner:
         if self.whole_prefill:
             self.prefill_shares.clear()
             return
-        # Running sequences without uncomputed prompt tokens are included, but `divide` ignores
-        # them.
+        # Some running sequences may have no uncomputed prompt tokens. `divide` ignores such
+        # sequences.
         sequences = list(self.running)
         if self.running.free_rows:
             # The step can also start waiting sequences.
@@ -152,7 +152,8 @@ class StepPlanner:
             chunks.sort(key=_has_several_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
-            # Each running sequence needs memory for one state. The rest is used for snapshots.
+            # Each running sequence needs memory for one state. The rest of the memory is used for
+            # snapshots.
             snapshots = self.tables.snapshots.plan(chunks, num_running=len(self.running))
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
@@ -173,8 +174,8 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # Nothing was planned, for example because an overdue prompt could not be started. If
-            # the running sequences were already tried above, this second attempt does no harm.
+            # No chunk was planned. If an overdue prompt could not be started, the running sequences
+            # have not been planned yet. In any other case, this second attempt does no harm.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -205,8 +206,8 @@ class StepPlanner:
         running = self.running.sequences
         # Whether this plan is made while the previous step is still running.
         is_ahead = self.pending_plans.is_planning
-        # The length is read in each iteration, because a preemption shortens the list. Only the
-        # sequence at `index` or a later one is preempted, so `index` stays correct.
+        # The length is read in each iteration, because a preemption removes a sequence from the
+        # list. Only sequences at `index` or later are preempted, so `index` stays correct.
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
@@ -215,14 +216,15 @@ class StepPlanner:
                 index += 1
                 continue
             start = sequence.num_computed_tokens
-            # If the plan is made ahead, the last token is a placeholder for the token that the
-            # running step will sample.
+            # If the previous step is still running, the last token is a placeholder for the token
+            # that the previous step will sample.
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # `_plan_next_tokens` would create the same chunk, but most sequences need only one
-                # token and no new block, and the call and keyword arguments would take more time.
-                # After `start`, the arguments are num_tokens, samples, is_first and num_logits.
+                # Most sequences need only one token and no new block. Their chunks are created
+                # here, because a call of `_plan_next_tokens` and keyword arguments would take more
+                # time. The arguments after `start` are num_tokens, samples, is_first and
+                # num_logits.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -259,14 +261,15 @@ class StepPlanner:
         sequence = self.running[index]
         # The number of known tokens that are not computed yet.
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-        # With `whole_prefill`, `_first_chunk` has planned the whole prompt when the sequence was
-        # started, so a running sequence lacks only its last sampled token.
+        # With `whole_prefill`, the first chunk of a sequence contains the whole prompt. Each later
+        # chunk contains only the last sampled token.
         max_tokens = 1 if self.whole_prefill else limit
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
         num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
-                # This sequence was preempted, or a preemption must wait for the running step.
+                # Either this sequence itself was preempted, or no sequence can be preempted while
+                # the previous step is running.
                 return None
         has_last_known_token = num_tokens == num_remaining
         if self.drafter is not None and has_last_known_token:
@@ -305,9 +308,10 @@ class StepPlanner:
             # running, so this plan must not take blocks from another sequence. Start no waiting
             # sequence, because that sequence would use the blocks that are still free.
             return
-        # A step with an overdue prompt starts no second prompt, which would make the running
-        # sequences wait longer. If the prompt cannot be started now, the next step is a normal step
-        # that computes the running sequences first, and the prompt then becomes overdue again.
+        # A step with an overdue prompt starts no other prompt, because the running sequences would
+        # have to wait longer. If the overdue prompt cannot be started now, the next step is a
+        # normal step: it computes the running sequences first, and the prompt becomes overdue
+        # again.
         starts_only_one = self.has_overdue_prompt
         self.has_overdue_prompt = False
         waiting = self.requests.waiting
@@ -442,5 +446,5 @@ class StepPlanner:
 
 
 def _has_several_tokens(chunk: Chunk) -> bool:
-    """Return the sort key that puts chunks with one token before chunks with several tokens."""
+    """Return whether a chunk has several tokens. Sorting by this key puts such chunks last."""
     return chunk.num_tokens > 1

@@ -84,12 +84,12 @@ def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
 
     Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
     """
-    # The number is None if the sequence has ended before it got a row.
+    # If the sequence ended before it started to run, its number of cached tokens is None.
     update.num_cached_tokens = sequence.num_cached_tokens or 0
     # A sequence can end before its whole prompt is computed. Its update then contains no new token.
     has_whole_prompt = bool(update.new_token_ids)
-    # All sequences of a request have the same prompt, so only sequence 0 reports its
-    # log-probabilities.
+    # All sequences of a request have the same prompt, so only sequence 0 reports the
+    # log-probabilities of the prompt.
     if has_whole_prompt and sequence.index == 0:
         if sequence.params.prompt_logprobs is not None:
             # The first token of a prompt has no log-probability.

@@ -129,8 +129,8 @@ class DiskTier:
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing_hashes and not needs_snapshot:
             return None
-        # The request waits for the read until the deadline at the latest. Then it starts with the
-        # blocks that were read before the deadline.
+        # The request waits at most until this deadline. It then starts with the blocks that were
+        # read before the deadline.
         deadline = time.monotonic() + _MAX_WAIT_S
         return _PrefixRead(hashes, missing_hashes, needs_snapshot, deadline)
 
@@ -168,12 +168,13 @@ class DiskTier:
         if read is None:
             return
         read.is_cancelled = True  # stops the thread if it is still reading files
-        # `has_all_files` is whether the thread has read all missing blocks and the snapshot.
+        # `has_all_files` is True if the thread has read all missing blocks and the snapshot.
         if read.needs_snapshot and not read.has_all_files:
             # The snapshot is the recurrent state after the last block. A recurrent model can
             # continue only if it has the snapshot and all blocks.
             return
-        # The thread may still append a block, so `contents_by_hash` first copies its list.
+        # `contents_by_hash` copies the list of blocks first, because the thread may still append a
+        # block.
         self._insert_blocks(read.hashes, read.contents_by_hash())
         # If the memory had too few free blocks, some blocks were not inserted. Without these
         # blocks, the snapshot cannot be used.

@@ -120,8 +120,8 @@ class Engine:
         first_sequence = parts.new_sequences.create(
             request_id, prompt_token_ids, params or SamplingParams(), images
         )
-        # Pass the request to the scheduler. Also start to compile its grammar, if it has one, and
-        # to read its cached prefix from disk.
+        # Pass the request to the scheduler. Start to compile the grammar of the request, if it has
+        # one, and start to read the cached prefix of the request from disk.
         parts.preparation.add(first_sequence)
 
     def load_lora(self, name: str, path: str) -> None:
@@ -194,8 +194,8 @@ class Engine:
         """
         parts = self._parts
         parts.scheduler.abort(request_id, index)
-        # The preparation of a request compiles its grammar and reads its prefix from disk. If only
-        # one sequence was aborted, the other sequences may still wait for the preparation.
+        # The preparation of a request compiles its grammar and reads its cached prefix from disk.
+        # Do not cancel the preparation while another sequence of the request still needs it.
         needs_preparation = parts.scheduler.is_preparing(request_id)
         if not needs_preparation:
             parts.preparation.cancel(request_id)

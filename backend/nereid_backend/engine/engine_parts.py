@@ -200,9 +200,9 @@ def _make_scheduler(
 
     `report` is called with a line of text if speculative decoding was requested but is impossible.
     """
-    # `loaded.spec` describes the forward path: whether the blocks of a sequence contain its whole
-    # state, so that sequences can share them, and whether it must compute each prompt in one pass.
-    # `num_states` is the number of recurrent states that fit into the memory.
+    # `loaded.spec` describes the forward path. If the blocks of a sequence contain its whole state,
+    # sequences can share blocks (`shares_blocks`). Some paths must compute each prompt in one pass
+    # (`whole_prefill`). `num_states` is the number of recurrent states that fit into the memory.
     return Scheduler(
         pool,
         block_size=loaded.info.block_size,
@@ -227,8 +227,8 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     """
     if loaded.draft is not None:
         return loaded.draft
-    # Without a setting, prompt lookup is used only on a CPU, because it has not been measured on a
-    # GPU. Async scheduling is impossible with draft tokens.
+    # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU.
+    # Draft tokens cannot be combined with async scheduling.
     is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
     is_wanted = config.requests_drafts or is_used_by_default
     is_turned_off = config.max_draft_tokens == 0

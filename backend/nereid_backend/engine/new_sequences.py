@@ -58,10 +58,10 @@ class NewSequences:
         params: SamplingParams,
         images: ImageInputs | None,
     ) -> Sequence:
-        """Validate a new request, and return the first of its n sequences.
+        """Validate a new request, and return its first sequence.
 
-        Afterwards, the scheduler creates the other sequences as copies of the first sequence, which
-        have the same images. `Engine.add_request` documents the arguments and the errors.
+        If the request generates several sequences (`params.n`), the scheduler later copies the
+        first sequence with its images. `Engine.add_request` documents the arguments and the errors.
         """
         if request_id in self._scheduler:
             raise RequestError(

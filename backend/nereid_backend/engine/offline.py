@@ -125,8 +125,8 @@ def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutpu
     token_ids = [token_id for update in updates for token_id in update.new_token_ids]
     text_token_ids = token_ids
     if last.finish_reason == "stop":
-        # The last token is a stop token, because the engine itself never ends a sequence at a stop
-        # text. Only servers search the answer for stop texts.
+        # The engine uses the reason "stop" only for stop tokens, so the last token is a stop token.
+        # Only servers search answers for stop texts.
         text_token_ids = token_ids[:-1]
     logprobs = None
     if any(update.logprobs is not None for update in updates):

@@ -70,7 +70,7 @@ class PrefixSessions:
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
-        """Retain sessions for at least `seconds` seconds from now. Return how many were retained.
+        """Retain sessions for at least `seconds` seconds. Return the number of retained sessions.
 
         A session that expires later anyway is not changed.
 

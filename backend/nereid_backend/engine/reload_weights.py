@@ -172,7 +172,8 @@ def _check_replaceable(parts: EngineParts, new_config: EngineConfig) -> None:
             "path: the weights cannot be replaced with tensor_parallel_size="
             f"{new_config.tensor_parallel_size}. Restart the server."
         )
-    # `layout` contains the shapes of the tensors in the present checkpoint's safetensors files.
+    # `parts.layout` contains the tensor shapes of the present checkpoint. It is None if the
+    # checkpoint has no safetensors files.
     has_safetensors = parts.layout is not None
     if not has_safetensors or new_config.model.endswith(".gguf"):
         raise RequestError(

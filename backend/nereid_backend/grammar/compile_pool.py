@@ -64,7 +64,8 @@ class CompilePool(Generic[T]):
             self._run_in_thread(self._quick_executor, work, result)
         else:
             trial = self._trials.submit(spec)
-            # If the requests cancel `result`, the trial is stopped.
+            # If `result` is cancelled, stop the trial, because no request needs the grammar any
+            # more.
             _forward_cancellation(source=result, target=trial)
             # This callback is called when the child process has finished testing the grammar.
             trial.add_done_callback(partial(self._after_trial, work, result))
@@ -112,9 +113,10 @@ class CompilePool(Generic[T]):
         except RuntimeError:  # the executor is shut down
             _set_error(result, _closing_error())
             return
-        # If the requests cancel `result`, the job is cancelled, too.
+        # If `result` is cancelled, cancel the job, because no request needs the grammar any more.
         _forward_cancellation(source=result, target=job)
-        # If `close` cancels the job, the requests still wait for `result` and must get an error.
+        # The job is also cancelled when the pool is closed. Requests then still wait for `result`,
+        # so store an error in `result`.
         job.add_done_callback(partial(_fail_if_pool_closed, result))
 
 

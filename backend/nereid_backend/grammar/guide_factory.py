@@ -94,12 +94,12 @@ class Guides:
         # The compiled grammars, and the token masks that were computed from these grammars.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
-        # The grammar libraries, which the first call of `warm_up` starts to load. The lock ensures
-        # that only one of several threads starts to load the libraries.
+        # A future for the grammar libraries; None until the first call of `warm_up`. The lock
+        # prevents two threads from starting to load the libraries at the same time.
         self._libraries: Future[Libraries] | None = None
         self._lock = threading.Lock()
-        # The threads and processes that compile grammars. `_load_libraries` sets this attribute
-        # before any compilation can start, so it needs no lock.
+        # The threads and processes that compile grammars. No lock is needed, because
+        # `_load_libraries` sets this attribute before the first compilation starts.
         self._pool: CompilePool[_CompiledSpec] | None = None
         # The compilations that are running. A request with a grammar that is already being compiled
         # waits for the running compilation.
@@ -249,7 +249,7 @@ class Guides:
         """
         params = pending.params
         matcher = None  # tracks the position of the answer in the grammar
-        # A grammar forbids all special tokens (such as "<tool_call>") that it does not contain.
+        # Special tokens, such as "<tool_call>", are allowed only if the grammar contains them.
         special_ids_in_grammar: frozenset[int] = frozenset()
         if compiled_spec is not None:
             matcher = compiled_spec.compiled.matcher()

@@ -86,7 +86,7 @@ def rules_for(
     grammar_mask = free_mask & ~forbidden_mask
     # White space is allowed between the marker and the text of the grammar.
     white_space_mask = mask_of(vocabulary.white_space_ids - stop_ids, size)
-    # White space around the marker is not required, because models generate it irregularly.
+    # Remove white space around the marker, because models do not always generate this white space.
     marker_bytes = marker.strip().encode()
     return GuideRules(
         vocabulary=vocabulary,
@@ -97,8 +97,8 @@ def rules_for(
         grammar_bits=grammar_mask.tobytes(),  # for fast tests of single tokens
         white_space_mask=white_space_mask,
         marker=marker_bytes,
-        # A single token can contain the end of the marker and the beginning of the grammar's text,
-        # such as the token `>{`. The guide must check the part of such a token after the marker.
+        # Some tokens, such as `>{`, contain the end of the marker and the beginning of the text
+        # that follows the marker. The guide must check that this text matches the grammar.
         spanning=_spanning_tokens(vocabulary, marker_bytes),
     )
 

@@ -52,7 +52,8 @@ def replace_exclusive_bounds(schema: object) -> None:
         upper_bounds = _numbers(part, ("maximum", "exclusiveMaximum"))
         if not lower_bounds or not upper_bounds:
             continue
-        # `elif` is enough: if both conditions are true, the schema allows no number anyway.
+        # If both conditions are true, the schema allows no number at all. It is then enough to
+        # correct one of the two bounds.
         if _allows_excluded_minimum(excluded_minimum, min(upper_bounds)):
             new_minimum = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
             part["minimum"] = max(*lower_bounds, new_minimum)
@@ -62,7 +63,7 @@ def replace_exclusive_bounds(schema: object) -> None:
 
 
 def _numbers(schema: Mapping[str, object], keywords: Sequence[str]) -> list[float]:
-    """Return the values of those keywords of a schema that have a number."""
+    """Return the numeric values of `keywords` in a schema. Leave out all other values."""
     values = [schema.get(keyword) for keyword in keywords]
     return [value for value in values if _is_number(value)]
 

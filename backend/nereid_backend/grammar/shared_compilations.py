@@ -72,8 +72,8 @@ class SharedCompilations(Generic[T]):
             compilation.num_waiting -= 1
             is_unwanted = request_future.cancelled() and compilation.num_waiting == 0
             if is_unwanted:
-                # The lock is still held, so no new request can join the compilation before it is
-                # cancelled.
+                # Remove the compilation before the lock is released. Otherwise, a new request could
+                # join the compilation, which is about to be cancelled.
                 self._remove(spec, compilation)
         if is_unwanted:
             compilation.future.cancel()
@@ -87,6 +87,6 @@ class SharedCompilations(Generic[T]):
             self._remove(spec, compilation)
 
     def _remove(self, spec: GrammarSpec, compilation: _Compilation[T]) -> None:
-        """Remove a compilation from the running compilations. The caller holds the lock."""
+        """Remove a compilation from the running compilations. The caller must hold the lock."""
         if self._running.get(spec) is compilation:
             del self._running[spec]

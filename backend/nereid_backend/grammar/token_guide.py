@@ -76,11 +76,11 @@ class TokenGuide:
         # The last bytes of the answer in the phase BEFORE_MARKER. They may be the beginning of the
         # marker, after which the grammar applies.
         self._tail = b""
-        # The number of bytes of white space that have followed the marker in the phase WHITE_SPACE.
-        # It is limited, so that the model does not generate only white space.
+        # The number of bytes of white space after the marker, in the phase WHITE_SPACE. The number
+        # is limited, because the model could otherwise generate only white space.
         self._num_white_space_after_marker = 0
-        # The last tokens of the answer. `forced` tokenises the text that must come next together
-        # with these tokens, because the tokens of a text depend on the preceding text.
+        # The last tokens of the answer. `forced` needs these tokens to tokenise the text that must
+        # follow, because the tokens of a text depend on the preceding text.
         self._recent_ids: deque[int] = deque(maxlen=_NUM_RECENT)
 
     # ---- tokens of the answer --------------------------------------------------------------------
@@ -97,10 +97,10 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept_token(token_id)
             return
-        # Only the grammar restricts the tokens here, because there is no thinking budget. Most
-        # tokens arrive in the phase GRAMMAR. For these tokens, the first branch of the loop has the
-        # same effect as `_accept_token`, but takes less time. The bits of `grammar_bits` exclude
-        # the stop tokens and the forbidden special tokens, for which `_accept_token` does more.
+        # There is no thinking budget, so only the grammar restricts the tokens. Most tokens arrive
+        # in the phase GRAMMAR. For these tokens, the first branch of the loop is faster than
+        # `_accept_token`, and has the same effect. Stop tokens and forbidden special tokens require
+        # `_accept_token`, so `grammar_bits` excludes them.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
@@ -214,7 +214,8 @@ class TokenGuide:
             return True
         self._tail = b""
         grammar_text = after_marker.lstrip(WHITE_SPACE)
-        # The number is limited, so that the model does not generate only white space.
+        # Count the white space after the marker. Its amount is limited, because the model could
+        # otherwise generate only white space.
         self._num_white_space_after_marker = len(after_marker) - len(grammar_text)
         if not grammar_text:
             self._phase = Phase.WHITE_SPACE
@@ -270,8 +271,8 @@ class TokenGuide:
         for matcher_class, guide_rows in by_class.items():
             matchers = [guide_row.matcher for guide_row in guide_rows]
             matcher_class.fill_all(matchers, rows, [guide_row.place for guide_row in guide_rows])
-            # The library does not apply the rules for special tokens, for stop tokens, and for
-            # white space before the text of the grammar.
+            # The library ignores the rules for special tokens, for stop tokens, and for white space
+            # before the grammar's text. `_complete_mask` applies these rules.
             for guide, matcher, place in guide_rows:
                 guide._complete_mask(matcher, rows[place])
         return are_limited

@@ -268,12 +268,13 @@ def main() -> None:
 
     vocabulary, eos_token_ids = connection.recv()
     libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)
-    # A forked child shares the memory pages of this process until one of the two writes to a page.
-    # A garbage collection in the child would write to every object. `freeze` excludes the objects.
+    # A forked child shares the memory pages of this process until one of the two processes writes
+    # to a page. The garbage collector of the child would write to all existing objects, and thereby
+    # copy their pages. `gc.freeze` excludes these objects from garbage collection.
     gc.freeze()
 
     def compile_spec(kind: str, source: str) -> None:
-        """Raise a RequestError if the grammar cannot be compiled. A child calls this function."""
+        """Compile a grammar in a child process. Raise a RequestError if the compilation fails."""
         compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
 
     TrialServer(connection, compile_spec, timeout_s).serve()

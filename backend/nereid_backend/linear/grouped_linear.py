@@ -149,14 +149,14 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # The kernel supports only small groups. Each group of the checkpoint is divided into
-        # `_num_subgroups` stored groups, which all have the scale of the original group.
+        # The kernel supports only small groups, so each group of the checkpoint is divided into
+        # `_num_subgroups` stored groups. Each stored group has the scale of the original group.
         self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
         padded_inputs = num_groups * self.group_size
-        # The kernel reads four bytes of each output at a time. They contain eight inputs of 4 bits,
-        # or four inputs of 8 bits.
+        # The kernel reads four bytes of each output at a time. Four bytes contain the weights of
+        # eight inputs (4 bits each) or of four inputs (8 bits each).
         inputs_per_read = 8 if bits == 4 else 4
         num_reads = padded_inputs // inputs_per_read
         values = torch.empty(num_panels, num_reads, LANES, 4, dtype=torch.uint8)
@@ -372,7 +372,8 @@ def dequantise_rows(
         float32 [..., groups * group_size]. The last inputs may be padding.
     """
     panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
-    # If a slice separates two index tensors, torch moves the indexed dimensions to the front.
+    # Because the slice `:` separates two index tensors, torch moves the indexed dimensions to the
+    # front of the result.
     integers = values[panels, :, lanes]  # the bytes of each row, [..., num_bytes / 4, 4]
     if bits == 4:
         # Four bytes contain eight inputs: the inputs 0 to 3 in the lower halves, and the inputs 4
@@ -412,9 +413,8 @@ def _used_group_size(group_size: int, in_features: int) -> int:
         padded_row = _divide_up(in_features, UNIT) * UNIT
         return min(_MAX_GROUP_SIZE, padded_row)
     num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
-    # A group is divided into `num_parts` equal parts. Increase this number until the size of a part
-    # is a multiple of `UNIT` (8). The loop ends, because `_check_quantised_weight` accepts only
-    # multiples of `UNIT`.
+    # Increase the number of equal parts until the size of a part is a multiple of `UNIT` (8). The
+    # loop ends, because `group_size` itself is a multiple of `UNIT`; see `_check_quantised_weight`.
     while group_size % (num_parts * UNIT):
         num_parts += 1
     return group_size // num_parts
@@ -434,8 +434,8 @@ def _check_quantised_weight(
     if values.dtype not in (torch.int8, torch.uint8):
         raise ValueError(f"values must be int8 or uint8, but the dtype is {values.dtype}.")
     out_features, in_features = values.shape
-    # A kernel multiplies `UNIT` inputs at once, which must belong to one group. If a row has only
-    # one group, the row is padded, so any size is possible.
+    # A kernel multiplies `UNIT` inputs at once, and these inputs must belong to the same group. If
+    # a row has only one group, the group may have any size, because the row is padded.
     has_several_groups = group_size < in_features
     if has_several_groups and group_size % UNIT:
         raise ValueError(f"group_size must be a multiple of {UNIT}, but the value is {group_size}.")

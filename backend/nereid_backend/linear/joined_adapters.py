@@ -86,16 +86,17 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
     joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
-    # Convert each matrix to an `nn.Linear`, which can be packed for fast products on a CPU. The
-    # first layer is the joined `down`, and the others are the joined `up` of each linear layer.
+    # Convert each matrix to an `nn.Linear`, because linear layers can be packed for fast products
+    # on a CPU. The first layer contains the joined `down` matrices. Each other layer contains the
+    # joined `up` matrices of one linear layer of the model.
     down, *ups = _linears_of_weights([joined_down, *joined_ups])
     ranks = tuple(
         tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
         for layer_pairs in pairs
     )
     group = JoinedGroup(down, ranks)
-    # The outputs of `down` are the inputs of all `ups`, one layer after another. Example: if each
-    # `up` has 5 inputs, the layers get the outputs 0 to 4, 5 to 9, and so on.
+    # The outputs of `down` are divided among the layers `ups`, in order. Example: if each `up` has
+    # 5 inputs, the first `up` gets the outputs 0 to 4, the second gets 5 to 9, and so on.
     ends = accumulate(up.in_features for up in ups)
     return [
         JoinedLayer(group, slice(end - up.in_features, end), up)
@@ -104,7 +105,7 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
 
 
 def _linears_of_weights(weights: list[Tensor]) -> list[nn.Linear]:
-    """Return a linear layer for each weight, [out_features, in_features], in the same order.
+    """For each weight, [out_features, in_features], return a linear layer with this weight.
 
     The matrices have few rows or few columns. On a CPU, packed layers multiply such matrices
     several times as fast as torch.

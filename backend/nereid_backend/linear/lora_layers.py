@@ -142,7 +142,8 @@ class LoraLayers:
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
-            # The adapter's share of the concatenated matrices. `_ensure_joined` limits their size.
+            # The sum of the adapter's ranks over the layers in `for_torch`. `_ensure_joined` uses
+            # this sum to limit the size of the concatenated matrices.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=[*for_torch, *kernel_hooks],
         )
@@ -187,8 +188,9 @@ class LoraLayers:
         chunk_lengths = [chunk.num_tokens for chunk in chunks]
         loaded = [self._loaded[adapter] for adapter in distinct]
         if any(one.weights for one in loaded):
-            # For some layers, torch computes the adapters' products. This requires the concatenated
-            # matrices of all adapters in the step. The forward hooks read `_step`.
+            # For some layers, torch (instead of a kernel) multiplies the inputs by the adapters'
+            # matrices. For this, the matrices of all adapters in the step are concatenated. The
+            # forward hooks of these layers read `_step`.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
@@ -199,7 +201,7 @@ class LoraLayers:
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """In the `with` block, let each forward pass apply one adapter to all its rows.
+        """In the `with` block, let every forward pass apply the same adapter to all rows.
 
         If `adapter` is None, the forward passes apply no adapter.
         """
@@ -212,8 +214,8 @@ class LoraLayers:
         # to all rows.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
-        # For the kernels, the step has a single chunk. The given length of the chunk is not
-        # important, because the kernels assign all rows of a layer to this chunk.
+        # The kernels get a step with a single chunk. They assign all rows of a layer to this chunk,
+        # whatever number `chunk_lengths` contains.
         try:
             with self._native.serving([adapter], chunk_lengths=[1]):
                 yield
@@ -233,7 +235,8 @@ class LoraLayers:
         indices |= {adapter: index for index, adapter in enumerate(self._joined_adapters)}
         chunk_indices = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
         row_indices = chunk_indices.repeat(chunk_lengths)
-        # Almost all layers need only the index of each row on the device.
+        # Almost all layers read only the adapter index of each row. Therefore, only these indices
+        # are copied to the device.
         return AdapterStep(upload(row_indices, self._device), chunk_indices)
 
     def _ensure_joined(self, adapters: tuple[Adapter, ...]) -> None:

@@ -76,21 +76,21 @@ class NativeAdapters:
         groups = _layers_by_product(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
         # Maps the name of each layer to its index in the arrays of structs that the kernels read.
-        # Layers that one matrix product computes together have consecutive numbers.
+        # Layers that one matrix product computes together have consecutive indices.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # A kernel finds the adapters' matrices of a layer by a key: the address of the layer's
-        # weight. A layer that the kernels do not compute has no such address. It has an arbitrary
-        # key instead, which its forward hook passes to a kernel. This dict maps the names of these
-        # layers to their keys.
+        # The kernels find the adapters' matrices of a layer by a key. Usually, the key is the
+        # address of the layer's weight. If the kernels do not compute the layer, the key is
+        # arbitrary, and the layer's forward hook passes the key to a kernel. This dict contains
+        # only the layers with an arbitrary key. It maps their names to their keys.
         self._hook_keys = {
             name: _product_key(layer)
             for name, layer in layers.items()
             if _weight_address(layer) is None
         }
-        # For the kernels: the matrix products of the layers, sorted by key.
+        # The matrix products of the layers, sorted by key. The kernels read this array.
         self._products = _matrix_products(groups)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # True if the matrices of the adapters are bfloat16, False if they are float32.
@@ -234,8 +234,8 @@ class NativeAdapters:
         row_owners = chunk_owners.repeat(chunk_lengths)
         addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in distinct]
         pointers = (ctypes.c_void_p * len(distinct))(*addresses)
-        # The kernels use `owners` for a layer that computes one row for each token. If a layer
-        # computes another number of rows, they are divided equally over `chunk_owners`.
+        # If a layer computes one row for each token, the kernels use `owners`. Otherwise, the
+        # kernels divide the rows equally among the chunks, and use `chunk_owners`.
         struct = NativeAdapterStep(
             products=ctypes.addressof(self._products),  # which layers each matrix product computes
             num_products=len(self._products),
@@ -341,8 +341,8 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
                 )
             )
         first_number += len(layers)
-    # Sort the products by their keys (the field `weight`), because the kernels use a binary search
-    # to find the product with a certain key.
+    # Sort the products by key (the field `weight`), because the kernels find the product with a
+    # given key by binary search.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 
@@ -359,7 +359,7 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _product_key(layer: nn.Module) -> int:
-    """Return the key with which the kernels find the adapters' matrices of a layer.
+    """Return the key under which the kernels find the adapters' matrices for a layer.
 
     The key is the address of the layer's weight, because the kernel that computes the layer knows
     this address. If the kernels do not compute the layer, its forward hook passes the key to a
@@ -370,7 +370,7 @@ def _product_key(layer: nn.Module) -> int:
 
 
 def _weight_address(layer: nn.Module) -> int | None:
-    """Return the memory address of a layer's weight; None if the kernels do not compute it."""
+    """Return the address of a layer's weight, or None if the kernels do not compute the layer."""
     if isinstance(layer, NativeLinear):
         return layer.packed.data_ptr()
     if isinstance(layer, GroupedLinear) and grouped_linear.is_available():

@@ -134,7 +134,8 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     if x.dtype != packed.dtype:
         raise ValueError(f"The input must be {packed.dtype}, but its dtype is {x.dtype}.")
     # The first dimension of `packed` counts panels. A panel contains the weights of `LANES` outputs
-    # for all inputs, so its stride is `LANES` times the number of inputs.
+    # for all inputs. The stride of the first dimension is therefore `LANES` times the number of
+    # inputs.
     num_weight_features = packed.stride(0) // LANES
     if dim != num_weight_features:
         raise ValueError(f"The input has {dim} features, but the weight has {num_weight_features}.")

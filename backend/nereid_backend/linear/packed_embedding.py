@@ -25,7 +25,8 @@ from nereid_backend.linear.quantise_weights import can_quantise, round_layer
 # If an embedding does not share its weight with the output layer, the embedding is rounded to this
 # number of bits.
 _EMBEDDING_BITS = 8
-# The buffers in which a packed embedding stores its weight. Each class has some of them.
+# The names of the buffers in which packed embeddings store their weights. Each embedding class uses
+# only some of these buffers.
 _PACKED_BUFFERS = ("packed", "values", "scales", "zeros")
 
 
@@ -136,7 +137,7 @@ def pack_embedding(
 def _packed_layer_for(
     model: PreTrainedModel, embedding: nn.Embedding, *, can_round: bool
 ) -> NativeLinear | GroupedLinear | None:
-    """Return a packed linear layer from whose weight the embedding can read its rows.
+    """Return a packed linear layer whose weight contains the rows of the embedding.
 
     The weights of the layer's output i are the embedding's row i. If the output layer shares its
     weight with the embedding, the result is the output layer. Otherwise, the result is a new layer,

@@ -159,10 +159,11 @@ def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
     of the file are returned to the operating system, because they are no longer needed.
     """
     if native_linear.can_pack(weight):
-        # `pack` calls `discard_file_pages` with each slice of the weight that has been packed.
+        # `pack` packs the weight in slices. It calls `discard_file_pages` for each slice that it
+        # has packed.
         return NativeLinear, native_linear.pack(weight, discard_file_pages)
     if _can_reorder(weight):
-        # oneDNN optimises the layout for an input with this number of rows.
+        # oneDNN optimises the layout for inputs with `_EXPECTED_INPUT_ROWS` rows.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_INPUT_ROWS)
         discard_file_pages(weight)
         return PackedLinear, packed

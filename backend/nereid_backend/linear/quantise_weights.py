@@ -174,7 +174,8 @@ def _round_to_int8(groups: Tensor) -> QuantisedWeight:
 
     Example: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers [50, -127].
     """
-    # `_as_positive_float16` returns only positive scales, so a group of zeros is not divided by 0.
+    # `_as_positive_float16` returns only positive scales. Otherwise, a group of zeros would have
+    # the scale 0, and its weights would be divided by 0.
     scales = _as_positive_float16(groups.abs().amax(2) / _MAX_INT8)
     values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
     return QuantisedWeight(values.to(torch.int8), scales, None)
@@ -189,7 +190,8 @@ def _round_to_uint4(groups: Tensor) -> QuantisedWeight:
     # The range of a group must contain 0, so that the weight 0 has no rounding error.
     lowest = groups.amin(2).clamp(max=0)
     highest = groups.amax(2).clamp(min=0)
-    # `_as_positive_float16` returns only positive scales, so a group of zeros is not divided by 0.
+    # `_as_positive_float16` returns only positive scales. Otherwise, a group of zeros would have
+    # the scale 0, and its weights would be divided by 0.
     scales = _as_positive_float16((highest - lowest) / _MAX_UINT4)
     zeros = (-lowest / scales).round().clamp(0, _MAX_UINT4)
     values = groups / scales.unsqueeze(2) + zeros.unsqueeze(2)
@@ -219,8 +221,9 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
 
     def read_rows(start: int, end: int) -> Tensor:
         rows = weight[start:end].float()
-        # If these rows are in a memory-mapped file, return their memory pages to the operating
-        # system. If another layer shares the weight, its rows are read from the file again.
+        # If the rows come from a memory-mapped file, return their memory pages to the operating
+        # system. If another layer shares the weight, the rows are read from the file again for that
+        # layer.
         discard_file_pages(weight[start:end])
         return rows
 

@@ -52,7 +52,7 @@ def use_compiled_forward(
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
-        # If this call raises an error, it has not changed `path`.
+        # If this call raises an error, `path` has not been changed.
         compiled = _compile_and_check(path, checkpoint, hook, chosen, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
         problem = "the compiled forward pass failed"
@@ -91,8 +91,8 @@ def _compile_and_check(
             "torch.compile supports only the forward path packed, but this model uses the "
             f"forward path {chosen.spec.name}"
         )
-    # If attention runs in the CPU kernels (`is_native`), the compiled code calls them without
-    # Python.
+    # If CPU kernels compute the attention (`is_native`), the compiled code calls these kernels
+    # directly, not through Python.
     compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
     check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
@@ -217,10 +217,10 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
         _raise_if_device_is_lost(checkpoint.device, error, "cuda_graphs", problem)
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
-    # `capture_pieces` captures one function call as several graphs.
+    # `capture_pieces` captures one call of a function as several CUDA graphs.
     path.pieces = path.piecewise_graphs(capture.capture_pieces, sizes, progress)
-    # If the capture fails, `capture_all` reports the reason and deletes all graphs, so that
-    # `path.pieces` replays no step.
+    # If a capture fails, `capture_all` reports the reason and deletes all graphs. No step is then
+    # replayed.
     path.pieces.capture_all()
     if path.pieces.failure is None:
         progress("the parts of steps with prefills are replayed from captured graphs")
@@ -266,9 +266,10 @@ def use_fastest_attention(
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
-    # `choose_attention` measures the libraries for each pair of a kind of layer (such as layers
-    # with a sliding window) and a kind of step (such as decode steps). It returns the number of
-    # pairs that use a library.
+    # An attention library can be faster than Nereid's kernels in some cases. A case is a kind of
+    # layer (such as layers with a sliding window) in a kind of step (such as decode steps). For
+    # each case, `choose_attention` measures the libraries. It returns the number of cases that use
+    # a library.
     num_test_uses = test_path.choose_attention()
     if num_test_uses == 0:
         return
@@ -277,8 +278,8 @@ def use_fastest_attention(
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    # This call does not measure again, because the measurements of the test path are cached. The
-    # result is 0 if the KV cache stores 8-bit numbers, which the libraries do not support.
+    # The measurements for the test path are cached, so this call does not measure again. It returns
+    # 0 if the KV cache stores 8-bit numbers, because the libraries do not support these numbers.
     num_uses = path.choose_attention()
     progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
 
@@ -311,10 +312,10 @@ def _check_piecewise_graphs(
     assert isinstance(path, PackedPath)
     path.use_compiled(compiled)
     failures: list[str] = []  # messages about failed captures
-    # `capture_pieces` captures one function call as several graphs.
+    # `capture_pieces` captures one call of a function as several CUDA graphs.
     path.pieces = path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
-    # Only the smallest graph is captured. Each step of the check has fewer tokens than this graph,
-    # so it is padded to the size of this graph and replayed.
+    # Capture only the smallest graph. Each step of the check has fewer tokens than this graph, so
+    # the step is padded to the graph's size and replayed.
     path.pieces.capture_all(TOKEN_COUNTS[:1])
     # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger differences.
     is_rounded = sizes.kv_cache_dtype != "auto"
@@ -355,17 +356,17 @@ def _check_graphs(
     messages: list[str] = []  # the messages about failed captures
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, messages.append)
     path.graphs = graphs
-    # The first round captures each step as a graph, and also computes the step without the graph,
-    # which stores correct keys and values and could hide an error of the graph. The second round
-    # therefore starts with an empty cache and only replays the graphs.
+    # In the first round, each step is captured as a graph, and also computed without the graph.
+    # This computation stores correct keys and values, which could hide an error of the graph.
+    # Therefore, the second round starts with an empty cache and only replays the graphs.
     is_rounded = sizes.kv_cache_dtype != "auto"
     for _ in range(2):
         path.empty()
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # Each capture is followed by one replay, for the step that was captured. Any further replay
-    # proves that a later step was computed by a graph of an earlier step.
+    # After each capture, the new graph is replayed once to compute the captured step. If there are
+    # more replays than captures, graphs have also computed later steps.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

@@ -36,7 +36,8 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     for name, module in checkpoint.model.named_modules():
         sizes = _sizes_of(module)
         if sizes is not None:
-            # The hook appends one boolean to `computed_all_tokens` for each call of the layer.
+            # For each call of the layer, the hook appends a boolean to `computed_all_tokens`:
+            # whether the call has computed all tokens.
             layers[name] = _RecordedLayer(sizes, computed_all_tokens=[])
             hooks.append(module.register_forward_hook(_recorder(layers[name])))
     try:
@@ -68,7 +69,7 @@ class _RecordedLayer(NamedTuple):
 
 
 def _run_test_step(checkpoint: Checkpoint) -> None:
-    """Run the model once on `_NUM_TOKENS` tokens, with its own attention.
+    """Run the model once on `_NUM_TOKENS` tokens. The model uses its own attention code.
 
     Mutates: the checkpoint. The model uses its own attention after the call.
     """

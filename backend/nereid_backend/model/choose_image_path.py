@@ -220,7 +220,7 @@ def _choose_candidate(
                 f"no way to compute {kind} gives the same logits as transformers' generate: {error}"
             )
             continue
-        # The earlier kinds are in `refused`, because no candidate computes them.
+        # The earlier kinds of media are in `refused`, so only the kinds after `kind` remain.
         later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
         return _check_other_kinds(choice, later_trials, refused, measure)
     return None
@@ -229,7 +229,7 @@ def _choose_candidate(
 def _first_correct(
     candidates: list[_Candidate], trial: Trial, measure: Callable[[_AddImages, Trial], float]
 ) -> _Choice:
-    """Return the first candidate with correct logits. A candidate is a way to process images.
+    """Return the first candidate (a way to process images) that computes correct logits.
 
     Args:
         candidates: the candidates in order of preference.
@@ -258,7 +258,7 @@ def _check_other_kinds(
     refused: dict[str, str],
     measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
-    """Check whether the candidate chosen for one kind of media also computes the other kinds.
+    """Check whether a candidate that computes one kind of media also computes the other kinds.
 
     The kinds of media are images, videos and audio. A candidate is a way to compute prompts with
     media: it changes the forward path for texts, so that the path also computes media.
@@ -325,12 +325,12 @@ def _candidates(
     def add_packed(path: ForwardPath) -> ForwardPath:
         if not isinstance(path, PackedPath):
             raise UnfitError(f"the forward path of texts is {spec.name}")
-        # A `PackedPath` can compute texts and images itself, so no other path is needed.
+        # A `PackedPath` can compute both texts and images, so no other path is needed.
         path.images = PackedImages(checkpoint.model, features, attention)
         return path
 
-    # A `SplitPath` computes sequences without images with its first argument. It computes sequences
-    # with images with its second argument, and meanwhile lets the model use its own attention.
+    # A `SplitPath` combines two forward paths. The first path computes sequences without images.
+    # The second path computes sequences with images, and uses the model's own attention.
 
     def add_single(path: ForwardPath) -> ForwardPath:
         single_path = SinglePath(checkpoint, uses_cache=True)

@@ -77,16 +77,17 @@ def choose_path(
     reasons: list[str] = []
     for name, variants in path_variants(checkpoint, hook, config.max_model_len):
         try:
-            # This call also sets the attention of the model.
+            # This call also selects the attention function that the model uses.
             spec, difference = try_variants(checkpoint, variants, trials)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             reasons.append(f"{name}: {_reason(error)}")
             continue
         progress(_describe_choice(spec, reasons))
-        # The code of some models is correct only for shorter sequences if it computes a batch.
+        # Some models have a lower length limit for batches, because their code is wrong for longer
+        # sequences in a batch.
         limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
-        # `try_variants` has already computed this trial (the test sequences and their logits), so
-        # the trial comes from a cache.
+        # `try_variants` has already computed the test sequences and the expected logits, so this
+        # call returns them from a cache.
         trial = trials.get_for(spec)
         return ChosenPath(spec, difference, limit, trial)
     raise UnsupportedModelError(
@@ -122,7 +123,7 @@ class Trials:
         self._results: dict[bool, Trial | UnfitError] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
-        """Return the test sequences and the expected logits for a path; see `get`."""
+        """Return the test sequences and the expected logits for the path that `spec` describes."""
         return self.get(spec.layers, is_generated=spec.uses_generated_trial)
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -257,8 +258,9 @@ def _with_measurements(
         return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.
     if has_exact_snapshots(path, trial, difference, dtype):
         return replace(spec, has_snapshots=True)
-    # Without snapshots, there is no prefix cache. The log line about the path has only one detail,
-    # so this fact replaces a less important detail, such as "keys and values are copied".
+    # Without snapshots, there is no prefix cache. The log line about the path contains only one
+    # detail, and the missing cache is more important than the present detail (such as "keys and
+    # values are copied"). Therefore, replace the present detail.
     return replace(spec, detail=NO_SNAPSHOTS)
 
 

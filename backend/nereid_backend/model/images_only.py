@@ -23,8 +23,8 @@ from nereid_backend.model.path_variants import PathSpec, set_attention
 from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import Sizes
 
-# Describes a forward path for texts that raises an error in every call. The path is used if a model
-# processes only prompts with images.
+# Describes a forward path that refuses texts: every call raises an error. This path is used if a
+# model processes only prompts with images.
 _IMAGES_ONLY_SPEC = PathSpec(
     "single",
     lambda sizes: NoTextPath(sizes),
@@ -82,7 +82,7 @@ def choose_images_only(
     limit = model_limit(checkpoint.text_config, is_batched=False)
     # Without texts, there are no test sequences.
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
-    # The forward path of this spec refuses texts. The difference is that of the logits for prompts
-    # with images.
+    # The forward path of this spec refuses texts. The difference of the logits was therefore
+    # measured with prompts that contain images.
     chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial)
     return chosen, replace(images, needs_images=True)

@@ -117,9 +117,9 @@ def block_shape(
         # scale.
         itemsize = torch.int8.itemsize
         scale_bytes = torch.float32.itemsize
-    # In a block, the first layer of its group uses the first memory area, the second layer uses the
-    # second area, and so on. Layers of different groups use the same areas in different blocks, so
-    # each area counts once.
+    # A block belongs to one group of layers. The first layer of the group uses the first memory
+    # area of the block, the second layer uses the second area, and so on. The areas are the same
+    # for all groups, so each area is counted only once.
     layer_bytes = [
         layer.bytes_per_token(itemsize, scale_bytes)
         for layer in _one_layer_per_memory_area(spec.layers, groups)
@@ -200,10 +200,10 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # A single group may contain layers with different windows. It then needs all blocks that any of
-    # its layers needs.
+    # The first candidate is a single group of all layers. If the layers have different windows, the
+    # group needs every block that at least one of its layers needs.
     candidates = [single_group(layers)]
-    # Larger groups are tried first, so divisions into fewer groups come first in `candidates`.
+    # Try large groups first, so that candidates with few groups come first in `candidates`.
     for max_group_len in range(len(layers), 0, -1):
         groups = _group_by_window(layers, max_group_len)
         if len(groups.windows) <= _MAX_GROUPS:
@@ -239,7 +239,8 @@ def _group_by_window(layers: Sequence[LayerSpec], max_group_len: int) -> LayerGr
         for place, layer_index in enumerate(group)
     }
     return LayerGroups(
-        # Convert the common window of each group to the type that the block tables use.
+        # All layers of a group have the same window. Convert this window to the type that the block
+        # tables use.
         windows=tuple(attention_window_of([layers[index] for index in group]) for group in groups),
         places=tuple(places[layer_index] for layer_index in range(len(layers))),
     )

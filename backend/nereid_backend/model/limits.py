@@ -83,8 +83,8 @@ class BlockShape:
         tokens fits, the result is at least `max_tokens`. Example: 20 blocks of 16 tokens in a
         single group with full attention give 320 tokens.
         """
-        # Count the lengths 0, 1, 2, ... (in units of `block_size` tokens) that fit. A binary search
-        # is possible, because a longer sequence never needs fewer blocks.
+        # Find how many of the lengths 0, 1, 2, ... (in units of `block_size` tokens) fit. A binary
+        # search is possible, because a longer sequence never needs fewer blocks.
         lengths = range(max(0, num_blocks) + 1)
         num_fitting_lengths = bisect_right(
             lengths,
@@ -93,8 +93,9 @@ class BlockShape:
         )
         longest_length = max(0, num_fitting_lengths - 1)  # the lengths begin with 0
         num_tokens = longest_length * self.block_size
-        # A sequence with more than `num_blocks * block_size` tokens fits only if every group has an
-        # attention window. The number of blocks then does not depend on the length.
+        # If every group has an attention window, very long sequences need no more blocks than
+        # shorter sequences. Only then can a sequence with more than `num_blocks * block_size`
+        # tokens fit.
         if self.num_sequence_blocks(max_tokens) <= num_blocks:
             return max(num_tokens, max_tokens)
         return num_tokens
@@ -205,11 +206,11 @@ def _longest_request(
     configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, the memory must be enough for one block of tokens, or for the
-    # model's own limit if this limit is shorter than a block.
+    # If max_model_len is not set, the memory must be enough for one block of tokens. If the model's
+    # own limit is shorter than a block, the memory must only be enough for this limit.
     required_len = configured_len or min(config.block_size, limit.num_tokens)
     if fitting_len < required_len:
-        # One more block is allocated, whose tokens pad the inputs of a step.
+        # One additional block is allocated for the padding tokens in the inputs of a step.
         num_needed_blocks = block.num_sequence_blocks(required_len) + 1
         needed_bytes = num_needed_blocks * block.num_bytes
         alternative = " or lower max_model_len" if configured_len else ""
@@ -246,7 +247,7 @@ def _plan_without_blocks(
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
-    # A single sequence of the largest length must fit in any case.
+    # At least one sequence of the largest length must fit.
     max_num_blocks = max(blocks_per_sequence, _MAX_EMPTY_BLOCKS)
     return MemoryPlan(
         num_blocks=min(max_num_seqs * blocks_per_sequence, max_num_blocks),
@@ -368,7 +369,7 @@ def _default_gpu_bytes(
     """
     _, total_bytes = torch.cuda.mem_get_info(device)  # the caller has already read the free memory
     # torch reports only the memory of its own allocator. `_CONTEXT_BYTES` is an estimate of the
-    # memory of the CUDA context and of the libraries.
+    # remaining memory of this process: the CUDA context and the libraries.
     process_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     process_limit = int(total_bytes * config.gpu_memory_utilization)
     available_bytes = min(process_limit - process_bytes, free_bytes)

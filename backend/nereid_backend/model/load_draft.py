@@ -57,7 +57,8 @@ class OpenedDraft:
         sizes = draft_sizes(config, memory, num_tokens, self.chosen.limit)
         # The forward path needs only the sizes of the cache and of the block tables.
         path = self.chosen.spec.build(path_sizes(sizes))
-        # The default "auto" compiles only the large model, in the background.
+        # If compile_forward is "auto" (the default), only the large model is compiled, not the
+        # draft model.
         if config.compile_forward is True:
             use_compiled_forward(path, self.checkpoint, self.hook, self.chosen, progress)
         return DraftModel(path, sizes, self.hook)
@@ -109,8 +110,8 @@ def check_draft_folder(config: EngineConfig) -> None:
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."
         )
-    # This check ignores a damaged config.json, because the function that loads the checkpoint
-    # reports the damage later. A ConfigError belongs to none of these classes.
+    # Ignore a damaged config.json here, because the function that loads the checkpoint reports the
+    # damage later. A ConfigError is not ignored.
     with suppress(OSError, ValueError, AttributeError):
         model_config = json.loads(path.read_text(encoding="utf-8"))
         for architecture in model_config.get("architectures") or []:
@@ -168,7 +169,8 @@ def open_draft(
     except BaseException:
         hook.remove()
         raise
-    # The cache of the draft model stores unrounded numbers, whatever kv_cache_dtype is.
+    # The KV cache of the draft model stores unrounded numbers, even if kv_cache_dtype selects 8-bit
+    # numbers.
     itemsize = checkpoint.model.dtype.itemsize
     layer_bytes = sum(layer.bytes_per_token(itemsize) for layer in chosen.spec.layers)
     return OpenedDraft(checkpoint, chosen, layer_bytes, hook)

@@ -61,8 +61,9 @@ class OpenedMtp:
         """
         limit = model_limit(self.checkpoint.text_config)
         sizes = draft_sizes(config, memory, num_tokens, limit)
-        # The KV cache of the MTP layer, and the object that builds the input tensors of each step.
-        # These objects need only the sizes of the cache and of the block tables (`path_sizes`).
+        # Create the KV cache of the MTP layer, and the object that builds the input tensors of each
+        # step. For this, only the sizes of the cache and of the block tables are needed
+        # (`path_sizes`).
         cache, builder = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
         model: Any = self.checkpoint.model
         hidden = HiddenStates(path, model.get_decoder())

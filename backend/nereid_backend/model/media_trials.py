@@ -67,7 +67,7 @@ def make_trials(
                 answers = _generate_answers(checkpoint, processor, make_contents())
                 trial = _trial_of(answers, block_size)
                 if kind == "audio":
-                    # Some checkpoints have no audio encoder, and the model then ignores the audio.
+                    # If a checkpoint has no audio encoder, the model ignores the audio.
                     _check_uses_audio(trial)
                 trials[kind] = trial
             except Exception as error:  # noqa: BLE001 - a model's code can raise any exception

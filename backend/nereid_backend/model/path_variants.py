@@ -159,10 +159,10 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         _check_sparse_limit(limit, max_model_len)
-        # Sparse attention attends to every token of a sequence within this limit, so no mask is
-        # needed. However, the model's code requests a mask from transformers, which calls the mask
-        # function that is registered under the name of the attention function. Therefore, register
-        # `_open_mask`, which hides no token. Nereid's attention function itself hides later tokens.
+        # Within this limit, sparse attention attends to every token of a sequence, so no mask is
+        # needed. However, the model's code requests a mask, and transformers then calls the mask
+        # function that is registered under `hook.name`. Register `_open_mask`, whose mask hides no
+        # token. Nereid's attention function itself hides later tokens.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -279,15 +279,17 @@ def _variants_with_chunked_or_whole_prompts(
         keys = make_keys(sizes)
         return RowsPath(checkpoint, keys, computes_from_start=True, replays_preempted=True)
 
-    # Blocks cannot be shared, because they do not contain the recurrent state of a sequence.
+    # Sequences cannot share blocks, because the blocks do not contain the recurrent state of a
+    # sequence.
     chunked = PathSpec("rows", build_chunked, layers, hook, detail, shares_blocks=False)
     yield chunked
     one_pass = "each prompt is computed in one pass, because chunks give other logits"
     whole_detail = f"{detail}; {one_pass}" if detail else one_pass
     whole = replace(chunked, build=build_whole, detail=whole_detail, whole_prefill=True)
     yield whole
-    # The third variant is for models for which one pass over a sequence gives other logits than
-    # token-by-token generation. Its logits are therefore compared with transformers' generate.
+    # Some models give other logits in one pass over a sequence than in token-by-token generation.
+    # The third variant is for these models. Its logits are therefore compared with transformers'
+    # generate, which generates token by token.
     yield replace(whole, build=build_replaying, uses_generated_trial=True)
 
 
@@ -324,8 +326,8 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
         whole_prefill=True,  # A prompt is computed in one pass.
         is_batched=False,
         # This path calls the model as transformers' generate does: first with the prompt, then with
-        # one token at a time. Its logits must therefore equal those of generate, even if one pass
-        # over the whole sequence gives other logits.
+        # one token at a time. The logits are therefore compared with those of generate. One pass
+        # over the whole sequence could give other logits.
         uses_generated_trial=True,
     )
     yield with_cache
@@ -348,8 +350,8 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool =
         UnfitError: if the model's cache cannot be stored in blocks.
     """
     set_attention(checkpoint, None)
-    # Run the model with one token to find out what its cache stores. The token must not be special,
-    # because special tokens (such as placeholders of images) can change the forward pass.
+    # Run the model with one token to find out what its cache stores. Use no special token, because
+    # a special token (such as the placeholder of an image) can change the forward pass.
     token_id = plain_token_ids(checkpoint)[0]
     layout = probe_cache(checkpoint, token_id)
 
@@ -376,7 +378,8 @@ def make_blocks(
         max_model_len=sizes.max_model_len,
         block_size=sizes.block_size,
         null_block=cache.null_block,
-        # How the GPU kernels divide prefills; None if no GPU kernels are used.
+        # `layout` describes how the GPU kernels divide prefills. It is None if no GPU kernels are
+        # used.
         layout=step_layout(cache, layers),
         num_groups=cache.num_groups,
     )
@@ -398,16 +401,15 @@ def cache_class(
     """
     dtype = checkpoint.model.dtype
     fastest_class = cache_type(block_size, dtype, checkpoint.device)
-    # With "int8" or "fp8", this is a class that stores 8-bit numbers on the same device.
+    # If kv_cache_dtype is "int8" or "fp8", `stored_class` stores 8-bit numbers on the same device.
     stored_class = stored_type(fastest_class, kv_cache_dtype)
-    # A class with GPU kernels is used only if its results equal the results of the reference
-    # implementation in plain torch. Otherwise, this call returns the class of the reference
-    # implementation.
+    # Use a class with GPU kernels only if its results equal those of the reference implementation
+    # in plain torch. Otherwise, return the class of the reference implementation.
     return tested_type(stored_class, layers, block_size, dtype, checkpoint.device)
 
 
 def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:
-    """Create a KV cache whose keys and values are copied for the model's own attention.
+    """Create a KV cache for the model's own attention, which gets copies of keys and values.
 
     The cache needs no attention kernels. `sizes.kv_cache_dtype` selects its data type.
     """

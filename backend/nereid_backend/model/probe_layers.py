@@ -95,7 +95,7 @@ class _AttentionRecorder:
                 chunk=self._chunk if layer_type == "chunked_attention" else None,
             ),
             softcap=float(softcap) if isinstance(softcap, int | float) else None,
-            # transformers passes the attention sinks of a layer as `s_aux`.
+            # In transformers, the argument `s_aux` contains the attention sinks of a layer.
             has_sinks=isinstance(kwargs.get("s_aux"), Tensor),
         )
 
@@ -128,8 +128,9 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         "use_cache": False,
     }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
-        # The index of the token whose logits are needed. The index is passed as a tensor, as in the
-        # forward path `packed`, so that a model that accepts only a number already fails here.
+        # Pass the index of the token whose logits are needed. The forward path `packed` later
+        # passes the index as a tensor. Pass a tensor here, too, so that a model that accepts only a
+        # number fails during this test.
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
     layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:

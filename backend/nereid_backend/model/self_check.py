@@ -67,7 +67,7 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
 
 
 def _row_differences(logits: Tensor, expected: Tensor, *, unit: Tensor) -> Tensor:
-    """Return the root mean square difference of each row of logits, divided by `unit`.
+    """For each row of logits, return the root mean square difference, divided by `unit`.
 
     `unit` is the standard deviation of all expected logits, a single number.
     """
@@ -75,15 +75,16 @@ def _row_differences(logits: Tensor, expected: Tensor, *, unit: Tensor) -> Tenso
 
 
 def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
-    """Return a plan with one chunk, which contains all tokens of a test sequence.
+    """Return a step plan with a single chunk that contains all tokens of a test sequence.
 
     The plan requests the logits of the last prompt token and of all later tokens.
     """
     tokens, prompt_len = test_sequence
-    # The sequence can have one more token, so that it has not ended.
+    # `max_total_tokens` allows one more token. Otherwise, the sequence would already have ended.
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
     sequence.row = 0  # The forward path stores the state of a sequence under the sequence's row.
-    # The constructor counts all tokens as prompt tokens, but the later tokens are output tokens.
+    # The constructor counts all tokens as prompt tokens, but the tokens from index `prompt_len` on
+    # are output tokens.
     sequence.num_prompt_tokens = prompt_len
     chunk = Chunk(
         sequence,
@@ -228,7 +229,8 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
     blocks_per_sequence = sizes.num_blocks // len(trial.sequences)
     sequences = []
     for index, (tokens, prompt_len) in enumerate(trial.sequences):
-        # The limit is one more than the test tokens, so that the sequence does not end.
+        # `max_total_tokens` allows one token more than the test needs. Otherwise, the sequence
+        # would end during the test.
         sequence = Sequence(
             str(index), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )

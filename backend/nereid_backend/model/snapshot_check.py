@@ -88,7 +88,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
     All sequences that this function returns have the same blocks.
     """
     token_ids = trial.sequences[0][0]
-    # The sequence can have one more token, so that it has not ended.
+    # `max_total_tokens` allows one more token. Otherwise, the sequence would already have ended.
     sequence = Sequence("0", token_ids, SamplingParams(), max_total_tokens=len(token_ids) + 1)
     sequence.row = row
     sequence.block_table = list(range(math.ceil(len(token_ids) / trial.block_size)))
@@ -115,7 +115,8 @@ def _continue_from(
         The logits of the two passes, [2, vocab_size].
     """
     last = len(sequence.token_ids) - 1
-    # A sequence that begins with a snapshot is new to the path, so this is its first chunk.
+    # A sequence that is restored from a snapshot is new to the forward path. Therefore, the next
+    # chunk is the first chunk of this sequence.
     is_new_sequence = restoring is not None
     middle_chunk = Chunk(
         sequence,

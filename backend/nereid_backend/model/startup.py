@@ -155,8 +155,9 @@ def open_model(
     try:
         chosen = choose_path(checkpoint, hook, config, progress)
     except UnsupportedModelError as error:
-        # Some models process only prompts with images. If this model does not process them either,
-        # the following call raises an error that contains the message of `error`.
+        # Some models process only prompts with images. `choose_images_only` checks whether this
+        # model can process such prompts. If it cannot, the call raises an error that contains the
+        # message of `error`.
         chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
@@ -284,7 +285,7 @@ def _plan_cache(
     measured_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
     step_bytes = measured_bytes or 0
     cache_bytes = opened.cache_budget(step_bytes)
-    # Decide how the attention layers share blocks, and how much memory a block needs.
+    # Divide the attention layers into groups, and compute how much memory a block needs.
     max_model_len = config.max_model_len or limit.num_tokens
     groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
     block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
@@ -326,7 +327,7 @@ def _compile_forward(
         Each item is None if it does not exist.
     """
     if config.compile_forward == "auto":
-        # Load the compiled forward pass if an earlier process has stored it on disk. Otherwise,
+        # If an earlier process has stored the compiled forward pass on disk, load it. Otherwise,
         # start the compilation in the background.
         swap = use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
         return None, swap

@@ -21,7 +21,7 @@ _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Check that the weights fit into the free memory. Return whether they must be rounded first.
+    """Check that the weights fit into the free memory. Return whether they must be rounded to fit.
 
     Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
@@ -38,8 +38,8 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # With prepack, the CPU kernels compute directly with the integers of a quantised checkpoint.
-    # Otherwise, the integers are converted to floating-point numbers.
+    # If prepack is on, the CPU kernels compute directly with the integers of a quantised
+    # checkpoint. Otherwise, the integers are converted to floating-point numbers.
     keeps_integers = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)  # of one floating-point number
     needed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=keeps_integers)

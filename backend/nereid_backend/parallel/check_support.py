@@ -54,7 +54,8 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
     if device.type != "cpu":
         _check_gpus(config)
     elif torch.cuda.is_available():
-        # transformers would place the parts of the model on the GPUs, even if the device is a CPU.
+        # With tensor parallelism, transformers would place the model on the GPUs, even though the
+        # device is a CPU.
         raise ConfigError(
             f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
             "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
@@ -100,8 +101,8 @@ def check_checkpoint(config: EngineConfig) -> None:
     folder = Path(checkpoint_folder(config.model))
     check_files(folder)
     model_config = read_config(folder, config.trust_remote_code)
-    # The weights of a GGUF file are read as quantised weights. Other checkpoints contain settings
-    # of the quantisation in config.json.
+    # The weights of a GGUF file count as quantised. Other checkpoints with quantised weights
+    # contain the settings of the quantisation in config.json.
     is_gguf = (folder / GGUF_LINK).is_file()
     if is_gguf or quantisation_settings(model_config) is not None:
         raise UnsupportedModelError(
@@ -181,9 +182,9 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
-    # Such as {"q_proj", "k_proj"}. If one of these layers is divided, the query heads are divided.
+    # If a layer such as q_proj or k_proj is divided, the query heads are divided.
     divides_query_heads = bool(divided_layers & _LAYERS_OF_HEADS)
-    # Such as {"qkv_proj"}: layers that compute queries, keys and values together.
+    # A fused layer, such as qkv_proj, computes queries, keys and values together.
     has_fused_layer = bool(divided_layers & _FUSED_LAYERS)
     divided_fields = []  # the fields of the config whose value must be a multiple of `size`
     if divides_query_heads:
@@ -191,7 +192,8 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
     if has_fused_layer:
         divided_fields.append("num_key_value_heads")
     for field in divided_fields:
-        # None if the config has no such field, or a separate number of heads for each layer.
+        # `num_heads` is None if the config does not contain the field, or if the field has a
+        # separate value for each layer.
         num_heads = number_of_heads(config, field)
         if num_heads is not None and num_heads % size != 0:
             raise ConfigError(

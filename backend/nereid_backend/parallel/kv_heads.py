@@ -79,9 +79,9 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
 
     Mutates: the layers k_proj and v_proj of `model`.
     """
-    # The layers to which `rules` gives the style "replicate" were loaded whole.
+    # If `rules` gives the style "replicate" to a layer, this process has loaded the whole layer.
     for _name, attention in _attention_with_style(model, rules, _REPLICATE):
-        # This number is a multiple or a divisor of the number of ranks.
+        # The number of KV heads is a multiple or a divisor of the number of ranks.
         num_heads = _num_kv_heads(attention)
         # If there are fewer KV heads than ranks, several ranks compute the same head. Every rank
         # has at least one head.

@@ -104,7 +104,7 @@ def load_sharded(
     progress(f"tensor parallelism: starting {num_other_ranks} more processes")
     ranks = Ranks(rank_config, device)
     try:
-        # `load` calls `open_model` to read the weights and to choose the forward path.
+        # `load` calls `open_model`, which reads the weights and chooses the forward path.
         open_model = partial(_open_sharded, ranks)
         loaded = load(rank_config, hook, progress, open_model)
     except BaseException:
@@ -168,7 +168,8 @@ def _open_sharded(
             shard.checkpoint.model.config,
             f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
         ),
-        # A function of one argument, the memory of a step. It asks all ranks for their free memory.
+        # A function that computes the size of the KV cache. Its only argument is the memory that a
+        # step needs. The function asks all ranks for their free memory.
         cache_budget=partial(_smallest_budget, ranks, config),
     )
 

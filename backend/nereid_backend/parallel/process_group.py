@@ -79,17 +79,17 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While the `with` block runs, let transformers load a model as the rank `number`.
+        """In the `with` block, let transformers load only the part of a model for this rank.
 
-        A rank is one of the processes that compute the model together. If transformers loads a
-        model with a plan for tensor parallelism, it reads only the part for this rank.
+        A rank is one of the processes that compute the model together. transformers divides a model
+        only if the caller passes a plan for tensor parallelism.
         """
         with (
             _without_warnings(),
-            # With tensor parallelism, transformers creates a device map with the device of the
-            # rank. It refuses any device map if the library accelerate is not installed, although
-            # it does not call accelerate for a single device. Therefore, make transformers treat
-            # accelerate as installed.
+            # With tensor parallelism, transformers creates a device map, which contains only the
+            # device of this rank. transformers refuses any device map if the library accelerate is
+            # not installed, although a map with a single device does not need accelerate.
+            # Therefore, make transformers treat accelerate as installed.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             # transformers reads the number of the rank from this environment variable.
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),

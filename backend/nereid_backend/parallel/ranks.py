@@ -234,7 +234,7 @@ class Ranks:
 
         A separate thread runs this method. It returns without a description if `close` was called.
         """
-        # `wait` raises an OSError if `close` closes the connections meanwhile.
+        # If `close` closes the connections while `wait` is running, `wait` raises an OSError.
         with contextlib.suppress(OSError):
             # After its start, a rank sends a message only if it fails. If a rank ends, its
             # connection is closed. `wait` returns in both cases.

@@ -39,8 +39,9 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     if num_engines == 1:
         return config
     _restrict_gpus(config, index)
-    # prefix_cache_disk_size is the setting prefix_cache_disk_bytes as a number, because the setting
-    # can be a text such as "10GiB". The settings accept no size of 0.
+    # The setting prefix_cache_disk_bytes can be a text such as "10GiB". prefix_cache_disk_size
+    # contains the size as a number. The result is at least 1, because the settings do not accept
+    # the size 0.
     disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
     return replace(
         config,

@@ -47,10 +47,10 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
-    # transformers' plan maps the names of layers to styles of division, but cannot give the same KV
-    # head to several ranks. If there are too few heads, `rules` replaces some entries of the plan,
-    # so that each rank loads all KV heads, and `keep_own_heads` then deletes the heads of other
-    # ranks. Otherwise, `rules` is empty, and `keep_own_heads` deletes nothing.
+    # transformers' plan for dividing the layers cannot give the same KV head to several ranks. If
+    # there are fewer KV heads than ranks, `rules` therefore changes the plan: each rank loads all
+    # KV heads, and `keep_own_heads` then deletes the heads of other ranks. Otherwise, `rules` is
+    # empty, and `keep_own_heads` deletes nothing.
     rules = _replication_rules(config, rank.size)
     with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(
@@ -60,7 +60,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             attention=hook.name,
             progress=progress,
             trust_remote_code=config.trust_remote_code,
-            # None: transformers' own plan is used without changes.
+            # If `tp_plan` is None, transformers uses its own plan without changes.
             distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
     keep_own_heads(checkpoint.model, rules, rank)

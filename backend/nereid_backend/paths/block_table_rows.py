@@ -79,9 +79,9 @@ class BlockTableRows:
             row = sequence.row
             assert row is not None
             rows.append(row)
-            # The version changes whenever a block table of the sequence changes. `is_first` means
-            # that the sequence has just got the row, which still contains the blocks of an earlier
-            # sequence. `_fill_row` then replaces these blocks.
+            # `table_version` changes whenever a block table of the sequence changes. If `is_first`
+            # is true, the sequence is new in this row, which still contains the blocks of an
+            # earlier sequence. In both cases, `_fill_row` must update the row.
             if is_first or sequence.table_version != versions[row]:
                 versions[row] = sequence.table_version
                 for group in range(self.num_groups):
@@ -131,8 +131,9 @@ class BlockTableRows:
         num_filled = self._num_filled[group][row]  # the blocks that `table_row` contains
         num_replaced = self._num_replaced[group][row]  # the first blocks, already set to null
         if is_first:
-            # Remove the blocks of the earlier sequence. The new sequence is then copied from its
-            # start, and its `block_table` already contains the null block for each freed block.
+            # Remove the blocks of the earlier sequence. The code below then copies the whole
+            # `block_table` of the new sequence. `block_table` already contains the null block for
+            # each freed block.
             table_row[:num_filled] = self._null_block
             num_filled = 0
             self._num_filled[group][row] = 0

@@ -109,7 +109,7 @@ def probe_cache(
 
 
 def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
-    """Append the tensor shapes of a cache layer to `specs`. Return a description of the layer.
+    """Append a cache layer's tensor shapes to `specs`, and return a description of the layer.
 
     The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
     selects the tokens for sparse attention), or all of these. The description contains the indices
@@ -125,7 +125,8 @@ def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN40
     if getattr(layer, "indexer_keys", None) is not None:
         indexer_index = len(specs)
         specs.append(_indexer_spec(layer))
-    # The indexer's positions are [num_positions, num_seqs, num_tokens], here [num_positions, 1, 1].
+    # The shape of `positions` is [num_positions, num_seqs, num_tokens]. Here, it is [num_positions,
+    # 1, 1], because the layer contains one token of one sequence.
     positions = getattr(layer, "indexer_position_ids", None)
     num_positions = 0 if positions is None else positions.shape[0]
     return LayerParts(keys_index, indexer_index, num_positions)
@@ -171,7 +172,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of an indexer's keys in blocks; see `LayerParts.indexer_index`."""
+    """Return the shapes in which blocks store the keys of a sparse indexer; see `LayerParts`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -214,7 +215,7 @@ class GatheredStep:
         are 3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
         [0, 0, 0, 0, 1, 2], and the mask of the second sequence is [0, 0, 0, 1, 1, 1].
         """
-        # The values of a layer are [blocks, num_kv_heads, block_size, value_dim].
+        # The shape of a layer's values is [blocks, num_kv_heads, block_size, value_dim].
         block_size = cache.values[0].shape[2]
         num_tokens = chunks[0].num_tokens
         starts = torch.tensor([chunk.start for chunk in chunks])
@@ -223,7 +224,7 @@ class GatheredStep:
         blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
         # [num_seqs, num_tokens], the positions of the new tokens. In the example: [[5], [2]].
         new_positions = starts[:, None] + torch.arange(num_tokens)
-        # The number of the block that contains each new token. In the example: [[3], [8]].
+        # For each new token, the number of the block that contains it. In the example: [[3], [8]].
         new_blocks = blocks.gather(1, new_positions // block_size)
         slots = new_blocks * block_size + new_positions % block_size
         lens = starts[:, None] + num_tokens
@@ -304,7 +305,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_heads, num_tokens, dim]. The returned keys and values are [num_seqs, num_heads, longest,
         dim], where `longest` is the length of the longest sequence.
         """
-        # The index, among the layers of the KV cache, under which this layer's keys are stored.
+        # The index under which the KV cache stores the keys and values of this layer.
         layer_index = self._parts.keys_index
         if layer_index is None:
             raise UnfitError(
@@ -364,10 +365,10 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
-        # In `keys` and `values`, the tokens of each sequence start at index 0, and padding follows
-        # up to the end of the last block. The model expects the padding before the tokens, so the
-        # tokens of shorter sequences are moved to the right. Example: for the sequences of 4 and 2
-        # tokens, `step.positions` is [[0, 1, 2, 3], [0, 0, 0, 1]].
+        # In `keys` and `values`, padding follows the tokens of each sequence. The model expects the
+        # padding before the tokens, so the tokens of shorter sequences are moved to the right.
+        # Example: if the sequences have 4 and 2 tokens, `step.positions` is [[0, 1, 2, 3], [0, 0,
+        # 0, 1]].
         token_index = step.positions[:, None, :, None]
         padded_keys = torch.take_along_dim(keys, token_index, dim=2)
         padded_values = torch.take_along_dim(values, token_index, dim=2)

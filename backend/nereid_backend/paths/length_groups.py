@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the decodes of a step into groups of similar lengths, which limits the padding."""
+"""Divides the decodes of a step into groups of similar lengths, to limit the padding."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class LengthGroup(NamedTuple):
 
 
 def group_by_length(lens: Integers, block_size: int) -> list[LengthGroup]:
-    """Divide the decodes of a step into groups whose sequences have similar lengths.
+    """Divide the decodes of a step into groups of sequences with similar lengths.
 
     A decode is a sequence that adds one token. In one group, each sequence reads as many blocks of
     the KV cache as the longest sequence; the surplus blocks are padding. Because of the groups,

@@ -71,18 +71,19 @@ class PackedPath:
         self._model = checkpoint.model
         # Whether the model can leave out the logits of tokens that are not in `logits_to_keep`.
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
-        # Some models have embedding layers that derive the positions from the length of
-        # transformers' cache. This object passes the correct positions to these layers.
+        # In some models, the embedding layers derive the token positions from the length of
+        # transformers' cache. `PositionEmbeddings` passes the correct positions to these layers.
         self._position_embeddings = PositionEmbeddings(self._model)
         self._adapters = checkpoint.adapters
         self._hook = hook
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # The path can already run. If the model and the device support the following optional
-        # parts, the caller adds them later: `_compiled` with the method `use_compiled`, and the
-        # other parts by an assignment.
-        # The compiled forward pass; None if the model's own code is run.
+        # The following attributes are optional parts of this path. After the construction, the
+        # caller sets each part that the model and the device support. The method `use_compiled`
+        # sets `_compiled`. The caller assigns the other parts directly.
+
+        # The compiled forward pass; None if the model's own code computes all steps.
         self._compiled: CompiledForward | None = None
         # The CUDA graphs of decode steps.
         self.graphs: DecodeGraphs | None = None
@@ -128,8 +129,9 @@ class PackedPath:
         batch = self._builder.build(plan, self._cache.device, sampled)
         with self._adapters.serving(plan.chunks) as needs_hooks:
             if self.images is not None and has_images(plan):
-                # In this context, the embeddings and positions of the images replace inputs of the
-                # decoder, which is only possible if the model's own code is run.
+                # In this context, a hook of the decoder inserts the embeddings and positions of the
+                # images. CUDA graphs and the compiled forward pass do not call this hook, so the
+                # model's own code is run.
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
@@ -138,7 +140,8 @@ class PackedPath:
                 # own code is run.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
-            # `run` prefers the compiled forward pass to the model's own code.
+            # `run` uses the compiled forward pass if there is one. Otherwise, it uses the model's
+            # own code.
             return self.run(batch) if logits is None else logits
 
     def _replay(self, batch: StepBatch) -> Tensor | None:
@@ -182,8 +185,9 @@ class PackedPath:
         `attention` is the function that the model calls as the attention of each layer.
         """
         optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
-        # Some embedding layers ignore the argument `position_ids`, and would derive the positions
-        # from the length of a cache. `_position_embeddings` makes these layers use `position_ids`.
+        # Some embedding layers ignore the argument `position_ids`, and derive the positions from
+        # the length of a cache. Inside `_position_embeddings.using`, these layers use
+        # `position_ids` instead.
         with self._hook.serving(attention), self._position_embeddings.using(batch.position_ids):
             output = self._model(
                 input_ids=batch.input_ids,

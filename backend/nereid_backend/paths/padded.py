@@ -30,7 +30,7 @@ class PaddedPath:
         *,
         batches_sequences: bool,
     ) -> None:
-        """Create a forward path, a way to run a model. No sequence has been computed yet.
+        """Create the object that runs the model's forward passes.
 
         Args:
             checkpoint: the model.
@@ -39,8 +39,8 @@ class PaddedPath:
             batches_sequences: whether several sequences may share a forward pass.
         """
         self._call = ModelCall(checkpoint.model)
-        # Some models have embedding layers that derive the positions from the length of the cache.
-        # This object passes the correct positions to these layers.
+        # In some models, the embedding layers derive the token positions from the length of the
+        # cache. `PositionEmbeddings` passes the correct positions to these layers.
         self._position_embeddings = PositionEmbeddings(checkpoint.model)
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
@@ -110,7 +110,8 @@ class PaddedPath:
         # Request the logits of at least one token, because the model never returns fewer.
         num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
         # Some embedding layers ignore the argument `position_ids`, and derive the positions from
-        # the length of the cache. `_position_embeddings` makes these layers use `positions`.
+        # the length of the cache. Inside `_position_embeddings.using`, these layers use `positions`
+        # instead.
         with self._adapters.serving(chunks), self._position_embeddings.using(positions):
             return self._call(
                 ids,

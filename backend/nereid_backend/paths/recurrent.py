@@ -68,7 +68,7 @@ class RowsPath:
         computes_from_start: bool,
         replays_preempted: bool = False,
     ) -> None:
-        """Create a forward path, a way to run a model. No sequence has a state yet.
+        """Create the object that runs the model's forward passes. No state is stored yet.
 
         Args:
             checkpoint: the model.
@@ -87,14 +87,15 @@ class RowsPath:
         self._key_storage = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
-        # The recurrent state of each sequence, except the states in `_batch_cache`. The key is the
-        # index of the sequence in the runner's tables (`Sequence.row`).
+        # Maps the index of a sequence in the runner's tables (`Sequence.row`) to the sequence's
+        # recurrent state. The states of the last batch may be in `_batch_cache` instead.
         self._states: dict[int, State] = {}
         # For each sequence, the number of tokens that the recurrent state covers. The key is
         # `Sequence.row`.
         self._state_lengths: dict[int, int] = {}
-        # The recurrent states of the last batch, merged into one cache. The states stay merged,
-        # because the next step usually computes the same batch. None if there is no such batch.
+        # The recurrent states of the last batch, merged into one cache. The states stay merged
+        # after the step, because the next step usually computes the same sequences. None if no
+        # states are merged.
         self._batch_cache: _BatchCache | None = None
         # Maps each snapshot id to a stored copy of a sequence's recurrent state. Later sequences
         # with the same prefix start from the copy.
@@ -246,9 +247,9 @@ class RowsPath:
             return None  # This model must compute the prompt in one pass, with the last chunk.
         if self._can_continue(chunk):  # The stored state covers exactly the tokens before `chunk`.
             return self._continue_state(chunk)
-        # The stored state lacks some earlier tokens, or it covers draft tokens that were rejected,
-        # or the model cannot continue its state by several tokens. The sequence is therefore
-        # computed again from its first token.
+        # The sequence must be computed again from its first token. There are three possible
+        # reasons: the stored state lacks some earlier tokens, the stored state covers draft tokens
+        # that were rejected, or the model cannot continue a state by several tokens.
         whole = extend_to_start(chunk)  # a chunk that also contains all earlier tokens
         prompt_len = whole.sequence.num_prompt_tokens
         has_output_tokens = whole.num_tokens > prompt_len
@@ -286,11 +287,11 @@ class RowsPath:
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
         parts = [self._continue_state(prompt)]
         for position in output_positions:
-            # `_decode` always returns the logits of its token, whatever `num_logits` is.
+            # `_decode` ignores `num_logits`, and always returns the logits of the one new token.
             decode = chunk._replace(start=position, num_tokens=1)
             parts.append(self._decode([decode])[0])
-        # The prompt gives `num_prompt_logits` rows, and each output token gives one row. Only the
-        # last `chunk.num_logits` rows are needed.
+        # `parts` contains `num_prompt_logits` rows of logits for the prompt, and one row for each
+        # output token. Return only the last `chunk.num_logits` rows.
         logits = torch.cat(parts)
         return logits[len(logits) - chunk.num_logits :]
 
@@ -305,8 +306,8 @@ class RowsPath:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.
         """
         row = _row(chunk)
-        # The states of the last batch are merged into one cache, which may contain the state of
-        # this sequence. Divide the cache, so that the state of each sequence is in `_states`.
+        # The merged cache of the last batch may contain the state of this sequence. Split this
+        # cache, so that `_states` contains the state of each sequence.
         self._split_batch_cache()
         # A forward pass that fails may leave a partly changed state. The state is therefore removed
         # from this object before the forward pass, and stored again only if the forward pass
@@ -344,8 +345,8 @@ class RowsPath:
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].
         """
-        # The storage gives the attention layers access to the keys and values of these chunks. It
-        # also returns the attention mask; None if the model's attention needs no mask.
+        # In this context, the attention layers can access the keys and values of `chunks`. `mask`
+        # is the attention mask; None if the model's attention needs no mask.
         with self._key_storage.serving(chunks, cache) as mask, self._adapters.serving(chunks):
             return self._call(
                 ids,

@@ -153,8 +153,9 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
     not divided into rows is copied. If the batch has only one row, a tensor with rows is returned
     itself, not a copy.
     """
-    # States have one row for each sequence of the batch. If another tensor had this size by chance,
-    # the logits would be wrong, and the test of the path when the model is loaded would find this.
+    # A tensor whose first dimension is `num_rows` is assumed to have one row for each sequence.
+    # Another tensor could have this size by chance. The logits would then be wrong, and the
+    # self-test of the path at loading would detect the error.
     has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
     if has_rows:
         if num_rows == 1:

@@ -97,8 +97,9 @@ class HookedKeys:
             cache: the cache that is passed to the model. Mutated: the number of earlier tokens in
                 its attention layers.
         """
-        # The model asks the cache for the number of earlier tokens, and derives the size of its own
-        # mask from this number. The mask is not used, but it must be large enough for every chunk.
+        # The model builds an attention mask. Nereid does not use this mask, but it must be large
+        # enough for every chunk. The model derives the size of the mask from the number of earlier
+        # tokens in the cache.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):

@@ -44,7 +44,7 @@ class SinglePath:
     """Computes the forward pass of one sequence at a time, and stores each sequence's state."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
-        """Create a forward path, a way to run a model. No sequence has a state yet.
+        """Create the object that runs the model's forward passes. No state is stored yet.
 
         Args:
             checkpoint: the model.
@@ -59,8 +59,8 @@ class SinglePath:
         self._has_encoder = bool(self._model.config.is_encoder_decoder)
         self._generation_config = self._model.generation_config
         argument_names = inspect.signature(self._model.forward).parameters
-        # Whether the model gets the positions of the tokens as an argument. As in transformers'
-        # `generate`, encoder-decoder models get none.
+        # Whether the position ids of the tokens are passed to the model. Encoder-decoder models get
+        # no position ids, as in transformers' `generate`.
         self._takes_positions = "position_ids" in argument_names and not self._has_encoder
         # The name of the model's argument for the cache.
         has_cache_params = "cache_params" in argument_names
@@ -107,9 +107,10 @@ class SinglePath:
         # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
         first_len = last_len - chunk.num_logits + 1
-        # The first call continues a stored state that covers all tokens of its prefix except the
-        # last token. If the state covers another number of tokens, for example after a preemption,
-        # compute the state again. For a prompt, `_restore_state` does nothing.
+        # The first call needs a stored state that covers all tokens of its prefix except the last
+        # token. If the stored state covers a different number of tokens, for example after a
+        # preemption, compute the state again. If the first call computes the prompt,
+        # `_restore_state` does nothing.
         num_covered = first_len - 1
         if self._uses_cache and not self._covers(row, num_covered):
             self._restore_state(row, chunk.sequence, num_covered)
@@ -175,9 +176,9 @@ class SinglePath:
         is_first_call = state.num_tokens == 0
         num_new_tokens: int | None = 1
         if is_first_call:
-            # Most models get an empty cache (see `_first_arguments`), and compute all tokens. The
-            # other models create a cache of their own class in this call, or use no cache. For
-            # them, transformers expects that `next_sequence_length` is None.
+            # If `_first_arguments` has created an empty cache, all tokens are new. Otherwise, the
+            # model creates a cache of its own class in this call, or uses no cache. In this case,
+            # transformers expects that `next_sequence_length` is None.
             has_cache = state.arguments.get(self._cache_name) is not None
             num_new_tokens = len(token_ids) if has_cache else None
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
@@ -189,7 +190,7 @@ class SinglePath:
         return inputs
 
     def _state_before_first_call(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return a state that contains the arguments of the model's first call, and no tokens.
+        """Return the state before the model's first call: the arguments of this call, and 0 tokens.
 
         In an encoder-decoder model, the arguments contain the encoder's outputs for the prompt.
         Otherwise, the first call computes the first `num_tokens` tokens.
@@ -237,8 +238,8 @@ class SinglePath:
             arguments["position_ids"] = positions
         if self._has_encoder:
             return self._with_encoder_outputs(ids, arguments)
-        # A model that does not support transformers' DynamicCache, for example because it has
-        # recurrent states, creates its own cache in the first call.
+        # Some models do not support transformers' DynamicCache, for example because they have
+        # recurrent states. Such a model creates its own cache in the first call.
         if self._uses_cache and self._model._supports_default_dynamic_cache():
             config = self._model.config.get_text_config(decoder=True)
             arguments[self._cache_name] = DynamicCache(config=config)
@@ -257,10 +258,10 @@ class SinglePath:
             ids, arguments, "input_ids", self._generation_config
         )
         if self._uses_cache:
-            # The following method of transformers adds a new cache to the dict `arguments`. Unlike
-            # DynamicCache(config), it creates the cache for cross-attention without a sliding
-            # window, because the decoder attends to all tokens of the prompt. `length` has an
-            # effect only on caches of a fixed size.
+            # This method of transformers adds a new cache to the dict `arguments`. In
+            # cross-attention, the decoder attends to all tokens of the prompt, so the cache for
+            # cross-attention must not have a sliding window. DynamicCache(config) could create a
+            # cache with such a window. `length` is used only for caches of a fixed size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(

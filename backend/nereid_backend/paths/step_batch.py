@@ -205,7 +205,7 @@ class BatchBuilder:
     def _decode_arrays(
         self, step: _PackedChunks, length_groups: list[LengthGroup]
     ) -> list[Integers]:
-        """Return the block tables, lengths and indices of each group of decodes as a flat list.
+        """Return one flat list with the block tables, lengths and indices of all groups of decodes.
 
         `_decode_groups` reads the list in the same order after one operation has copied all arrays
         of the step to the device. Example with two groups: [blocks 0, lengths 0, indices 0,
@@ -220,7 +220,7 @@ class BatchBuilder:
         return arrays
 
     def _prefill_blocks(self, step: _PackedChunks, layer_group: int = 0) -> list[Integers]:
-        """Return each prefill's block table, [1, num_blocks], for one group of layers."""
+        """For one group of layers, return the block table of each prefill, [1, num_blocks]."""
         block_tables = []
         for index, chunk in enumerate(step.prefills, step.num_decodes):
             rows = step.rows[index : index + 1]
@@ -231,7 +231,7 @@ class BatchBuilder:
     def _arrays_of_other_layer_groups(
         self, step: _PackedChunks, length_groups: list[LengthGroup]
     ) -> list[Integers]:
-        """Return the slots and block tables for each group of layers except the first group.
+        """Return the slots and the block tables of every layer group except the first.
 
         In some models, the attention layers are divided into groups, and a sequence has other
         blocks in each group of layers. `_with_blocks_of_layer_group` reads the arrays of one layer
@@ -255,7 +255,7 @@ class BatchBuilder:
     def _kernel_arrays(
         self, chunks: list[Chunk], length_groups: list[LengthGroup]
     ) -> list[Integers]:
-        """Return the additional arrays that only GPU kernels read; [] if no GPU kernel is used.
+        """Return the arrays that only GPU kernels read; [] if no GPU kernel is used.
 
         The arrays describe where the kernels find the block tables of the decodes, where the tokens
         of the prefills are, and how the prefills are divided into tiles. `StepLayout.arrays`
@@ -301,8 +301,8 @@ class BatchBuilder:
         for indices, _ in length_groups:
             blocks = next(tensors)
             lens = next(tensors)
-            # The decodes are the first tokens of a step, so the index of a decode is also the index
-            # of its token.
+            # Each decode has one token, and the decodes come before all other tokens of the step.
+            # The index of a decode is therefore also the index of its token.
             token_index = None if isinstance(indices, slice) else next(tensors)
             decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
         return decode_groups
@@ -363,8 +363,8 @@ def _with_blocks_of_layer_group(
             `attention.decodes`, and then the block table of each prefill.
     """
     slots = next(tensors)
-    # Each item of `attention.decodes` contains decodes of similar lengths. `replace` is not used
-    # here, because it would also copy results that a DecodeGroup has cached for its blocks.
+    # Do not use `replace` here. It would also copy the results that a DecodeGroup has cached for
+    # its blocks, but the new group has other blocks.
     decodes = [
         DecodeGroup(
             tokens=group.tokens,

@@ -109,12 +109,13 @@ class PoolingModel:
             One output for each item. If an output contains numbers that are not finite, None
             replaces the output.
         """
-        # Other processes may use the same CPUs. Set the number of torch's threads to the number
-        # with which this batch is expected to be fastest.
+        # Other processes may use the same CPUs, so the best number of torch's threads can change.
+        # Set the number with which this batch is expected to be fastest.
         self._cpu_threads.adjust()
         outputs: list[Value | None] = [None] * len(batch)
-        # Some vision-language models compute texts one by one, too (`_computes_all_alone`). Texts
-        # of any lengths form one batch if they are packed; otherwise they are grouped by length.
+        # Packed texts of any lengths form one part. If texts are not packed, texts of similar
+        # lengths form a part. Some vision-language models compute even texts one by one
+        # (`_computes_all_alone`).
         parts = split_batch(
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
@@ -197,8 +198,9 @@ class PoolingModel:
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if loaded.spec.loader == MASKED:  # a SPLADE model
-            # The weight of a vocabulary entry is the maximum or the sum ("max" or "sum") over the
-            # tokens of the text. Each logit passes through relu and `num_log1p` times log1p.
+            # A SPLADE model gives each vocabulary entry one weight. First, relu and then
+            # `num_log1p` times log1p are applied to the entry's logit at each token of the text.
+            # The weight is the maximum or the sum of the results (`strategy` is "max" or "sum").
             strategy, num_log1p = loaded.spec.splade
             logits = token_logits(loaded.encoder, hidden)
             return splade_outputs(logits, batch, strategy, num_log1p)

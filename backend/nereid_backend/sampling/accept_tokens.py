@@ -35,8 +35,8 @@ def read_sampled(
     token_ids = sampled_tokens.token_ids
     logprobs = sampled_tokens.logprobs
     if _all_sequences_have_one_plain_token(sampling, sampled_tokens):
-        # This is the case in nearly all steps. The loop below would return the same tokens, but
-        # would take more time.
+        # This shortcut applies in nearly all steps. It returns the same tokens as the loop below,
+        # but in less time.
         return [
             Sampled([token_id], [logprob])
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
@@ -48,11 +48,12 @@ def read_sampled(
         first = end
         end = first + num_positions
         sequence, drafts = sampling.positions[end - 1]
-        # `_accept_or_return_error` verifies draft tokens, advances the grammar and adds the tokens
-        # that the grammar forces, and returns an error if sampling has failed.
+        # `_accept_or_return_error` verifies draft tokens, advances the grammar, and adds the tokens
+        # that the grammar forces. If sampling has failed, it returns an error.
         needs_processing = drafts or sequence.guide is not None or sampled_tokens.errors
         if first in masks.errors:
-            # The grammar has failed. The error of a sequence is stored at its first position.
+            # The grammar has failed. `masks.errors` stores the error of a sequence under the index
+            # of the sequence's first position.
             new_tokens = Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
         elif needs_processing:
             new_tokens = _accept_or_return_error(sequence, drafts, sampled_tokens, first)
@@ -70,7 +71,8 @@ def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: Samp
     sequence has a grammar, no request asks for log-probabilities, and no position has an error.
     """
     positions = sampling.positions
-    # `counts` has one item for each sequence. Only draft tokens cause further positions.
+    # `counts` has one item for each sequence. If there are more positions than sequences, at least
+    # one sequence has draft tokens.
     has_drafts = len(positions) > len(sampling.counts)
     if has_drafts or sampled_tokens.top or sampled_tokens.errors:
         return False

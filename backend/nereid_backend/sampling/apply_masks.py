@@ -10,9 +10,10 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
-# A table that converts each byte of a token mask to 8 biases. A byte contains the bits of 8 tokens.
-# A bias (0 or -inf, float32) is added to the logit of a token. The 8 biases form one item of the
-# table, so that numpy copies all of them at once. The table has 256 items of 32 bytes.
+# A table that converts a byte of a token mask to 8 biases. Each bit of the byte stands for one
+# token, and the bias (0 or -inf) is added to the logit of this token. The table has 256 items, one
+# for each value of a byte. An item consists of 8 float32 biases (32 bytes), so that numpy copies
+# these 8 biases together.
 _BIASES_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -60,11 +61,11 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
     """
     vocab_size = logits.shape[1]
     mask_bytes = packed.view(np.uint8)  # Each byte contains the bits of 8 tokens.
-    # The table has 256 items of 32 bytes, one for each value of a byte. An item contains 8 float32
-    # biases: 0 for an allowed token, and -inf for a forbidden token. With mode="clip", numpy does
-    # not check the indices, which saves time. All bytes are valid indices.
+    # The table has one item for each of the 256 values of a byte. An item contains 8 float32 biases
+    # (32 bytes): 0 for an allowed token, and -inf for a forbidden token. All bytes are valid
+    # indices. With mode="clip", numpy does not check the indices, which saves time.
     biases_of_bytes = np.take(_BIASES_OF_BYTE, mask_bytes, mode="clip")
-    # Read each item of 32 bytes as 8 numbers: [len(rows), 8 * (bytes of a mask)].
+    # Convert each item of 32 bytes to 8 float32 numbers: [len(rows), 8 * (bytes of a mask)].
     padded_biases = biases_of_bytes.view(np.float32)
     # The last word of a mask also has bits for tokens after the end of the vocabulary, so the
     # surplus columns are cut off.

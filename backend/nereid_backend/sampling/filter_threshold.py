@@ -45,10 +45,10 @@ def filter_threshold(
     # The threshold of min_p and top_k, which are applied before top_p.
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
-    # The total probability of the tokens that min_p and top_k keep, to which top_p refers. The
-    # threshold 0 keeps all tokens of the vocabulary, so their total is 1. With any other threshold,
-    # all kept tokens are assumed to be in `probs`. If this is not certain, `floor.is_certain` is
-    # False, and the result is not certain either.
+    # The total probability of the tokens that min_p and top_k keep. The parameter top_p is relative
+    # to this total. If the threshold is 0, the whole vocabulary is kept, and the total is 1.
+    # Otherwise, the total is the sum of the kept tokens in `probs`. If min_p and top_k may also
+    # keep tokens outside `probs`, this sum may be too small, and `floor.is_certain` is False.
     total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
@@ -69,13 +69,13 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
         top_k: [n, 1]; 0 turns the filter off.
     """
     largest = probs[:, :1]
-    # The threshold of top_k is 0 if top_k is off, or if top_k exceeds the number of tokens in
-    # `probs`. The threshold of min_p is 0 if min_p is off.
+    # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The
+    # threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
-    # If both filters are off, the threshold 0 is certainly right. Otherwise, a threshold is
-    # certainly right if it removes the last token in `probs`, and thereby all less likely tokens.
-    # The threshold 0 of a top_k that exceeds the number of tokens in `probs` removes no token, so
-    # it is not certain.
+    # If min_p and top_k are off, the threshold 0 is certainly right. Otherwise, a threshold is
+    # certainly right if it removes the last token in `probs`, because it then removes all less
+    # likely tokens, too. Example: if min_p is off and top_k exceeds the number of tokens in
+    # `probs`, the threshold is 0. This threshold removes no token, so it is not certain.
     has_neither_filter = (threshold == 0) & (top_k <= 0)
     is_certain = has_neither_filter | _removes_all_unexamined(probs, threshold)
     return FilterThreshold(threshold, is_certain)

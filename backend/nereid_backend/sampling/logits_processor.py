@@ -189,8 +189,9 @@ class LogitsProcessor:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
         vocab_size = logits.shape[1]
-        # Maps each row in `changed` to the parameters of the row's request, as arrays. The cache
-        # uses the index `i` as its key only for a sequence without a row number.
+        # For each row in `changed`, get the parameters of the row's request as arrays. The arrays
+        # are cached under the row number of the sequence, or under `i` if the sequence has no row
+        # number.
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits

@@ -36,7 +36,7 @@ class ArgmaxLogsumexp(NamedTuple):
 
 
 def has_kernels_for(logits: Tensor) -> bool:
-    """Return whether compiled CPU kernels are available and can process the tensor `logits`."""
+    """Return whether compiled CPU kernels are available and support the tensor `logits`."""
     has_supported_dtype = logits.dtype in (torch.float32, torch.bfloat16)
     is_on_cpu = logits.device.type == "cpu"
     return is_on_cpu and has_supported_dtype and logits.shape[1] > 0 and has_kernels()

@@ -118,14 +118,14 @@ class TokenCounts:
             counted = self._reset_row(row, sequence)
         new_token_ids = sequence.token_ids[counted.num_counted :]
         if new_token_ids:
-            # All new tokens may be distinct, so each of them may need a column. `_count_tokens`
-            # adds the distinct tokens to `counted.columns`, whose size is `num_distinct`.
+            # If all new tokens are distinct, each of them needs a new column. `num_distinct` is the
+            # number of columns that are already used.
             self._ensure_width(counted.num_distinct + len(new_token_ids))
             _count_tokens(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted += len(new_token_ids)
 
     def _reset_row(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Prepare a row of the tables for a new request, whose output is not counted yet.
+        """Prepare a row of the tables for a new request. No output token is counted yet.
 
         Each used column of the row contains a distinct token of the request and its count. If the
         request has a repetition penalty, the row begins with the tokens of the prompt and the count
@@ -136,8 +136,8 @@ class TokenCounts:
             The object that records which tokens are counted. It is also stored in `_requests`.
         """
         self._ensure_num_rows(row + 1)
-        # The token 0 with the count 0 fills the unused columns until a token is added. It changes
-        # no logit, because the penalties for output tokens ignore a token with the count 0.
+        # The token 0 with the count 0 fills the unused columns. It changes no logit, because the
+        # penalties for output tokens ignore tokens with the count 0.
         self._ids[row] = 0
         self._counts[row] = 0
         num_prompt = sequence.num_prompt_tokens
@@ -147,15 +147,15 @@ class TokenCounts:
             distinct = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
             self._ensure_width(len(distinct))
             self._ids[row, : len(distinct)] = distinct
-            # The unused columns must not contain the token 0, to which the repetition penalty would
-            # apply. They repeat the first token of the prompt.
+            # The repetition penalty would apply to the token 0 in the unused columns. Fill these
+            # columns with the first token of the prompt instead.
             _fill_unused_columns(self._ids[row], self._counts[row], num_used=len(distinct))
             counted.columns = {token_id: column for column, token_id in enumerate(distinct)}
         self._requests[row] = counted
         return counted
 
     def _ensure_num_rows(self, num_rows: int) -> None:
-        """Add rows if the tables have fewer than `num_rows` rows. At least double the number."""
+        """If the tables have fewer than `num_rows` rows, at least double the number of rows."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -164,16 +164,16 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _ensure_width(self, width: int) -> None:
-        """Add columns if the tables have fewer than `width` columns. At least double the number."""
+        """If the tables have fewer than `width` columns, at least double the number of columns."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
             padding = ((0, 0), (0, max(missing, old_width)))
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
-            # Fill the new, unused elements of each row with the row's first token and its count.
-            # Equal tokens in a row then have equal counts, so that `apply_penalties` can scatter
-            # the logits of a whole row: all copies of a token get the same logit.
+            # Fill the new elements of each row with the row's first token and the count of this
+            # token. All copies of a token in a row then have equal counts and get the same logit,
+            # so `apply_penalties` can scatter the logits of a whole row.
             self._ids[:, old_width:] = self._ids[:, :1]
             self._counts[:, old_width:] = self._counts[:, :1]
 
@@ -250,7 +250,7 @@ def _count_tokens(
 def _fill_unused_columns(
     ids: NDArray[np.int64], counts: NDArray[np.float32], num_used: int
 ) -> None:
-    """Fill the unused columns at the end of a row with the row's first token and its count.
+    """Fill the unused columns at the end of a row with copies of the row's first token and count.
 
     Equal tokens then have equal counts, so a scatter over the whole row is unambiguous. Example:
     the ids [7, 9, 0, 0] and the counts [2, 1, 0, 0] with num_used=2 become [7, 9, 7, 7] and

@@ -242,8 +242,8 @@ def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.has_kernels_for(logits):
-        # On a CPU with compiled kernels, a second attempt is faster than sorting all tokens. It
-        # changes the tensors of `attempt`.
+        # On a CPU with compiled kernels, it is faster to examine more candidates in a second
+        # attempt than to sort all tokens. The second attempt changes the tensors of `attempt`.
         _replace_uncertain_tokens(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
     if len(uncertain_rows) > 0:

@@ -71,7 +71,7 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """The uncertain rows of a slice, which may have wrong tokens.
+    """The uncertain rows of a slice. The tokens that were sampled for these rows may be wrong.
 
     `rows` contains the indices of these rows in the slice. `is_certain` copies one flag for each of
     these rows from the device to the host. True means that the token is right.
@@ -135,7 +135,8 @@ class PendingTokens:
         # Each of these calls completes `sampled_tokens`.
         self._read_top(sampled_tokens)
         self._replace_uncertain(sampled_tokens)
-        # `has_allowed` is False for a position at which masks and parameters forbid every token.
+        # If masks and parameters forbid all tokens at a position, `has_allowed` is False for this
+        # position.
         self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
         return sampled_tokens, device_token_ids
 
@@ -284,7 +285,7 @@ class Sampler:
         return self._launch_without_kernel(model_logits, inputs, defers=defers)
 
     def _launch_with_kernel(self, model_logits: Tensor, inputs: SliceInputs) -> PendingSlice:
-        """Start to sample a token for each row of the model's own logits with the GPU kernel."""
+        """Start the GPU kernel that samples a token for each row of the model's own logits."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
         settings = _kernel_settings(inputs)
@@ -295,7 +296,7 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Sample a token for each row of the model's own logits with torch or CPU kernels.
+        """Use torch or CPU kernels to sample a token for each row of the model's own logits.
 
         `defers` states whether uncertain rows are sampled again only when the result is read.
         """
@@ -313,9 +314,9 @@ class Sampler:
         has_allowed = _logits_of(token_ids, processed) > float("-inf")
         sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # An uncertain row was sampled from only some of its tokens, so it may have to be sampled
-        # again later. Before that, the next forward pass may overwrite the logits, so the logits
-        # are copied.
+        # The token of an uncertain row was chosen from only some of the tokens, so the row may have
+        # to be sampled again later. The next forward pass may overwrite the logits before that, so
+        # copy the logits.
         saved_logits = None if uncertain is None else model_logits.clone()
         return PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 

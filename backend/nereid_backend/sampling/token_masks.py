@@ -252,8 +252,8 @@ class _MaskFillJob:
                 if is_limited:
                     masks.by_position[index] = mask
         except Exception as error:  # noqa: BLE001
-            # The grammar library may raise any exception. Only the request with this grammar ends
-            # with an error. The error of a sequence is stored under its first position.
+            # The grammar library may raise any exception. Only the request with this grammar gets
+            # an error. The error is stored under the first position of the sequence.
             self._store_error(first_index, error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:

@@ -182,7 +182,7 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
 
 @triton.jit
 def rounded_up(number):
-    """Return the smallest int64 number that is not less than `number`, a non-negative float64."""
+    """Round `number`, a non-negative float64, up to an integer. Return the integer as int64."""
     integer = number.to(tl.int64)
     return integer + (integer.to(tl.float64) < number).to(tl.int64)
 
@@ -205,13 +205,15 @@ def sample_token(
     # Therefore, the threshold of min_p is the bit pattern of min_p itself. The smallest threshold
     # is 1, so a token with the weight 0 is never sampled.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
-    # `count_from` returns three counts and then three sums, for three thresholds. Only one
-    # threshold is needed here. `total` is an integer in units of 2 ** -40.
+    # `count_from` takes three thresholds. It returns three counts and then three sums. Only one
+    # threshold is needed here, so it is passed three times. `total` is an integer in units of
+    # 2**-40.
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
     )
-    # The argument True or False of `search` is BY_COUNT: whether the search ends at a wanted number
-    # of kept tokens (True, for top_k), or at a wanted sum of their weights (False, for top_p).
+    # The argument True or False is BY_COUNT. It determines what `search` compares with the wanted
+    # value: the number of kept tokens (True, for top_k), or the sum of their weights (False, for
+    # top_p).
     if (top_k > 0) & (top_k < vocab_size):
         low, count, total = search(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE

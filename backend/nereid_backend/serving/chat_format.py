@@ -119,7 +119,7 @@ def _derive_format(
 
 
 def _open_locked(name: str) -> FileIO:
-    """Open the file `name` in the cache folder, and wait for its lock. Create a missing file.
+    """Open or create the file `name` in the cache folder, and wait for the file's lock.
 
     The lock is released when the file is closed. The file has no buffer, so that an error of the
     disk is raised by `write` and not when the file is closed.
@@ -140,7 +140,7 @@ def _open_locked(name: str) -> FileIO:
 
 
 def _load_result(file: FileIO) -> tuple[Format, str] | None:
-    """Read a chat format and the reason for it from a cache file; None if the file has no result.
+    """Return the cached chat format and the reason for this format; None if nothing is cached.
 
     The file is empty or incomplete if this process has just created the file, or if an earlier
     process was killed while writing to the file.

@@ -172,7 +172,7 @@ def _check_formats(settings: ServingSettings) -> None:
 
 
 def _check_format(setting: str, *, reasoning: str | None = None, tools: str | None = None) -> None:
-    """Raise a ConfigError if the parsers have no format for the reasoning or for the tool calls.
+    """Raise a ConfigError if the parsers do not support the format (`reasoning` or `tools`).
 
     Args:
         setting: the name of the setting, for the error message.

@@ -176,7 +176,7 @@ class FeedbackWriter:
         self.address = address
 
     def attach_and_verify(self, message: bytes) -> bytes:
-        """Map an executor's shared memory, and check that the executor has signed a message.
+        """Map the shared memory of an executor, and verify the executor's signature of a message.
 
         Return the packed StepState in the message. The message also contains the address of the
         executor's memory, and the key that checks the signature is at the beginning of this memory.

@@ -178,7 +178,8 @@ def read_settings(
     texts = _parameters(args)
     check_names(texts, _LANGUAGE_MODEL_NAMES)
     texts |= _variables(_NEREID, environ)
-    # Each settings class ignores the names that are not its own settings.
+    # `texts` contains the settings of several classes. `from_texts` ignores the names that do not
+    # belong to the given class.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
@@ -203,10 +204,11 @@ def read_pooling_settings(
     texts = _parameters(args)
     check_names(texts, _POOLING_NAMES, prefix=prefix)
     if "model" in texts and not Path(texts["model"]).is_dir():
-        # config.pbtxt sets a default checkpoint. If this checkpoint is not installed, ignore the
-        # default. A checkpoint that an environment variable sets below must exist.
+        # config.pbtxt contains a default checkpoint. If this checkpoint is not installed, ignore
+        # the default. An environment variable, which is read below, can set another checkpoint.
+        # That checkpoint must exist.
         del texts["model"]
-    # This function also checks the names of the environment variables.
+    # `_variables` also checks the names of the environment variables.
     texts |= _variables(f"{_NEREID}{prefix}".upper(), environ)
     serving = from_texts(PoolingServing, texts, prefix=prefix)
     if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
@@ -225,7 +227,8 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
     texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
     nonempty = {name: text for name, text in texts.items() if text}
     if "model" in nonempty:
-        # Triton server's argument "model_repository" is the folder of the model in the repository.
+        # In Triton server's arguments, "model_repository" is the folder of this model. The parent
+        # folder is the whole repository.
         repository = Path(args["model_repository"]).parent
         nonempty["model"] = str((repository / nonempty["model"]).resolve())
     return nonempty
@@ -253,8 +256,9 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
         for variable, text in environ.items()
         if variable.startswith(_NEREID) and text.strip()
     }
-    # Check the names of all variables of Nereid, and not only those that begin with `prefix`.
-    # Otherwise, a variable such as NEREID_EMBEDING_DTYPE would be ignored silently.
+    # Check the names of all environment variables of Nereid, and not only the names that begin with
+    # `prefix`. Otherwise, a misspelled name such as NEREID_EMBEDING_DTYPE would be ignored
+    # silently.
     names = [variable.removeprefix(_NEREID) for variable in all_given]
     check_names(names, _variable_names(), prefix=_NEREID)
     return {

@@ -85,7 +85,8 @@ class Tracing:
             start_time=int((unix_offset_s + start) * _NS_PER_S),
             attributes={**(attributes or {}), "nereid.model": self._model_name},
         )
-        # The two times can come from different processes. A duration must not be negative.
+        # `start` and `end` can be measured by different processes, so `end` could be earlier than
+        # `start`. The duration must not be negative.
         span.end(int((unix_offset_s + max(end, start)) * _NS_PER_S))
         headers: dict[str, str] = {}
         propagator.inject(headers, set_span_in_context(span))

@@ -343,8 +343,8 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
             f"envelope: the {title} is damaged: {field}: {first_error['msg']}."
         ) from None
     except (ValueError, TypeError) as error:
-        # All errors of msgpack are ValueErrors. If the message of an error is empty, `first_line`
-        # returns the name of its class.
+        # All errors of msgpack are ValueErrors. If an error has no message, `first_line` returns
+        # the name of the error's class.
         raise RequestError(f"envelope: the {title} is damaged: {first_line(error)}") from None
 
 

@@ -18,9 +18,9 @@ _DECODING_METHODS = ("decode", "_decode", "convert_tokens_to_string")
 # A character has at most 4 bytes in UTF-8. Even if each byte is a separate token, the character
 # consists of at most 4 tokens.
 _MAX_CHARACTER_TOKENS = 4
-# The text of at most `_MAX_WAITING_TOKENS` tokens waits until further tokens complete the text. If
-# more tokens in a row cannot be decoded, their bytes are invalid, and further tokens would not
-# help.
+# A token can end in the middle of a character. Such a token waits for further tokens that complete
+# the character. If more than `_MAX_WAITING_TOKENS` tokens wait, their bytes are invalid, and
+# further tokens would not help.
 _MAX_WAITING_TOKENS = 8
 
 
@@ -77,8 +77,9 @@ class Detokenizer:
                 prompt. The text of these tokens is not returned.
         """
         self._decode = decode
-        # The last tokens of the text. The first `_num_returned` tokens are only the context for
-        # decoding the tokens after them: their text was already returned, or they are seed tokens.
+        # `_window` contains the last tokens of the text. Its first `_num_returned` tokens are only
+        # the context for decoding the tokens after them. Each of these first tokens is a seed
+        # token, or a token whose text was already returned.
         self._window = list(seed_token_ids)
         self._num_returned = len(self._window)
 
@@ -108,8 +109,9 @@ class Detokenizer:
             return ""
         if ends_within_character:  # Too many tokens have waited for the rest of a character.
             return self._return_decodable(returned_text)
-        # Return all new text. (If too many tokens without text have waited, this text is "".) From
-        # now on, the tokens of the new text are the context, and earlier tokens are removed.
+        # Return the text of all waiting tokens. (This text is "" if too many tokens without text
+        # have waited.) These tokens are then the context for the next tokens, and earlier tokens
+        # are removed.
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]
 
@@ -139,8 +141,9 @@ class Detokenizer:
         Args:
             returned_text: the text of the tokens in the window whose text was returned earlier.
         """
-        # The window consists of tokens whose text was returned, and of more than 8 waiting tokens.
-        # At most 4 tokens are left out, so `text` always begins with `returned_text`.
+        # The window contains tokens whose text was already returned, and more than 8 waiting
+        # tokens. At most 4 tokens are left out at its end, so `text` always begins with
+        # `returned_text`.
         num_decoded = len(self._window) - 1
         min_decoded = len(self._window) - _MAX_CHARACTER_TOKENS
         text = self._decode(self._window[:num_decoded])

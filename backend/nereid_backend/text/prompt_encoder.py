@@ -8,9 +8,9 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most `_USUAL_CHARS_PER_TOKEN` characters per token. If a text has more
-# characters than this number times the allowed number of tokens, the text may be too long. Its
-# tokens are then counted before the whole text is converted.
+# A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. If a text has more than
+# this number of characters for each allowed token, the text may be too long. In this case, its
+# tokens are first counted piece by piece, before the whole text is converted.
 _USUAL_CHARS_PER_TOKEN = 8
 # To count the tokens of a long text, the text is divided into pieces of `_PIECE_CHARS` characters.
 # All pieces together can have more tokens than the undivided text, but at most `_SPLIT_FACTOR`
@@ -45,10 +45,11 @@ class PromptEncoder:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
-            # Both attributes have the same meaning: whether a special token in a text, such as
-            # "<|im_end|>", is split into normal tokens instead of becoming one token id.
+            # The two attributes have the same meaning. If the value is True, a special token in a
+            # text, such as "<|im_end|>", is split into normal tokens. If the value is False, the
+            # special token becomes one token id.
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
-        # Callers compute the largest useful size of a prompt's text from this number.
+        # Callers use this number to compute the largest number of bytes that a prompt may have.
         self.max_token_bytes = _max_token_bytes(tokenizer, self._backend)
 
     def encode(
@@ -83,23 +84,25 @@ class PromptEncoder:
         return ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise a RequestError if a very long text certainly has more than `limit` tokens.
+        """Raise a RequestError if a very long text clearly has more than `limit` tokens.
 
         Converting a very long text takes long. Such a text is therefore converted piece by piece,
         until the pieces have more than 1.1 times `limit` tokens. A text of normal length is not
         checked here, and may have more than `limit` tokens.
         """
-        # Most texts have at most `_USUAL_CHARS_PER_TOKEN` characters per token. If the text is not
-        # much longer than `limit` such tokens, counting its tokens piece by piece saves no time.
+        # A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. If the text is
+        # not much longer than `limit` tokens of this length, it is not checked here, because
+        # counting its tokens piece by piece would save no time.
         if len(text) <= _USUAL_CHARS_PER_TOKEN * limit + _PIECE_CHARS:
             return
         num_piece_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
             num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
-            # A token of the text can be split at the end of a piece, so the pieces can have more
-            # tokens than the text. A piece has thousands of tokens, and only few of them are at its
-            # end, so the pieces have at most `_SPLIT_FACTOR` (1.1) times as many tokens.
+            # A token of the text can be cut in two at the end of a piece. Therefore the pieces can
+            # have more tokens than the whole text. A piece has thousands of tokens, and only a few
+            # of these are at its end, so the pieces have at most `_SPLIT_FACTOR` (1.1) times as
+            # many tokens as the text.
             if num_piece_tokens > _SPLIT_FACTOR * limit:
                 min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
                 raise RequestError(

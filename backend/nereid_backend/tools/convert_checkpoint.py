@@ -68,8 +68,8 @@ def convert(source: str, target: str, dtype: Target) -> None:
         quantization_config = None
     else:
         linear_weights = _linear_weights(config, arguments["config"])
-        # Some linear layers of the model may have no weight of this name in the checkpoint. These
-        # layers are not converted, and quantization_config must list them.
+        # If a name in `linear_weights` is missing in the checkpoint, the linear layer of this
+        # weight is not converted. quantization_config must list such layers.
         integer_names = linear_weights & weights.keys()
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
@@ -264,13 +264,14 @@ def _write_config(
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
-    # The config of a model that accepts images has a second section, `text_config`. In both
-    # sections, remove the description of old integers, and the old name of the field `dtype`.
+    # If a model accepts images, its config has a second section, `text_config`. From both sections,
+    # remove the old quantization_config, and the field `torch_dtype`, which is the old name of
+    # `dtype`.
     for section in (config, text_config):
         section.pop("quantization_config", None)
         section.pop("torch_dtype", None)
-    # This field determines the data type of the whole model. A field `dtype` in `text_config` has
-    # no effect, so it is not changed.
+    # `dtype` in the main section of the config determines the data type of the whole model. A field
+    # `dtype` in `text_config` has no effect, so it is not changed.
     config["dtype"] = dtype_name
     if quantization_config is not None:
         config["quantization_config"] = quantization_config

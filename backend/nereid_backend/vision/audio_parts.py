@@ -27,8 +27,8 @@ from nereid_backend.vision.read_wav import (
     resample,
 )
 
-# The kinds of NumPy data types (`dtype.kind`) that an array of audio may have: signed and unsigned
-# integers, and floating-point numbers.
+# The data types that an array of audio may have, as values of NumPy's `dtype.kind`: signed integers
+# (i), unsigned integers (u) and floating-point numbers (f).
 _KINDS_OF_NUMBERS = "iuf"
 _TYPES = ("audio", "audio_url", "input_audio")
 # The fields of a content part in which a client can send the audio.

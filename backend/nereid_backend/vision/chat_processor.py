@@ -99,8 +99,8 @@ class TextProcessor:
             raise RequestError(
                 f"messages: images, videos and audio are refused, because {self._reason}"
             )
-        # Many templates for text expect one text instead of a list of parts. Therefore join the
-        # texts of each message.
+        # Many chat templates of text models expect that each message has one text, not a list of
+        # parts. Therefore join the texts of each message.
         text_messages = [_with_joined_texts(message) for message in split]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -136,8 +136,8 @@ class ChatProcessor:
         """
         self.limits = limits or ImageLimits()
         self.processor: Any = load_processor(folder, config)
-        # Maps each kind of media that the processor does not accept to the reason. The kinds are
-        # "images", "videos" and "audio".
+        # For each kind of media that the processor does not accept, `refused` contains the reason.
+        # The kinds are "images", "videos" and "audio".
         self.refused = refused_kinds(self.processor)
         self.placeholder_ids = _placeholder_ids(self.processor, config)
         # Some models need the type of each token (text or image), but not every processor returns
@@ -180,7 +180,8 @@ class ChatProcessor:
             RequestError: a message, an image, a video or an audio file is invalid.
         """
         if not self.has_template:
-            # The prompt consists of the placeholders and the texts, such as "<image>Hi".
+            # Without a chat template, the prompt consists of placeholders and texts, such as
+            # "<image>Hi".
             return self._prepare_plain(messages, media)
         return self.prepare_text(self.render(messages, template_arguments), list(media))
 
@@ -204,7 +205,8 @@ class ChatProcessor:
         placeholders = [value for value in values if isinstance(value, str)]
         if len(placeholders) < len(media):  # The processor has no placeholder for some media.
             return self.prepare_text(text, list(media))
-        # `prepare_text` empties the list of media, so each attempt gets a copy.
+        # `prepare_text` removes items from the list of media, so each attempt gets a new copy of
+        # the list.
         try:
             return self.prepare_text("".join([*placeholders, text]), list(media))
         except RequestError as error:
@@ -236,7 +238,7 @@ class ChatProcessor:
         # The outputs that describe the media, such as the pixels, are arguments of the model.
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
         # The token types tell the model which tokens are text and which tokens are images. Some
-        # processors do not return them.
+        # processors do not return the token types, so compute them here.
         if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
             types = self.processor.create_mm_token_type_ids([token_ids])
             arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
@@ -297,8 +299,8 @@ class ChatProcessor:
                 f"messages: the checkpoint's processor cannot prepare the {contents}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
-        # `_video_arguments` requests the metadata only for the processor itself. The metadata is no
-        # argument of the model.
+        # The processor itself needs `video_metadata`, so `_video_arguments` requests it. The model
+        # has no such argument, so remove it.
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
     def _media_arguments(self, media: list[Medium]) -> dict[str, Any]:
@@ -311,8 +313,8 @@ class ChatProcessor:
         """
         arguments: dict[str, Any] = {}
         # `refused` contains the kinds of media that the processor does not accept. The caller has
-        # refused such media. If "images" is one of these kinds, the processor has no argument
-        # `images`. Otherwise, the value None means that there are no images.
+        # already refused such media. If `refused` contains "images", the processor has no argument
+        # `images`. If the processor has this argument, pass None when there are no images.
         if "images" not in self.refused:
             arguments["images"] = read_images(media, self.limits) or None
         videos = [item for item in media if isinstance(item, FoundVideo)]

@@ -33,7 +33,8 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
     library = _libwebp()
     if library is None or image.n_frames != 1 or image.mode not in ("RGB", "RGBA"):
         return None
-    # If metadata follows damaged pixels, libwebp does not detect that the pixels are incomplete.
+    # If the pixels of a file are incomplete and metadata follows the pixels, libwebp does not
+    # detect the error. Therefore remove the metadata.
     data = _without_metadata(data)
     width, height = ctypes.c_int(), ctypes.c_int()
     is_valid = library.WebPGetInfo(data, len(data), ctypes.byref(width), ctypes.byref(height))
@@ -44,8 +45,8 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
         memory = PixelMemory(decoded)
     except (ValueError, AttributeError):
         return None  # The memory of the new image cannot be written to directly.
-    # Pillow stores each pixel in four bytes, even in the mode RGB, which ignores the fourth byte.
-    # Therefore libwebp can write RGBA pixels into the memory of an RGB image, too.
+    # Pillow stores each pixel in four bytes. In the mode RGB, Pillow ignores the fourth byte.
+    # Therefore libwebp can write RGBA pixels even into the memory of an RGB image.
     row_bytes = _PIXEL_BYTES * image.width
     num_bytes = row_bytes * image.height
     if not library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes):

@@ -124,7 +124,7 @@ def record_inputs(
         raise _RecordedError
 
     ids = torch.tensor([token_ids], device=model.device)
-    # The arguments are the token ids, the images, the positions and the attention mask.
+    # `arguments` contains the token ids, the images, the positions and the attention mask.
     arguments = first_call_arguments(model, ids, images.arguments)
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
     try:
@@ -187,20 +187,21 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
         by_axis = position_ids.reshape(-1, num_tokens)
         next_token_positions = _next_positions(by_axis)  # of the first token after the prompt
         positions = PromptPositions(by_axis, next_token_positions)
-    # Some decoders add image features to the hidden states of their first layers (DeepStack). Such
-    # a decoder gets the features together with a mask of the image tokens.
+    # Some decoders add image features to the hidden states of their first layers (DeepStack). The
+    # arguments of such a decoder contain these features and a mask of the image tokens.
     features_of_layers = recorded.get(DEEPSTACK)
     mask = recorded.get(DEEPSTACK_MASK)
     if features_of_layers is None or mask is None:
         return DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
     mask = mask.reshape(num_tokens)
-    # Add a row of zeros for each text token, so that the rows can be divided into chunks.
+    # The features have one row for each image token. Insert a row of zeros for each text token, so
+    # that the engine can divide the rows into chunks of the prompt.
     deepstack = [_with_text_rows(features, mask, embeddings[0]) for features in features_of_layers]
     return DecoderInputs(embeddings[0], positions, deepstack, mask)
 
 
 def _refuse_unknown_arguments(recorded: dict[str, Any]) -> None:
-    """Raise an UnfitError if the engine cannot divide an argument of the decoder into chunks.
+    """Raise an UnfitError if the decoder has an argument that the engine cannot divide into chunks.
 
     An unknown tensor or collection could contain values for each token, and the engine does not
     know how to divide such values. Plain values, such as flags, are the same for all chunks.

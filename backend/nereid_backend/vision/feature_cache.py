@@ -56,13 +56,13 @@ class FeatureCache:
         # first. `_num_bytes` is the total size of the stored features.
         self._features: OrderedDict[_Key, Any] = OrderedDict()
         self._num_bytes = 0
-        # `_digest` is the hash of the images for which the model currently runs. Outside the `with`
+        # `_digest` is the hash of the images that the model currently processes. Outside the `with`
         # block of `used_for`, `_digest` is None. `_num_calls` counts the calls of the model's
-        # encoders for these images. The number of a call is a part of the key of its features.
+        # encoders in this block. The key of a result contains the hash and the number of the call.
         self._digest: bytes | None = None
         self._num_calls = 0
-        # Whether an encoder is currently running. An encoder may call another replaced method. Such
-        # an inner call does not use the cache.
+        # Whether an encoder is currently running. A running encoder may call another method that
+        # uses the cache. Such an inner call does not use the cache.
         self._is_encoding = False
         self._replace_methods(model)
 
@@ -81,7 +81,7 @@ class FeatureCache:
         # Some audio models have no method `get_audio_features`. Replace the method `forward` of
         # their audio encoder instead.
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
-            # This method of PreTrainedModel returns the model itself if there is no audio encoder.
+            # If the model has no audio encoder, `get_encoder` returns the model itself.
             encoder: Any = model.get_encoder(modality="audio")
             if encoder is not model:
                 encoder.forward = self._cached(encoder.forward)
@@ -121,7 +121,8 @@ class FeatureCache:
             if key in self._features:
                 self.num_reused += 1
                 self._features.move_to_end(key)
-                # The model may change the returned features, but not the stored features.
+                # Return a copy. The model may change the copy, but the stored features must not
+                # change.
                 return _copy(self._features[key])
             self._is_encoding = True
             try:
@@ -152,9 +153,9 @@ def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
     A model may replace fields of the returned output, but the stored output must not change.
     """
     if isinstance(features, dict):
-        # The outputs of transformers are objects of ModelOutput, a subclass of dict, and never
-        # plain dicts. A model may have added attributes that are not items of the dict. Copy these
-        # attributes, too.
+        # In transformers, outputs are never plain dicts, but objects of ModelOutput, a subclass of
+        # dict. A model may have added attributes to such an object that are not items of the dict.
+        # Copy these attributes, too.
         copied = type(features)(**dict(features))
         for name, value in vars(features).items():
             if name not in copied:

@@ -44,8 +44,8 @@ class ImageProcess:
         self._module = module
         self._model = model
         self._lock = threading.Lock()
-        # A function that kills the process; None if there is no process. Python calls the function
-        # when this object is deleted.
+        # `_kill_process` is a function that kills the process. It is None if there is no process.
+        # Python also calls this function when this object is deleted.
         self._kill_process: weakref.finalize[..., Any] | None = None
         self._connection: Connection | None = None
         # Whether the process has loaded the checkpoint's processor, which prepares images.
@@ -136,8 +136,9 @@ class ImageProcess:
                     [*command, self._model, str(_TIMEOUT_S)],
                     pass_fds=[child_end.fileno()],
                     stdin=subprocess.DEVNULL,
-                    # The process forks a child for its requests, and a child does not have the
-                    # threads of its parent. Therefore libraries must not start threads.
+                    # The process forks a child that handles the requests. A forked child does not
+                    # have the threads of its parent. Therefore OMP_NUM_THREADS prevents libraries
+                    # from starting threads in the parent.
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
             except OSError:

@@ -100,12 +100,12 @@ class ImageSources:
                 f"messages: the request has {len(media)} images, videos and audio files, but the "
                 f"limit is {limits.max_images}. Send fewer files."
             )
-        # The bytes and the time that remain for all files of the request.
+        # The number of bytes and the time that remain for reading all files of the request.
         budget = _Budget(max_total_bytes, time.monotonic() + self._timeout_s)
         result = []
         for number, item in enumerate(media, 1):
-            # The first 8 bytes contain the scheme of a remote or file URL. Do not split the whole
-            # item, because a base64 text can be large.
+            # If the item is a remote or file URL, its first 8 bytes contain the scheme. Do not
+            # split the whole item, because it can be a large base64 text.
             scheme = item[:8].split(b":", 1)[0].lower()
             if scheme in (b"http", b"https", b"file"):
                 content = self._read_url(item, f"messages: image {number}", limits, budget)
@@ -142,8 +142,9 @@ class ImageSources:
             limit: the largest number of bytes of the file.
             budget: the time that remains for all downloads of the request.
         """
-        # `_download_with_redirects` checks the host of each URL again. Without this first check,
-        # the error for a forbidden host would depend on whether httpx2 is installed.
+        # Check the host before httpx2 is imported. Otherwise, the error for a forbidden host would
+        # depend on whether httpx2 is installed. `_download_with_redirects` checks the host of each
+        # URL again.
         self._check_host(url, field)
         try:
             import httpx2
@@ -212,7 +213,8 @@ class ImageSources:
             )
         host = (url.hostname or "").rstrip(".")  # "example.org." is the same host as "example.org".
         port = url.port or default_port
-        # A setting without a port, such as "example.org", allows only the default port.
+        # If an entry of the setting has no port, such as "example.org", only the default port is
+        # allowed.
         is_default_port = port == default_port
         is_allowed = any(
             _allows(allowed, host, port, is_default_port=is_default_port) for allowed in self._hosts

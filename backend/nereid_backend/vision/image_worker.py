@@ -191,7 +191,7 @@ class _ChildProcess:
 
 
 def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
-    """Answer requests in this child process, and then end the process. This never returns.
+    """Answer requests in this child process. Then end the process, so this function never returns.
 
     The process ends when the parent process closes the connection. It also ends after a request
     that it refuses, because a hostile image may have changed the state of the process. The memory
@@ -318,8 +318,8 @@ def run_worker(load: Callable[[Path], Prepare]) -> None:
         load: loads the processor of a checkpoint, and returns the function that prepares the images
             of a request.
     """
-    # Ctrl-C sends SIGINT to all processes of the group, but only the parent decides when this
-    # process stops.
+    # Ctrl-C sends SIGINT to this process and to its parent. Ignore the signal here, because the
+    # parent process decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection_fd, folder, timeout_s = sys.argv[1:]
     connection = Connection(int(connection_fd))

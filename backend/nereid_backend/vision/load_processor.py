@@ -90,12 +90,14 @@ def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | N
     except (ImportError, OSError, ValueError):
         component_names = _processor_class(folder, config).get_attributes()
         if "image_processor" not in component_names:
-            # The caller's second attempt needs a component for images, so it would fail, too.
+            # If None were returned, the caller would try to load the processor without its
+            # component for videos. This attempt needs a component for images, so it would fail,
+            # too.
             raise
         return None
-    # If the files do not name the class of the processor, AutoProcessor returns only a component of
-    # the processor, such as the tokenizer. The caller's second attempt then finds the class by the
-    # type of the model.
+    # If the checkpoint's files do not name the class of the processor, AutoProcessor returns only
+    # one component, such as the tokenizer. In this case, return None. The caller then finds the
+    # class by the type of the model.
     return processor if isinstance(processor, ProcessorMixin) else None
 
 
@@ -174,17 +176,18 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
         if name == "image_processor":
             components.append(image_processor)
         elif name == "video_processor":
-            # Processors read numbers, such as `merge_size`, from their component for videos. The
-            # `_NoVideo` copies these numbers from the image processor.
+            # Processors read numbers, such as `merge_size`, from their video processor. `_NoVideo`,
+            # which replaces the video processor, has the same numbers as the image processor.
             components.append(_NoVideo(image_processor))
         else:
             components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
-    # The processor's config contains both settings and components. Pass on only the settings,
-    # because the components are passed separately. `_COMPONENTS` are the components of any class.
+    # The processor's config contains settings and components. Pass on only the settings, because
+    # the components are a separate argument. `_COMPONENTS` contains the names of the components of
+    # all classes of processors.
     processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
     settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
-    # The constructor of `processor_class` checks the types of the components, and refuses a
-    # `_NoVideo`. The constructor of the subclass does not check the component for videos.
+    # The constructor of `processor_class` checks the types of the components, and would refuse an
+    # object of `_NoVideo`. The constructor of the subclass does not check the video processor.
     subclass = _class_accepting_no_video(processor_class)
     return subclass.from_args_and_dict(components, settings)
 

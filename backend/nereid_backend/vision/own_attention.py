@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 class _ConfigAttention(NamedTuple):
-    """A config object, and the own attention of the modules that use this object.
+    """A config object, and the attention implementation of the modules that use this object.
 
     Attributes:
         config: the config object, whose attribute _attn_implementation_internal is switched.

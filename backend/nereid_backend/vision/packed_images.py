@@ -111,7 +111,8 @@ class PackedImages:
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # The new arguments contain the embeddings and positions of prompts with images.
+            # Call the decoder with new arguments, which contain the embeddings and the positions of
+            # the prompts with images.
             return args, {**kwargs, **self._new_arguments(batch, chunks, kwargs)}
 
         handle = self._decoder.register_forward_pre_hook(inject, with_kwargs=True)
@@ -119,7 +120,8 @@ class PackedImages:
             yield
         finally:
             handle.remove()
-        # After an error, the prompts are not computed, so this line is not reached.
+        # Free the embeddings only if no error has occurred. After an error, the prompts have not
+        # been computed.
         self._free_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
@@ -158,7 +160,8 @@ class PackedImages:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens
             if inputs is not None and is_done:
-                # Copy the empty slices, because a slice keeps the memory of the whole tensor.
+                # `clone` copies the empty slices. Without the copy, each slice would keep the
+                # memory of the whole tensor.
                 inputs.embeddings = inputs.embeddings[:0].clone()
                 inputs.deepstack = [rows[:0].clone() for rows in inputs.deepstack]
 
@@ -191,7 +194,7 @@ class PackedImages:
         positions = _positions(batch, chunks)
         if positions is not None:
             replaced["position_ids"] = positions
-        # Some decoders add further image features in their first layers (DeepStack).
+        # Some decoders also add image features in their first layers (DeepStack).
         return replaced | _deepstack_arguments(batch, prompt_chunks)
 
 
@@ -202,8 +205,8 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     axes). A token of a sequence without images has the same position on all axes. Return None if
     the decoder computes the positions itself.
     """
-    # A model passes positions to its decoder either for all prompts or for none, and the number of
-    # axes is the same for all prompts. Therefore look only at the first chunk.
+    # A model passes positions to its decoder either for all prompts or for none. The number of axes
+    # is the same for all prompts. Therefore it is enough to look at the first chunk.
     first_positions = chunks[0].inputs.positions
     if first_positions is None:
         return None
@@ -228,7 +231,7 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
             their tokens in the batch. The decoder needs the features in this order.
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    # One list for each chunk. The list contains one feature tensor for each layer.
+    # Each item belongs to one chunk. The item is a list with one feature tensor for each layer.
     features_of_chunks: list[list[Tensor]] = []
     for chunk in prompt_chunks:
         inputs = chunk.inputs
@@ -241,6 +244,7 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
         features_of_chunks.append([features[part][is_image_token] for features in inputs.deepstack])
     if not features_of_chunks:
         return {}
-    # `zip` yields one tuple for each layer, which contains the layer's features of all chunks.
+    # `zip` yields one tuple for each layer. The tuple contains the features of this layer for all
+    # chunks.
     features_of_layers = [torch.cat(features) for features in zip(*features_of_chunks, strict=True)]
     return {DEEPSTACK_MASK: mask, DEEPSTACK: features_of_layers}

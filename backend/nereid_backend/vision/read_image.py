@@ -63,7 +63,8 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
     """
     match = IMAGE_DATA_URL.match(url)
     if match is None:
-        # The first 8 characters contain the scheme and the colon. The whole text can be large.
+        # Search only the first 8 characters for the scheme and its colon, because the whole text
+        # can be large.
         scheme, colon, _ = url[:8].partition(":")
         if colon and scheme.lower() in ("http", "https", "file"):
             raise RequestError(
@@ -170,8 +171,9 @@ def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of 
         # The module is imported here, because it is needed only for WebP files.
         from nereid_backend.vision.decode_webp import decode_still_webp
 
-        # For a WebP file, Pillow needs several times as much memory as this function. The function
-        # returns None for an animation, or if the library libwebp cannot be called.
+        # To decode a WebP file, Pillow needs several times as much memory as `decode_still_webp`.
+        # `decode_still_webp` returns None if the file is an animation, or if the library libwebp
+        # cannot be called.
         decoded = decode_still_webp(image, data)
         if decoded is not None:
             return decoded

@@ -149,7 +149,7 @@ def _read_format(content: memoryview, field: str) -> _Format:
             f'{field}: the chunk "fmt " of the WAV file has {len(content)} bytes, but it must have '
             "at least 16 bytes."
         )
-    # The two fields that are not used are the bytes per second and the bytes per frame.
+    # The two ignored fields are the bytes per second and the bytes per frame.
     kind, num_channels, rate, _, _, num_bits = struct.unpack_from("<HHIIHH", content)
     if kind == _EXTENSIBLE and len(content) >= 26:
         # In the format "extensible", the type of the samples (integer or float) is at byte 24.
@@ -186,7 +186,8 @@ def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimit
         samples = np.frombuffer(content, "<f4")
         if not np.isfinite(samples).all():
             raise RequestError(f"{field}: a sample of the WAV file is not a finite number.")
-        # Samples outside the range are too loud, but not invalid. Clip them, as players do.
+        # Samples outside the range from -1 to 1 are too loud, but not invalid. Clip these samples,
+        # as audio players do.
         samples = samples.clip(-1.0, 1.0)
     elif layout.num_bits == 8:
         # Samples of 8 bits are unsigned, and 128 means silence.

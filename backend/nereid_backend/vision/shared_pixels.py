@@ -66,12 +66,13 @@ class PixelMemory:
             ValueError: the pixels do not have four bytes, or are not in one block of memory.
             AttributeError: this version of Pillow cannot export the memory.
         """
-        # Pillow raises a ValueError if the pixels are in several blocks. When the PyCapsule is
-        # deleted, the exported structure and its reference to the pixels are freed.
+        # Pillow raises a ValueError if the pixels are in several blocks of memory. Store the
+        # PyCapsule, because its deletion frees the exported structure and the reference to the
+        # pixels.
         _, self._capsule = image.__arrow_c_array__()
         array_of_pixels = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
-        # In Arrow, an array of pixels with four bytes has one child: the array of all bytes. An
-        # array of pixels with one byte has no child.
+        # If a pixel has four bytes, Arrow's array of pixels has one child, which is the array of
+        # all bytes. If a pixel has one byte, the array of pixels has no child.
         if array_of_pixels.n_children != 1:
             raise ValueError("the image has no pixels of four bytes")
         array_of_bytes = array_of_pixels.children[0].contents
@@ -127,8 +128,9 @@ def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - 
         pixels = _SharedPixels(image)
     except (ValueError, AttributeError):
         return None
-    # `_shared_by_address` is a dictionary with weak references, and the array has the only strong
-    # reference to `pixels`. Therefore the entry is removed with the array.
+    # `_shared_by_address` has only a weak reference to `pixels`. The returned array has the only
+    # strong reference. Therefore the entry of `_shared_by_address` is removed when the array is
+    # deleted.
     _shared_by_address[pixels.address] = pixels
     return np.asarray(pixels)  # NumPy does not copy the memory of `pixels`.
 
@@ -141,12 +143,14 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
     exists as long as an array uses the pixels, so the address cannot belong to other memory.
     """
     address = array.__array_interface__["data"][0]
-    # An object of _SharedPixels, which has the image and describes the memory of its pixels.
+    # `pixels` is an object of _SharedPixels. It contains the image, and describes the memory of the
+    # image's pixels.
     pixels = _shared_by_address.get(address)
     if pixels is None:
         return None
-    # `image.im` is Pillow's object with the present pixels of the image. `core` is the object when
-    # the array was created. An operation such as a rotation replaces `image.im`.
+    # `image.im` is Pillow's object that contains the current pixels of the image. `core` is the
+    # object that was in `image.im` when the array was created. An operation such as a rotation
+    # replaces `image.im`.
     has_new_pixels = pixels.image.im is not pixels.core
     if has_new_pixels:
         return None

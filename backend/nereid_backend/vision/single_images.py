@@ -35,7 +35,9 @@ class GeneratedPath:
         self._vocab_size = checkpoint.vocab_size
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Return the logits for all sequences of `plan`, [sum of num_logits, vocab_size].
+        """Return the logits for all sequences of `plan`.
+
+        The shape is [sum of num_logits, vocab_size].
 
         `sampled` must be None, because this path does not support pending chunks: chunks whose
         input token is not known on the host yet.
@@ -130,10 +132,11 @@ class SplitPath:
         assert not plan.pending, "async scheduling is off for models whose images use this path"
         text_plan = _plan_of_sequences(plan, has_images, with_images=False)
         image_plan = _plan_of_sequences(plan, has_images, with_images=True)
-        # The keys mean: whether the sequences have images.
+        # `parts[True]` contains the logits of the sequences with images, and `parts[False]`
+        # contains the logits of the sequences without images.
         parts: dict[bool, Tensor] = {}
-        # A snapshot is a stored copy of a recurrent state. The forward path also deletes snapshots,
-        # so it must be called even if no sequence is without images.
+        # A snapshot is a stored copy of a recurrent state. If `text_plan` has snapshots, call
+        # `forward` even if all sequences have images, because `forward` also deletes snapshots.
         if text_plan.chunks or text_plan.snapshots is not None:
             parts[False] = self._text.forward(text_plan)
         parts[True] = self._image_logits(image_plan)
@@ -147,7 +150,7 @@ class SplitPath:
         """
         logits_of_chunks = []
         # In this block, the model uses its own attention. The engine's attention reads KV cache
-        # blocks, but sequences with images have none.
+        # blocks, but sequences with images have no such blocks.
         with self._attention.activated():
             for chunk in plan.chunks:
                 images = chunk.sequence.images
@@ -155,14 +158,14 @@ class SplitPath:
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # For a chunk without logits, `forward` returns a tensor with 0 rows. The number of its
+        # If a chunk needs no logits, `forward` returns a tensor with 0 rows. The number of its
         # columns can be wrong, and tensors with different numbers of columns cannot be
         # concatenated. Therefore leave out the tensors with 0 rows.
         nonempty = [logits for logits in logits_of_chunks if len(logits)]
         return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
     def clear(self, sequence: Sequence) -> None:
-        """Reset the stored data of a sequence whose computation failed, such as its KV cache."""
+        """Reset the stored data of a sequence, such as its KV cache, after a failed computation."""
         path = self._text if sequence.images is None else self._images
         path.clear(sequence)
 
@@ -179,9 +182,9 @@ def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: b
     flagged_chunks = zip(plan.chunks, has_images, strict=True)
     chunks = [chunk for chunk, has in flagged_chunks if has == with_images]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # `plan.copies` are the copies of KV cache blocks, and `plan.snapshots` are stored copies of
-    # recurrent states. A sequence with images has no such data, because its forward path does not
-    # use the engine's cache.
+    # `plan.copies` lists the KV cache blocks to copy, and `plan.snapshots` refers to stored copies
+    # of recurrent states. Sequences with images need neither of them, because their forward path
+    # does not use the engine's cache.
     copies = [] if with_images else plan.copies
     snapshots = None if with_images else _snapshots_without_images(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
@@ -222,5 +225,5 @@ def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor
             start = next_rows[has]
             next_rows[has] = start + chunk.num_logits
             rows.append(parts[has][start : start + chunk.num_logits])
-    # If no chunk has logits, `parts[True]` is a tensor with 0 rows.
+    # If no chunk has logits, return a tensor with 0 rows. `parts[True]` is such a tensor.
     return torch.cat(rows) if rows else parts[True]

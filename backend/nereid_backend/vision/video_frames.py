@@ -77,8 +77,9 @@ def read_video_url(url: str, field: str, limits: ImageLimits) -> VideoFrames:
     match = _DATA_URL.match(url)
     if match is None:
         raise RequestError(f"{field}: the server decodes no video files. {_REMEDY}")
-    # Split at most `max_frames` times. If there are more frames, the list has `max_frames + 1`
-    # items, which is enough to refuse the video, however long the URL is.
+    # Split at most `max_frames` times, so that even a very long URL gives a short list. If there
+    # are more than `max_frames` frames, the list has `max_frames + 1` items, and the video is
+    # refused.
     frames = url[match.end() :].split(",", limits.max_frames)
     check_num_frames(len(frames), field, limits)
     return VideoFrames(frames, _read_fps(match.group(1), field))

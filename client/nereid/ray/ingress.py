@@ -17,7 +17,8 @@ from nereid.ray.server import ForwardedRequest, ServerUnavailableError
 
 _RESPONSES_PATH = "/v1/responses"
 _STORED_FIELDS = ("background", "previous_response_id")
-# The exceptions that a request receives if its server or node has failed.
+# If a server or its node has failed, forwarding a request to the server raises one of these
+# exceptions.
 _LOST_SERVER_ERRORS = (RayError, RayServeException, ServerUnavailableError)
 
 
@@ -34,8 +35,8 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """Forward a request to a server, and return the response of the server."""
         body = await request.body()
-        # Each server has metrics and stored responses of its own. A request that needs those of all
-        # servers cannot be forwarded to one server.
+        # Each server has metrics and stored responses of its own. A request that needs the data of
+        # all servers cannot be forwarded to one server.
         problem = _need_for_data_of_all_servers(request.url.path, body)
         if problem is not None:
             return error_response(ApiError(501, problem), request.scope)  # 501: Not Implemented
@@ -95,7 +96,7 @@ def _lost_server_error() -> ApiError:
 
 
 def _need_for_data_of_all_servers(path: str, body: bytes) -> str | None:
-    """Return an error message if a request needs the data of all servers. Otherwise, return None.
+    """If a request needs the data of all servers, return an error message. Otherwise, return None.
 
     The servers do not share their metrics and their stored responses. Of the Responses API, only a
     new response that needs no stored response can be forwarded to a single server.

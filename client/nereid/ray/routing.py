@@ -85,8 +85,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         """
         if pending_request is None:
             return [candidate_replicas]
-        # If all servers are full, Ray calls this method again for the same request. With
-        # `should_backoff`, Ray waits between two calls. The first call is not delayed.
+        # If all servers are full, Ray calls this method again for the same request.
+        # `should_backoff` makes Ray wait before each repeated call.
         pending_request.routing_context.should_backoff = True
         best = self._best_server(_hashes_of(pending_request), candidate_replicas)
         return [[best], candidate_replicas]

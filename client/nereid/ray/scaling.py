@@ -45,7 +45,8 @@ class ScaleWithLoad:
             if gauge in self._targets and values_by_server
         ]
         if not num_servers or not loads:
-            # The previous decision. `current_num_replicas` differs while servers start or stop.
+            # Repeat Ray's previous decision, because no server has reported a load. While servers
+            # start or stop, `current_num_replicas` differs from this decision.
             return context.target_num_replicas, {}
         largest_load = max(loads)  # relative to the `num_servers` servers that reported the gauges
         is_on_target = abs(largest_load - 1) <= _TOLERANCE

@@ -21,7 +21,8 @@ REPLICA_HEADER = "x-nereid-replica"
 """The response header that contains the id of the replica that sent the response."""
 
 _PORT_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
-# The Python code of the command `nereid`. `python -m nereid_client` would start only the frontend.
+# Python code that runs the command `nereid`. `python -m nereid_client` would start only the
+# frontend.
 _CODE_OF_NEREID_COMMAND = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
 _READY_EVERY_S = 0.5
 _READY_TIMEOUT_S = 5.0
@@ -69,7 +70,7 @@ class Server:
     """Starts `nereid serve` on free ports of its node, and forwards requests to this server."""
 
     def __init__(self, model: str, settings: Mapping[str, str], arguments: Sequence[str]) -> None:
-        """Start `nereid serve`, and wait until its models answer.
+        """Start `nereid serve`, and wait until its models are ready.
 
         Ray sends no requests to a replica before its constructor has returned. `nereid serve` runs
         a Triton server and the OpenAI frontend, each as a child process.
@@ -89,7 +90,8 @@ class Server:
         self._session: aiohttp.ClientSession | None = None
         port_flags = [f"{flag}={port}" for flag, port in ports.items()]
         flags = [f"--model={model}", "--log-file=-", *port_flags, *arguments]
-        # `python -c CODE serve ...` is `nereid serve ...`, but also works if PATH has no `nereid`.
+        # `python -c CODE serve ...` does the same as `nereid serve ...`, but also works if the
+        # command `nereid` is not in PATH.
         command = [sys.executable, "-c", _CODE_OF_NEREID_COMMAND, "serve", *flags]
         # The frontend listens on 127.0.0.1, because only this replica connects to the frontend.
         environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}

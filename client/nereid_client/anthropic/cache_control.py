@@ -46,7 +46,7 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
 
 
 def _cacheable_objects(body: Json) -> Iterator[tuple[str, Json]]:
-    """Yield each object of a request that can have the field cache_control, with a path prefix.
+    """Yield a pair (path prefix, object) for each object that can have the field cache_control.
 
     These objects are the body, the tools, and the blocks of the system prompt, of the messages and
     of tool results. The prefix of a tool's fields is "tools[0].", and that of the body's is "".
@@ -62,7 +62,7 @@ def _cacheable_objects(body: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _objects_of_list(path: str, value: object) -> Iterator[tuple[str, Json]]:
-    """Yield each object in a list, with the prefix of the paths of its fields.
+    """Yield a pair (path prefix, object) for each object in a list.
 
     Yield nothing if the value is no list.
 

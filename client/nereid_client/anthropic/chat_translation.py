@@ -49,8 +49,8 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     if isinstance(request, MessagesRequest):
         translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
     messages = request.chat_messages
-    # If a field occurs several times, its last value is used: translated fields replace copied
-    # fields.
+    # If several fields have the same name, the last field is used. Translated fields therefore
+    # replace copied fields.
     return {
         **_without_nulls(copied),
         **_without_nulls(translated),
@@ -58,7 +58,7 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
         # If the last message has the role "assistant", the answer continues this message.
         **_fields_to_continue_last_message(messages),
         **_tool_fields(request),
-        # A `cache_control` in the body sets prompt_cache_retention and prompt_cache_key.
+        # If the body contains `cache_control`, set prompt_cache_retention and prompt_cache_key.
         **_fields_of_cache_control(body),
     }
 
@@ -135,6 +135,7 @@ def _template_variables(request: CountTokensRequest) -> Json:
         variables |= dict.fromkeys(_SWITCHES, request.thinking.type != "disabled")
     if request.output_config is not None and request.output_config.effort is not None:
         effort = request.output_config.effort
-        # Chat templates support "low", "medium" and "high". Other efforts become "high".
+        # Chat templates support "low", "medium" and "high". The efforts "xhigh" and "max" become
+        # "high".
         variables["reasoning_effort"] = _SUPPORTED_EFFORTS.get(effort, effort)
     return variables | (request.chat_template_kwargs or {})

@@ -127,10 +127,12 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     conversation = turns[len(first_turns) :]
     if not conversation:
         raise FieldError("messages", "messages must contain at least one message of the user")
-    # Many chat templates accept only one system message, so later ones become user messages.
+    # Many chat templates accept only one system message. Later system messages therefore become
+    # user messages.
     chat = _merge_turns_to_chat([_without_system_role(turn) for turn in conversation])
-    # The coding agent Claude Code sends a billing line, which differs in each conversation. This
-    # line is removed, because no conversation could otherwise use the cached prefix of another.
+    # The coding agent Claude Code starts the system prompt with a billing line, which differs in
+    # each conversation. This line is removed, because prompts with different first lines cannot
+    # share a cached prefix.
     system_text = _without_billing_line(_join_text_blocks(system_blocks))
     if not system_text:
         return chat
@@ -203,8 +205,8 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
     if isinstance(block, _ImageBlock):
         _ = _image_url(block, place)  # only a check: raises a FieldError if the source is wrong
     if isinstance(block, _ToolResultBlock):
-        # The content is a string or a list of blocks. Images are refused, because the chat message
-        # with a tool result contains only text.
+        # The content of a tool result is a string or a list of blocks. Images are refused, because
+        # the chat message for a tool result can contain only text.
         content = _read_blocks(block.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
         return block.model_copy(update={"content": content})
     return block

@@ -81,7 +81,8 @@ class MessageBuilder:
         self._usage = delta.get("usage", self._usage)
         events = []
         if reasoning := delta.get("reasoning"):
-            # A new block has no signature, because the signature is a hash of the whole text.
+            # A new block starts with an empty signature. The signature is a hash of the whole text,
+            # which is still incomplete.
             events += self._add_text(reasoning, "thinking", {"thinking": "", "signature": ""})
         if content := delta.get("content"):
             events += self._add_text(content, "text", {"text": ""})

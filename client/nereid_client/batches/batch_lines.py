@@ -236,8 +236,8 @@ class ResultFile:
         try:
             num_written = file.write(line)
             if num_written < len(line):
-                # The disk is full: the first call of `write` wrote only the beginning of the line,
-                # and raised no error. The second call can write nothing and raises the OSError.
+                # The disk is full. The first `write` wrote only the beginning of the line, and
+                # raised no error. The second `write` cannot write anything, and raises the OSError.
                 file.write(line[num_written:])
         except OSError:
             file.truncate(self._num_bytes)

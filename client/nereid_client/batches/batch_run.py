@@ -141,8 +141,8 @@ class BatchRun:
             ResultFile(self._folder / "errors" / "content") as errors,
         ):
             self._recorded = output.answered_lines | errors.answered_lines
-            # The stored counts can be older than the files, because they are not saved for each
-            # line.
+            # Count the lines of the result files, because the stored counts are not updated after
+            # each line.
             batch.request_counts.completed = len(output.answered_lines)
             batch.request_counts.failed = len(errors.answered_lines)
             await self._send_until_expiry(output, errors)
@@ -164,8 +164,8 @@ class BatchRun:
         Raises: OSError if a result cannot be stored.
         """
         time_to_expiry_s = max(self._batch.expires_at - time.time(), 0.0)
-        # If the batch is cancelled already, the timeout expires before the first line is sent, and
-        # the errors are stored below.
+        # If the batch is already cancelled, a timeout of 0 seconds expires before the first line is
+        # sent. The `except` block below then stores the errors.
         timeout_s = 0.0 if self._is_cancelled else time_to_expiry_s
         try:
             async with asyncio.timeout(timeout_s) as timeout:
@@ -189,7 +189,8 @@ class BatchRun:
         try:
             async with asyncio.TaskGroup() as group, aclosing(self._input_lines()) as lines:
                 async for line in lines:
-                    # Lines with a result are parsed, too, because their ids must not occur again.
+                    # The parser rejects a line if an earlier line has the same custom_id. Lines
+                    # that already have a result are therefore parsed, too.
                     request = self._parse_or_record_error(parser, line, errors)
                     if request is not None and request.number not in self._recorded:
                         await self._slots.acquire()
@@ -213,7 +214,7 @@ class BatchRun:
     def _parse_or_record_error(
         self, parser: LineParser, line: InputLine, errors: ResultFile
     ) -> LineRequest | None:
-        """Return the request that a line contains. Return None if the line is invalid.
+        """Return the request that a line contains, or None if the line is invalid.
 
         For an invalid line without a result, also store the error in the file `errors`.
         """

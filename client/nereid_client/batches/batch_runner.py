@@ -86,7 +86,7 @@ class BatchRunner:
             self._lock.close()
 
     async def _manage_batches(self) -> None:
-        """Start and cancel batches, and delete old ones, until this task is cancelled.
+        """Start and cancel batches, and delete expired batches, until this task is cancelled.
 
         Each pass of the loop examines the folder of the batches. The next pass begins after
         `_CHECK_EVERY_S` seconds, or when `wake_up` is called.

@@ -61,9 +61,11 @@ def _start_batches(app: FastAPI, context: Context) -> Batches | None:
     runner = BatchRunner(  # a new BatchRunner starts its task at once
         store,
         sender=LineSender(app, context.backend.is_ready),
-        # While other requests pass the gate, fewer batch requests run.
+        # While requests outside the batches run, fewer batch requests may run. The gate counts all
+        # running requests.
         slots=LineSlots(limit, gate),
-        # All batches stop when the gate is draining, because the application then stops.
+        # When the application is about to stop, the gate rejects new requests, and all batches
+        # stop.
         gate=gate,
         # A batch is cancelled when its client is removed from the key file.
         key_file=app.state.key_file,

@@ -12,8 +12,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from nereid_client.errors import ApiError, shown
 
-# The characters of a file name that browsers and HTTP libraries escape: a quotation mark and line
-# breaks.
+# In file names, browsers and HTTP libraries escape only quotation marks and line breaks.
 _ESCAPED_CHARACTER = re.compile("%(?:22|0A|0D)")
 _MAX_FIELDS = 16
 _MAX_FIELD_BYTES = 4096
@@ -111,7 +110,7 @@ class FormReader:
         self._header_name = self._header_value = b""
 
     def _read_names_of_part(self) -> None:
-        """Read the field name and the file name of the form part whose headers have just ended.
+        """Read the field name and the file name from the headers of a form part.
 
         Mutates: `_name` and `_is_file`. If this part is the file, also `filename`.
 
@@ -129,8 +128,8 @@ class FormReader:
                 param="file",
             )
         filename = options.get(b"filename", b"").decode("utf-8", "replace")
-        # Browsers and HTTP libraries write a quotation mark in a file name as %22, and line breaks
-        # as %0A and %0D. They write all other characters as they are, also a percent sign.
+        # In a file name, browsers and HTTP libraries write a quotation mark as %22, and line breaks
+        # as %0A and %0D. They do not change other characters, not even the percent sign.
         self.filename = _ESCAPED_CHARACTER.sub(lambda match: unquote(match[0]), filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:

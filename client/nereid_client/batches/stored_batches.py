@@ -212,7 +212,7 @@ class BatchStore:
         self._publish_file(batch, "errors", batch.error_file_id)
 
     def _publish_file(self, batch: Batch, name: str, file_id: str | None) -> None:
-        """Move one result file of a batch to the file store, unless the file was moved already.
+        """Move a result file of a batch to the file store, unless the file has already been moved.
 
         Args:
             batch: the batch.

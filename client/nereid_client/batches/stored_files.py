@@ -217,8 +217,8 @@ class Upload:
         self.num_bytes += len(data)
         self._unchecked_bytes += len(data)
         is_check_due = self._unchecked_bytes >= self._CHECK_EVERY_BYTES
-        # Adding the sizes of all files in the folder takes long, so this is done only once for each
-        # `_CHECK_EVERY_BYTES` bytes. A file that alone exceeds the limit is rejected at once.
+        # Adding the sizes of all files in the folder is slow, so the folder is checked only after
+        # every `_CHECK_EVERY_BYTES` bytes. A file that alone exceeds the limit is rejected at once.
         exceeds_limit_alone = self.num_bytes > self._store.limits.num_bytes
         if is_check_due or exceeds_limit_alone:
             self._unchecked_bytes = 0
@@ -228,8 +228,8 @@ class Upload:
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
         """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes."""
-        # `num_bytes` adds the sizes of all files on the disk. One of them is the file of this
-        # upload, whose buffer must be written first.
+        # `self._store.num_bytes` adds the sizes of all files on the disk, including the file of
+        # this upload. Buffered bytes of this file must therefore be written first.
         self._file.flush()
         num_stored = self._store.num_bytes() + num_new_bytes
         limit = self._store.limits.num_bytes

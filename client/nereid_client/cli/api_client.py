@@ -13,8 +13,8 @@ from nereid_client.console import CliError
 Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-# Environment variables such as HTTP_PROXY can name a proxy. The requests of this module never use
-# the proxy, because a proxy could not reach a server on this machine.
+# Environment variables such as HTTP_PROXY can name a proxy. This module ignores these variables,
+# because a proxy could not reach a server on this machine.
 _OPENER_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _MAX_ERROR_CHARS = 200
 

@@ -132,7 +132,7 @@ class _Load:
         good = [sample for sample in self.samples if not sample.error]
         num_tokens = sum(sample.num_tokens for sample in good)
         first_token_ms = [1000 * sample.first_token_s for sample in good]
-        # Each sample contributes its mean time per token after the first token.
+        # Each value is the mean time per token of one request, without the first token.
         mean_later_token_ms = [
             1000 * sample.mean_later_token_s for sample in good if sample.num_tokens > 1
         ]

@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     Returns: the exit code 0.
     """
-    # The server embeds Python, so the launcher names the folder of the library libpython. If the
-    # library is missing, this line raises an error before anything is installed.
+    # The server embeds Python, and the launcher must name the folder of the library libpython. If
+    # the library is missing, `find_libpython` raises an error before anything is installed.
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if not is_installed:
         _pip_install(args.wheel, target)
         stamp.write_text(args.wheel)
-    # The stub is the program that runs Python models. It is also updated in an installed server,
-    # because the Python version can have changed since the installation.
+    # The stub is the program that runs Python models. An existing stub is also replaced, because
+    # the Python version may have changed since the installation.
     _copy_stub_for_this_python(server)
     launcher = launcher_path()
     if _write_launcher(launcher, target, libpython):

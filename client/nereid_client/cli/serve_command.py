@@ -123,7 +123,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 
 
 def _add_frontend_defaults(environment: dict[str, str]) -> None:
-    """Add the settings of the frontend that have another default with `nereid serve`.
+    """Add the frontend settings for which `nereid serve` has a different default.
 
     Without a batch folder, the frontend alone would have no Batch API. `nereid serve` uses a folder
     of its own. If the clients have API keys, the supervisor needs a key, too, because it sends
@@ -198,8 +198,9 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         model: the path of the language model's checkpoint.
         name: the name of the language model in requests.
     """
-    # The Triton server listens on --host. The frontend on this machine connects to that address, or
-    # to 127.0.0.1 if the server listens on all addresses (0.0.0.0).
+    # The Triton server listens on the address in --host. The frontend on this machine connects to
+    # that address. If the server listens on all addresses (0.0.0.0), the frontend connects to
+    # 127.0.0.1.
     grpc_url = f"{_address_to_connect_to(args.host or '127.0.0.1')}:{args.grpc_port}"
     _warn_about_other_server(grpc_url)
     return {
@@ -225,8 +226,9 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
         value: str | None = getattr(args, attribute(flag))
         if value is not None:
             variables[variable] = value
-    # The values of these flags contain paths, which become absolute. --config and --lora are not in
-    # `_flags_by_variable`. The value of --draft-model is replaced here.
+    # --config, --draft-model and --lora contain paths, which are made absolute here. --config and
+    # --lora are not in `_flags_by_variable`. The loop above has stored --draft-model unchanged, so
+    # the value is replaced here.
     if args.config:
         variables["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
     if args.draft_model:
@@ -303,7 +305,7 @@ def _address_to_connect_to(host: str) -> str:
 
 
 def _environment_path(variable: str) -> Path | None:
-    """Return the path in an environment variable, or None if the variable is not set or empty."""
+    """Return the path in an environment variable, or None if the variable is missing or empty."""
     value = os.environ.get(variable)
     return Path(value) if value else None
 

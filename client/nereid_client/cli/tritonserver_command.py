@@ -84,7 +84,7 @@ def find_repository(given: Path | None) -> Path:
     """
     if given is not None:
         return given.expanduser().absolute()
-    # This is the folder `client` of a checkout, or the folder `site-packages` of an environment.
+    # In a checkout, this is the folder `client`. In a Python environment, it is `site-packages`.
     packages = Path(__file__).resolve().parents[2]
     in_working_folder = Path.cwd() / "model_repository"
     in_checkout = packages.parent / "model_repository"

@@ -103,8 +103,8 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     def write(array: Floats) -> str:
         largest = np.abs(array).max(axis=-1, keepdims=True)  # of each vector
         divisor = np.where(largest > 0, largest, 1)  # a vector of zeros is divided by 1
-        # The array is divided before the multiplication, because 127 / divisor overflows to
-        # infinity if `divisor` is tiny.
+        # Divide before the multiplication. If `divisor` is tiny, 127 / divisor would overflow to
+        # infinity.
         integers = np.rint(array / divisor * 127).astype(np.int16)
         return _encode((integers + offset).tolist())
 

@@ -143,7 +143,8 @@ def _inputs_of_embedder(inputs: ModelInputs, role: str) -> ModelInputs:
             tensor to the name of the request field.
         role: "query" or "documents".
     """
-    # Only the tensor "documents" can be absent, because a query is always a text.
+    # A query is always a text, so the tensor "query" exists. If a document is an image, there is no
+    # tensor "documents", and the documents are in the tensor "parts".
     old_name, new_name = (role, "texts") if role in inputs.tensors else ("parts", "parts")
     return ModelInputs(
         tensors={new_name: inputs.tensors[old_name]}, fields={new_name: inputs.fields[old_name]}
@@ -151,7 +152,7 @@ def _inputs_of_embedder(inputs: ModelInputs, role: str) -> ModelInputs:
 
 
 def _prompt_name(served: ServedModel, role: str) -> str | None:
-    """Return the name of the model's prompt for queries or for documents. If there is none, None.
+    """Return the name of the prompt that a model puts before queries or documents, or None.
 
     Example: a model with the prompts "query" and "passage" returns "passage" for "documents".
 

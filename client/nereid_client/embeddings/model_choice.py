@@ -129,13 +129,13 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         other_names.append(model.name)
     if other_names:
         raise await _wrong_model_error(request, name or "", other_names)
-    # No model has answered, so `problems` has one error for each target. If an error is temporary,
-    # such as a 503, this error is raised.
+    # No model has answered, so `problems` has one error for each model. Raise a temporary error,
+    # such as a 503, rather than a permanent error, such as a 404.
     raise _problem_to_report(problems)
 
 
 def _has_only_other_names(target: PoolingTarget, name: str | None) -> bool:
-    """Return whether the names of a model are known, and none of them is the requested name.
+    """Return whether the names of a model are known and do not include the requested name.
 
     Without a file that describes several models, `target.names` is empty, and the model itself
     reports its name.
@@ -148,7 +148,7 @@ def _has_only_other_names(target: PoolingTarget, name: str | None) -> bool:
 
 
 def _problem_to_report(problems: Sequence[ApiError]) -> ApiError:
-    """Return the error to report, if no model can answer a request.
+    """Return the error to report when no model can answer a request.
 
     A temporary problem, such as a model that does not answer, is preferred, because the client can
     then try again. A model that is not served (status 404) is a permanent problem.
@@ -184,7 +184,7 @@ async def select_language_model(request: Request, name: str | None) -> None:
 
 
 async def _unknown_language_model_error(request: Request, name: str) -> ApiError:
-    """Return an error with the status 404 that contains the names of all language models."""
+    """Return an error 404 whose message contains the names of all language models."""
     language_models = [context.settings.model_name for context in contexts_of(request).all]
     suitable = " or ".join(map(repr, language_models))
     message = _wrong_model_message(name, suitable, await _served_models(request))

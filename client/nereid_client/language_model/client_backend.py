@@ -32,8 +32,8 @@ class ClientBackend:
         """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
-        # A client without an API key of its own and without the header X-Client-Id has no share. It
-        # has the default weight and no priority, so nothing is added to the request.
+        # `share` is empty if a client has no API key of its own and sends no header X-Client-Id.
+        # Such a client has the default weight and no priority, so nothing is added to the request.
         if client.share:
             generation = replace(
                 generation,

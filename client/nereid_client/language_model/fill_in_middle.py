@@ -39,7 +39,7 @@ class MarkerFormat:
 
 
 def _prefix_first(begin: str, gap: str, end: str) -> MarkerFormat:
-    """Return a format with the text before the gap at the beginning of the prompt."""
+    """Return a fill-in-the-middle format in which the prefix comes before the suffix."""
     return MarkerFormat((begin, gap, end), (begin, "{prefix}", gap, "{suffix}", end))
 
 
@@ -119,5 +119,5 @@ class FillInMiddle:
         text = await self._backend.detokenize(
             generation.request_id, token_ids, skip_special_tokens=False
         )
-        # Some tokenizers decode a special token with a space before or after the token.
+        # When some tokenizers decode a special token, they add a space before or after the token.
         return text.strip() == marker

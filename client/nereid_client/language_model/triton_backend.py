@@ -276,13 +276,14 @@ class TritonBackend:
         for name, value in parameters.items():
             request.parameters[name].string_param = value
         response = await self._only_response_of_executor(request)
-        # The tensor contains the bytes of a JSON text (UINT8), not strings with length prefixes.
+        # This UINT8 tensor contains the bytes of a JSON text. Unlike a string tensor, it has no
+        # length prefixes.
         (state,) = response.raw_output_contents
         answer: dict[str, Any] = json.loads(state)
         return answer
 
     async def _only_response_of_executor(self, request: Any) -> Any:
-        """Send a request with a single response to the executor model, and return the response.
+        """Send a request to the executor model, and return the model's only response.
 
         The executor model is decoupled: it may send any number of responses. A request to such a
         model needs a stream, even if there is only one response.
@@ -295,8 +296,8 @@ class TritonBackend:
         except grpc.RpcError as error:  # the stream has ended
             raise self._stream_error(error) from None
         finally:
-            # The stream ends in the background, also if this task is cancelled. The cancellation of
-            # the stream could crash the Triton server.
+            # The stream ends in the background, even if this task is cancelled. Cancelling the
+            # stream could crash the Triton server.
             stream.let_end()
         if message is None:
             raise BackendError("UNAVAILABLE", "The executor model does not answer. Try again.")
@@ -326,7 +327,7 @@ class TritonBackend:
         await self._calls.close()
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
-        """Return a ModelInferRequest to `model` that returns the tensors in `outputs`."""
+        """Return a ModelInferRequest that requests the tensors in `outputs` from `model`."""
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
         # The tokenizer model serves the clients in turn, and needs the client id before it parses
         # the JSON text of the request. The client id is therefore also sent as a parameter.
@@ -381,8 +382,8 @@ def read_error(text: str) -> BackendError:
     match = _CODE_PREFIX.match(text)
     if match is not None:
         return BackendError(match[1], text[match.end() :])
-    # The frontend calls only models of the model repository. If the server does not know a model,
-    # the model is not loaded now, so the client can try again later.
+    # The frontend calls only models of the model repository. If the server reports an unknown
+    # model, this model is not loaded at the moment, and the client can try again later.
     is_model_unloaded = text.startswith("Request for unknown model")
     if is_model_unloaded or means_outage(text):
         return BackendError("UNAVAILABLE", text)
@@ -454,8 +455,9 @@ def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
             choice. If `text_output` was requested, it has the unparsed text of each choice.
         with_text: whether to add the unparsed text to each delta, with the key `text`.
     """
-    # The two lists have one item for each output tensor. In a response without tensors, they are
-    # empty. A difference in length is no reason to end the stream, so `strict` is False.
+    # `outputs` and `raw_output_contents` have one item for each output tensor, so they are empty in
+    # a response without tensors. `strict` is False, because a difference in length must not end the
+    # stream.
     contents = zip(response.outputs, response.raw_output_contents, strict=False)
     tensors = {output.name: decode_strings(raw) for output, raw in contents}
     deltas = [cast("Delta", from_json(string)) for string in tensors.get("delta", ())]

@@ -87,8 +87,8 @@ class Gate:
         """
         if self.is_draining:
             return _draining_error()
-        # `fits` checks the limit on the requests of all clients. In addition, the requests of one
-        # client may be at most 3 times the number that then remains for other clients.
+        # `fits` checks the limit on the running requests of all clients. In addition, one named
+        # client may use at most 3/4 of the capacity that other clients do not use.
         if not self._running.fits(client.share, 1):
             return self._too_many_error(client)
         if not client.max_concurrent:
@@ -163,10 +163,10 @@ class Throttle:
             return  # the time until the rejection was the waiting time, not work of the server
         duration_s = now - started
         num_sent_later = sum(sent > started for sent in self._admission_times)
-        # The server probably also rejects the requests that were sent after this request, and needs
-        # about `duration_s` seconds to do so. If there are many such requests, the frontend pauses
-        # for this time. Otherwise, a slow server would receive requests faster than it can reject
-        # them.
+        # The server will probably also reject the requests that were sent after this request. These
+        # rejections take about `duration_s` seconds. If there are many such requests, the frontend
+        # pauses for this time. Otherwise, the frontend would send requests faster than a slow
+        # server can reject them.
         if num_sent_later >= _TOLERATED_REJECTIONS:
             self._paused_until = now + min(duration_s, _LONGEST_PAUSE_S)
 
@@ -199,7 +199,7 @@ class Throttle:
         return bool(self._rejection_times)
 
     def _forget_old(self, now: float) -> None:
-        """Remove the times that are more than `_WINDOW_S` seconds ago."""
+        """Remove all stored times that are more than `_WINDOW_S` seconds in the past."""
         for times in (self._admission_times, self._rejection_times):
             while times and times[0] < now - _WINDOW_S:
                 times.popleft()
@@ -261,7 +261,7 @@ class AdmissionControl:
     def _enter_gate_or_reject(
         self, client: Client, throttle: Throttle | None, now: float
     ) -> ApiError | None:
-        """Let a new request enter the gate if all limits admit the request. Else, return the error.
+        """Admit a new request and return None, or return an error if a limit rejects the request.
 
         If None is returned, the caller must call `self._gate.leave` at the end of the request.
 
@@ -271,8 +271,9 @@ class AdmissionControl:
                 not rejected any of them.
             now: the current time of time.monotonic().
         """
-        # Several frontend processes can share the numbers of running requests. The transaction
-        # prevents another process from admitting a request between the check and the count.
+        # Several frontend processes can share the counters of running requests. During the
+        # transaction, no other process can admit a request between the check of the limit and the
+        # update of the counter.
         with self._gate.transaction():
             rejection = self._gate.rejection(client) or client.rejection(now)
             if rejection is None and throttle is not None:
@@ -358,7 +359,7 @@ class AdmissionControl:
 
 
 def _is_always_admitted(scope: Scope) -> bool:
-    """Return whether a request only reads, deletes or aborts, and so causes almost no load."""
+    """Return whether a request only reads, deletes or aborts something. Such a request is cheap."""
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return True
     path: str = scope["path"]

@@ -51,7 +51,7 @@ class ApiKey:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A request of a batch has no headers. The batch runner stores the client in the scope.
+        # A batch request has no HTTP headers, so the batch runner stores the client in the scope.
         client_of_batch: Client | None = scope.get(CLIENT_OF_SCOPE)
         client = client_of_batch or self._find_client(Headers(scope=scope))
         if client is None and _requires_key(scope):
@@ -120,6 +120,10 @@ def _key_in(headers: Headers) -> str:
 
 
 def _requires_key(scope: Scope) -> bool:
-    """Return whether a request needs an API key: the API, the playground, and all other changes."""
+    """Return whether a request requires an API key.
+
+    The playground and all paths below /v1/ require a key. Other paths require a key only for
+    methods that can change data, such as POST.
+    """
     is_guarded = scope["path"] == playground.PATH or scope["path"].startswith("/v1/")
     return is_guarded or scope["method"] not in ("GET", "HEAD", "OPTIONS")

@@ -58,10 +58,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_start_of_headers:
             self._start_timer()
         self._has_completed_part = False
-        # In this call, the parser calls two methods of this class. Both set `_has_completed_part`.
-        # - at the end of the headers: `on_headers_complete`, which sets `_has_headers`, resets
-        #   `_num_header_bytes` to 0 and stops the timer
-        # - at the end of the body: `on_message_complete`, which resets `_has_headers` to False
+        # During this call, the parser may call two methods of this class. Each of them sets
+        # `_has_completed_part`.
+        # - `on_headers_complete`, at the end of the headers. It sets `_has_headers`, resets
+        #   `_num_header_bytes` to 0, and stops the timer.
+        # - `on_message_complete`, at the end of the body. It resets `_has_headers` to False.
         super().data_received(data)
         contains_only_headers = not self._has_headers and not self._has_completed_part
         if not contains_only_headers:

@@ -116,7 +116,8 @@ class Timeouts:
         except TimeoutError:
             if not timeout.expired():
                 raise  # the application itself has raised this error
-            # The timeout expires only while the application runs, so `watch` and `request` exist.
+            # The timeout can expire only while the application runs, so `watch` and `request` are
+            # defined.
             if watch.is_unread:
                 self._count_and_log_unread_response(scope)
             elif request.is_aborted:
@@ -275,7 +276,7 @@ class _UnreadWatch:
             self._timer.cancel()
 
     def _check(self) -> None:
-        """End the request if sending a message takes too long. If not, set the timer again.
+        """End the request if sending a message takes too long. Otherwise, set the timer again.
 
         Do nothing if the timeout has already expired for another reason.
 

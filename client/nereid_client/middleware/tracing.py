@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a POST request in a span. The span continues the client's trace, if there is one.
+        """Handle a POST request in a span. If the client has sent a trace, continue this trace.
 
         The span has the status code of the response. The calls to the models contain the
         `traceparent` of the span, so that their spans belong to the same trace. Without the
@@ -82,7 +82,8 @@ class Traces:
             try:
                 await self._app(scope, receive, send_observed)
             finally:
-                # The route and the client are known only now, after the application was called.
+                # The application determines the route and the client, so they are known only after
+                # the call.
                 _add_route_and_client(span, scope)
 
 

@@ -102,7 +102,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
                 f"{shown(kind)}. Nereid has no tools of its own.",
             )
     names = [str(name) for _, name in map(_kind_and_name, tools)]
-    # Only the names of custom tools must be unique here, because the backend checks the functions.
+    # Only the names of custom tools are checked here. The backend checks the names of functions.
     check_unique_names(names, names_to_check=custom_tool_names(tools))
 
 
@@ -126,7 +126,8 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
             "tool_choice",
             f"tool_choice={shown(choice)} requires tools, but the request has none",
         )
-    # `_chosen_tools` refuses an unknown form. For "required", it returns no tools.
+    # `_chosen_tools` raises a FieldError for an unknown tool choice. For "required", it returns no
+    # tools.
     for kind, name in _chosen_tools(choice):
         names = [each for kind_of_tool, each in offered if kind_of_tool == kind]
         if name not in names:

@@ -138,7 +138,8 @@ class ChatCompletionRequest(GenerationRequest):
             if value is not None and name not in frontend_fields
         }
         if self.response_format:
-            # Validation has converted this field from the format of another server to OpenAI's.
+            # The client may have sent the format of another server. Validation has converted this
+            # field to OpenAI's format.
             fields["response_format"] = self.response_format
         return with_custom_tools_as_functions(fields)
 
@@ -272,12 +273,13 @@ class CompletionRequest(GenerationRequest):
             # tokens.
             fields["max_tokens"] = 1
         if self.echoes_logprobs:  # echo=true with logprobs
-            # The field `logprobs` of the response begins with the tokens of the prompt. `logprobs`
-            # and `prompt_logprobs` of the request can be different numbers of likely tokens for the
-            # prompt. The engine accepts only one number, so the larger one is sent.
+            # `logprobs` of the response begins with the tokens of the prompt. In the request,
+            # `logprobs` and `prompt_logprobs` can specify different numbers of likely tokens. The
+            # engine accepts only one number for the prompt, so the larger number is sent.
             fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
-            # `prompt_logprobs` maps token ids to log-probabilities. The frontend needs the ids of
-            # the prompt to find its tokens among the other likely tokens.
+            # For each position of the prompt, `prompt_logprobs` of the response maps the ids of
+            # several likely tokens to log-probabilities. The frontend needs the prompt's token ids
+            # to select the log-probability of the token in the prompt.
             fields["return_token_ids"] = True
         return fields
 

@@ -78,8 +78,8 @@ class RequestLimits:
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
-        # Each message needs some tokens of the chat template, so a chat with more than max_messages
-        # messages has more than max_model_len tokens.
+        # The chat template adds some tokens for each message. A chat with more than max_messages
+        # messages therefore has more than max_model_len tokens.
         limits_of_lists = {
             "messages": self.max_messages,
             # In the Responses API, several input items can become one message of a chat.
@@ -104,8 +104,9 @@ class RequestLimits:
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
-        # Each character has at least one byte. The exact number of bytes would require an encoded
-        # copy of the text, so the tokenizer model checks that number.
+        # Each character has at least one byte, so a text with too many characters also has too many
+        # bytes. Counting the bytes would require an encoded copy of the text, so the tokenizer
+        # model checks their exact number.
         if isinstance(prompt, str) and len(prompt) > self.max_prompt_bytes:
             raise self._error(
                 f"the prompt has at least {len(prompt)} bytes, but the limit is "

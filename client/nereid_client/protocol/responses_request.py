@@ -219,9 +219,9 @@ class ResponsesRequest(GenerationRequest):
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
-        # In a chat, a custom tool is a function, and a tool in a namespace is called
-        # NAMESPACE__TOOL. The frontend finds these tools by their names in a chat, to convert the
-        # calls back. No other tool may therefore have such a name.
+        # In a chat, a custom tool becomes a function, and a tool in a namespace is called
+        # NAMESPACE__TOOL. To convert the calls back, the frontend finds these tools by their names.
+        # Therefore, no other tool may have the same name.
         check_unique_names(
             [tool[tool["type"]]["name"] for tool in chat_tools],
             names_to_check=converted_tools(self.tools or ()).keys(),
@@ -233,7 +233,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_background(self) -> Self:
-        """Check that a background response is stored, because the client retrieves it later."""
+        """Raise a FieldError if the request has background=true and store=false."""
         if self.background and self.store is False:
             raise FieldError(
                 "background",

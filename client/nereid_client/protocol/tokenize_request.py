@@ -32,7 +32,7 @@ class TokenizeRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
-        """Check that the request has either a prompt or messages."""
+        """Check that the request has either a prompt or messages, but not both."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither of them" if self.prompt is None else "both of them"
             raise FieldError(
@@ -82,7 +82,7 @@ class TokenizeRequest(RequestBody):
         )
 
     def tokenizer_parameters(self) -> dict[str, Any] | None:
-        """Return the tokenizer's parameters for a prompt, or None if the request has none.
+        """Return the tokenizer parameters for a prompt, or None if the request sets no parameters.
 
         For a chat, the field `add_special_tokens` is part of the chat instead.
         """

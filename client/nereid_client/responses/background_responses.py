@@ -59,7 +59,7 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store new events, wake their readers, and return how many bytes the response has grown.
+        """Store new events, wake the waiting readers, and return the response's growth in bytes.
 
         The text of each delta counts, because the response itself contains all text. If the client
         has requested a stream, the encoded events are stored next to the response, so they count in
@@ -93,7 +93,7 @@ class BackgroundResponse:
         position = after + 1  # the index of the next event
         while True:
             # `changed` and `is_over` must be read before the events. If `record` adds an event
-            # afterwards, it sets `changed`, and the wait below ends at once. If `is_over` is true,
+            # later, `record` sets `changed`, and the wait below ends at once. If `is_over` is true,
             # no more events are added, so `new_events` contains all remaining events.
             changed = self._changed
             is_over = self.builder.is_over
@@ -176,7 +176,7 @@ class Responses:
         return self.store.add(_stored(builder, input_items))
 
     async def _generate(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
-        """Generate a response. If the backend or a limit ends it, record the error as its end."""
+        """Generate a response. If the generation fails or exceeds a limit, record the error."""
         try:
             await self._add_all(run, deltas)
         except FrontendError as error:

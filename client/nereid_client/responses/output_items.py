@@ -107,14 +107,18 @@ class TextItem:
         return {"item_id": self.id, "output_index": self.index, self.kind.index_name: 0}
 
     def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
-        """Return the content part of the item. Only a message has log-probabilities."""
+        """Return the content part as JSON. If the item is a message, the part has `logprobs`."""
         part: Json = {"type": self.kind.part_type, "text": text}
         if self.kind is MESSAGE:
             part |= {"annotations": [], "logprobs": list(logprobs)}
         return part
 
     def _item(self, status: str, parts: list[Json]) -> Json:
-        """Return the item as JSON. The kind of text decides which field contains `parts`."""
+        """Return the item as JSON.
+
+        The field `content` contains `parts`. If the kind is SUMMARY, the field `summary` contains
+        them.
+        """
         item: Json = {"id": self.id, "type": self.kind.item_type, "status": status}
         if self.kind is MESSAGE:
             return item | {"role": "assistant", "content": parts}
@@ -277,8 +281,8 @@ def _tokens_of_text(text: bytes, tokens: Sequence[bytes]) -> tuple[int, int]:
     if first_byte < 0:
         return 0, len(tokens)
     last_byte = first_byte + len(text) - 1
-    # A byte belongs to the first token that ends after the byte. `token_ends` contains the index
-    # after the last byte of each token.
+    # `token_ends[i]` is the index after the last byte of token i. A byte belongs to the first token
+    # whose end is greater than the index of the byte.
     token_ends = list(accumulate(map(len, tokens)))
     first_token = bisect_right(token_ends, first_byte)
     last_token = bisect_right(token_ends, last_byte)
@@ -286,5 +290,5 @@ def _tokens_of_text(text: bytes, tokens: Sequence[bytes]) -> tuple[int, int]:
 
 
 def _bytes(entry: TokenLogprob) -> bytes:
-    """Return the bytes of a token. If the entry has only the token's text, encode the text."""
+    """Return the bytes of a token. If `entry` contains no bytes, encode the token's text."""
     return entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"])

@@ -145,7 +145,8 @@ class ResponseBuilder:
 
     def _add_text(self, text: str, kind: TextKind) -> list[Json]:
         """Append text of one kind. If the current item has another kind, start a new item."""
-        # The log-probabilities of reasoning are removed, too, but only messages contain them.
+        # Reasoning items contain no log-probabilities. `pop` is also called for reasoning, so that
+        # the next message does not receive the log-probabilities of the reasoning.
         entries = self._logprobs.pop(text)
         events = []
         item = self._current_item
@@ -194,7 +195,7 @@ class ResponseBuilder:
 
     @property
     def _next_output_index(self) -> int:
-        """The index of the next output item in the field `output` of the response."""
+        """The index that the next output item will have in the field `output` of the response."""
         return len(self._finished_items) + (self._current_item is not None)
 
     def _start_item(self, item: TextItem | CallItem) -> list[Json]:

@@ -113,7 +113,7 @@ class Store:
         self._database = Database(path, _SCHEMA)
 
     def __len__(self) -> int:
-        """Return the number of all responses in the store, including running responses."""
+        """Return the number of responses in the store. Running responses are included."""
         return self._totals()[0]
 
     @property
@@ -160,8 +160,9 @@ class Store:
 
     def _full_error(self) -> ApiError:
         """Return the error for a background response that is rejected because the store is full."""
-        # Only running responses count here, because all other responses could have been deleted. If
-        # their number is below its limit, they have reached the limit on bytes.
+        # Only running responses can fill the store, because all other responses can be deleted. If
+        # the running responses have not reached the limit on their number, they have reached the
+        # limit on bytes.
         num_running, _ = self._totals(only_running=True)
         has_reached_count = num_running >= self._limits.count
         return ApiError(
@@ -311,7 +312,7 @@ class Store:
         return int(count), int(num_bytes)
 
     def _delete_oldest_until_free(self, num_bytes: int, num_responses: int = 0) -> bool:
-        """Delete the oldest responses that have ended, until a new response fits into the store.
+        """Make space in the store: delete the oldest of the responses that have ended.
 
         Args:
             num_bytes: the bytes that must be free.
@@ -325,8 +326,8 @@ class Store:
         if not fits_beside_running:
             return False
         self._delete_expired()
-        # The loop ends, because the new response fits if only running responses are left. The
-        # column `worker` is NULL in the rows of all other responses.
+        # The rows of ended responses have NULL in the column `worker`. After all of these rows are
+        # deleted, the new response fits beside the running responses, so the loop ends.
         while not self._fits(len(self) + num_responses, self.num_bytes + num_bytes):
             self._database.execute(
                 "DELETE FROM responses WHERE number = "
@@ -354,7 +355,7 @@ class Store:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Delete the expired responses, and start the timer for the next response."""
+        """Delete the expired responses, and start a timer for the response that expires next."""
         self._timer = None
         self._delete_expired()
         self._start_timer()

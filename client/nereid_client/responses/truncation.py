@@ -82,8 +82,8 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
     Returns: the shorter chat, or None if there is only one turn.
     """
     num_opening = count_opening_messages(messages)  # the system messages at the start
-    # The first turn starts at the index `num_opening`. At least this turn is removed, so the
-    # shorter chat continues with a later turn.
+    # The first turn, which starts at the index `num_opening`, is always removed. The shorter chat
+    # therefore continues with one of the later turns.
     later_turn_starts = [
         at for at in range(num_opening + 1, len(messages)) if messages[at]["role"] == "user"
     ]

@@ -44,7 +44,8 @@ async def chat_completions(request: Request) -> Response:
         totals = await sse.unless_disconnected(request.receive, fold(deltas, frame.num_choices))
         return JSONResponse(chat_completion(frame, totals, chat.custom_tools))
     merged_deltas = merged(deltas)
-    # If the backend fails before the first event, the response has the HTTP status of the error.
+    # Wait for the first delta before the response starts. If the backend fails before this delta,
+    # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, merged_deltas)
     view = ReasoningView(streams_reasoning=chat.stream_reasoning is not False)
     events = chat_events(frame, view, first, merged_deltas, chat.custom_tools)

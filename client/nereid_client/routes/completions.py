@@ -55,7 +55,8 @@ async def completions(request: Request) -> Response:
         totals = await sse.unless_disconnected(request.receive, work)
         return JSONResponse(completion(frame, options, totals))
     deltas = _stream(backend, generations)
-    # If the backend fails before the first event, the response has the HTTP status of the error.
+    # Wait for the first delta before the response starts. If the backend fails before this delta,
+    # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, deltas)
     events = completion_events(frame, options, first, deltas)
     return sse.EventStream(events, also_close=deltas)
@@ -85,7 +86,7 @@ def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 async def _fill_in_middle_prompt(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
-    """Combine a prompt and a suffix into a prompt that asks the model for the text between them.
+    """Return a prompt that asks the model for the text between `prompt` and `suffix`.
 
     The special tokens in this prompt depend on the tokenizer, which is queried once. Without a
     suffix, or if the prompt consists of token ids, return the prompt unchanged.
@@ -132,7 +133,7 @@ async def _generations(request: Request, body: CompletionRequest) -> list[Genera
 def _stream(
     backend: Backend, generations: Sequence[Generation]
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of all prompts as they arrive, each with the index of its prompt."""
+    """Yield each delta together with the index of its prompt, as soon as the delta arrives."""
     return interleaved([merged(backend.generate(generation)) for generation in generations])
 
 

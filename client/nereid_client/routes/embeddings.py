@@ -45,8 +45,7 @@ async def embeddings(request: Request) -> Response:
     options = body.options_for(_prompt_names(served))
     outputs = await call_model(request, served, body.input, options)
     vector_to_json = WRITERS[body.vector_type]
-    # Each object is built from the JSON texts of its values, because `vector_to_json` has already
-    # encoded the largest value.
+    # `vector_to_json` returns JSON text, so the other values of the object must be JSON texts, too.
     items = (
         join_json_object(
             {"object": '"embedding"', "index": str(index), "embedding": vector_to_json(vector)}
@@ -91,7 +90,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
     refuse_truncation_below_model_limit(served, "max_tokens", body.max_tokens)
-    # The field `input_type` selects one of the model's prompts, such as "query: ".
+    # The field `input_type` selects the text that is put before each input, such as "query: ".
     options = body.options(_prompt_names(served)) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
     num_tokens = usage_of(outputs)["prompt_tokens"]
@@ -109,7 +108,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
 
 
 def _prompt_names(served: ServedModel) -> Collection[str]:
-    """Return the names of the checkpoint's prompts, such as "query" and "document".
+    """Return the names of the prompts that the checkpoint defines, such as "query" and "document".
 
     Each of these prompts is a text such as "query: ", which the model expects before inputs of this
     type. The field `input_type` or `prompt_name` of a request selects one of the prompts.
@@ -167,7 +166,7 @@ async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
 
 
 async def _list_of_vectors(outputs: PoolingOutputs) -> Response:
-    """Return a response whose body is only a JSON list with the vectors of all inputs."""
+    """Return a response whose body is a JSON list with one vector for each input."""
     body = await join_json_list(map(WRITERS["float"], vectors_of(outputs)))
     return Response(body, media_type="application/json")
 

@@ -38,13 +38,14 @@ async def create_message(request: Request) -> Response:
     await select_language_model(request, messages_request.model)
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
-    # The backend receives a chat completion, so its errors name the fields of a chat completion.
-    # These names are replaced by the names in Anthropic's API.
+    # The backend receives a chat completion request, so an error of the backend contains field
+    # names of that request. Replace these names with the field names of Anthropic's API.
     generated = ANTHROPIC_FIELD_NAMES.rename_fields_in_errors(
         context_of(request).backend.generate(generation)
     )
-    # A message is a list of blocks, each with one kind of output: thinking, text or a tool call.
-    # Deltas of different kinds are not merged, so that the order of the blocks is kept.
+    # A message is a list of blocks. Each block contains one kind of output: thinking, text or a
+    # tool call. Only consecutive deltas of the same kind are merged, so that the blocks stay in
+    # order.
     deltas = merged(generated, merge_by_kind)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
@@ -54,7 +55,8 @@ async def create_message(request: Request) -> Response:
     if not messages_request.stream:
         await sse.unless_disconnected(request.receive, builder.add_all(deltas))
         return JSONResponse(builder.message())
-    # If the backend fails before the first delta, the response has the HTTP status of the error.
+    # Wait for the first delta before the response starts. If the backend fails before this delta,
+    # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, deltas)
     return sse.EventStream(_events(request, builder, first, deltas), also_close=deltas)
 
@@ -70,7 +72,8 @@ async def count_tokens(request: Request) -> dict[str, int]:
     try:
         tokens = await context_of(request).backend.tokenize(generation)
     except BackendError as error:
-        # The error names a field of a chat completion, but the client uses Anthropic's names.
+        # The error contains the field name of a chat completion request. Replace this name with the
+        # field name in Anthropic's API.
         raise ANTHROPIC_FIELD_NAMES.rename_fields(error) from None
     return {"input_tokens": len(tokens)}
 

@@ -28,7 +28,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{model_id:path}", summary="Get one served model")
 async def get_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Return the properties of the served model with this name or alias.
+    """Return the properties of the served model whose name or alias is `model_id`.
 
     Clients of Anthropic's API receive the properties in the format of that API.
 
@@ -67,7 +67,7 @@ def _name_of_alias(request: Request) -> dict[str, str]:
         for alias in context.aliases
     }
     for target in pooling_models_of(request).targets:
-        # The first name of a pooling model is its name. The rest of the names are aliases.
+        # The first entry of `names` is the model's name. The other entries are its aliases.
         names |= dict.fromkeys(target.names[1:], *target.names[:1])
     return names
 

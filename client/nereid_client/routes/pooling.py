@@ -49,8 +49,8 @@ async def pooling(request: Request) -> Response:
     served = await choose_model(request, body.model, _kinds_of_model(body.task))
     output_kind = _kind_of_output(served, body.task)
     require_kind(served, output_kind)
-    # The Triton model `rerank` runs classifiers and rerankers. Most rerankers can classify, too:
-    # they return the probability of their only label.
+    # The Triton model `rerank` runs classifiers and rerankers. Most rerankers can also classify:
+    # they have a single label, and return its probability.
     returns_label_probabilities = served.kind == RERANK
     if returns_label_probabilities:
         outputs = await _classify(request, served, body)
@@ -100,7 +100,7 @@ def _kind_of_output(served: ServedModel, task: str | None) -> str:
 
 
 async def _classify(request: Request, served: ServedModel, body: VectorsRequest) -> PoolingOutputs:
-    """Call a classifier, or a reranker that can classify, and return its outputs.
+    """Call a model that can classify (a classifier or a reranker), and return its outputs.
 
     Raises: ApiError 400 if the inputs are not texts.
     """
@@ -115,7 +115,7 @@ async def _classify(request: Request, served: ServedModel, body: VectorsRequest)
 
 
 def _label_probabilities(outputs: PoolingOutputs, output_kind: str) -> list[Floats]:
-    """Return the probabilities of the labels, as one float32 array for each text.
+    """For each text, return a float32 array with the probabilities of the labels.
 
     The shape of an array is [num_labels] for the kind "classify", and [num_tokens, num_labels] for
     the kind "token_classify".

@@ -80,13 +80,14 @@ async def create_response(request: Request) -> Response:
     deltas = _generate(request, responses_request, chat_request(responses_request, body, items))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
     if responses_request.background:
-        # `is_stored` is true, because other requests have been refused. The response is in the
-        # store from its start, so that the client can retrieve it.
+        # A background response is always stored: a request with `store=false` has been refused. The
+        # store contains the response from the start, so that the client can retrieve it while it is
+        # generated.
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         return _start_in_background(responses, run, deltas)
 
     def store_if_requested() -> bool:
-        """Store the finished response if `is_stored` is true. Return whether it was stored."""
+        """If `is_stored` is true, store the finished response. Return whether it was stored."""
         return is_stored and responses.add(builder, encode(items))
 
     if responses_request.stream:
@@ -108,7 +109,8 @@ async def count_input_tokens(request: Request) -> Json:
             Generation(unique_request_id(request), chat_request=chat)
         )
     except BackendError as error:
-        # The error names a field of a chat completion, but the client uses the Responses API.
+        # The error contains the field name of a chat completion request. Replace this name with the
+        # field name in the Responses API.
         raise RESPONSES_FIELD_NAMES.rename_fields(error) from None
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
@@ -145,7 +147,7 @@ async def delete_response(request: Request, response_id: str) -> Json:
     found = _find(request, response_id)
     if isinstance(found, BackgroundResponse):
         await responses.cancel(found)
-    # A cancelled response is also stored, unless it does not fit into the store.
+    # A cancelled response may be too large for the store. In this case, there is nothing to delete.
     if isinstance(responses.store.find(response_id), StoredResponse):
         responses.store.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
@@ -185,7 +187,7 @@ async def list_input_items(request: Request, response_id: str) -> Json:
 
 
 def _responses(request: Request) -> Responses:
-    """Return all responses that the application stores or generates in the background."""
+    """Return the object that manages the application's stored and background responses."""
     responses: Responses = request.app.state.responses
     return responses
 
@@ -202,8 +204,8 @@ def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResp
         raise _not_found(response_id, "response_id")
     if isinstance(found, RunningElsewhere):
         raise RunsElsewhereError(found.worker)
-    # The type checker does not know that BackgroundResponse is the only class of responses that run
-    # in this process. All other responses are stored only after their end.
+    # This assertion helps the type checker. All running responses of this process are
+    # BackgroundResponses, because other responses are stored only after they have ended.
     assert isinstance(found, BackgroundResponse | StoredResponse)
     return found
 
@@ -234,7 +236,7 @@ def _start_in_background(
 
 
 def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
-    """Return the response object as JSON. A running response is returned in its current state."""
+    """Return the response object as JSON, even if the response is not complete."""
     if isinstance(found, BackgroundResponse):
         return JSONResponse(found.builder.as_json())
     return Response(found.response, media_type="application/json")
@@ -310,7 +312,8 @@ def _generate(
     backend = context_of(request).backend
     request_id = unique_request_id(request)
     if responses_request.truncation == "auto":
-        # While the prompt is too long, the oldest messages are removed, and the chat is sent again.
+        # If the prompt is too long, `generate_truncated` removes the oldest messages, and sends the
+        # chat again.
         deltas = generate_truncated(backend, request_id, chat)
     else:
         deltas = backend.generate(Generation(request_id, chat_request=to_json(chat)))
@@ -332,7 +335,7 @@ def _new_builder(
 
 
 def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:
-    """Return a stream of the events with a sequence number greater than `after`."""
+    """Return a stream of the events whose sequence number is greater than `after`."""
     return sse.EventStream(run.follow(after))
 
 
@@ -352,7 +355,8 @@ async def _stream(
             whether the response was stored.
     """
     merged_deltas = merged(deltas, merge_by_kind)
-    # If the backend fails before the first delta, the response has the HTTP status of the error.
+    # Wait for the first delta before the response starts. If the backend fails before this delta,
+    # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, merged_deltas)
     events = _events(builder, first, merged_deltas, store_if_requested)
     return sse.EventStream(events, also_close=merged_deltas)
@@ -375,7 +379,7 @@ async def _events(
     """
 
     def encode_events(events: list[Json]) -> bytes:
-        """Encode events. At the end of the response, store it and complete the last event."""
+        """Encode events. At the end, store the response, and set `store` in the last event."""
         if builder.is_over:
             events[-1]["response"]["store"] = store_if_requested()
         return b"".join(map(sse.named_event, events))
@@ -390,6 +394,7 @@ async def _events(
         if not builder.is_over:
             raise unfinished_error()
     except FrontendError as error:
-        # After the end, the client has the whole response, so a later error is ignored.
+        # If the response is already complete, the client has received all of it, so the error is
+        # ignored.
         if not builder.is_over:
             yield encode_events(builder.fail(to_api_error(error)))

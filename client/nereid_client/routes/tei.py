@@ -110,7 +110,8 @@ async def decode(request: Request) -> list[str]:
             for ids in body.lists
         ]
     except BackendError as error:
-        # The backend calls the field with the token ids `prompt`, and the client calls it `ids`.
+        # The error of the backend names the field `prompt`, but the client sent the token ids in
+        # `ids`.
         raise _DECODE_FIELD_NAMES.rename_fields(error) from None
 
 
@@ -125,8 +126,8 @@ async def info(request: Request) -> dict[str, Any]:
     models = {model.kind: model for model in await pooling_models_of(request).all()}
     served = models.get(EMBEDDING) or models.get(RERANK)
     if served is None:
-        # `all` leaves out models that do not answer. `choose_model` queries the models again, and
-        # raises an ApiError that gives the reason.
+        # No model has answered. `choose_model` queries the models again. If this fails, too,
+        # `choose_model` raises an ApiError that gives the reason.
         served = await choose_model(request, None, (EMBEDDING, RERANK))
     settings = context_of(request).settings
     return {

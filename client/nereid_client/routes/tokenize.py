@@ -45,7 +45,8 @@ async def tokenize(request: Request) -> dict[str, Any]:
             unique_request_id(request),
             text_input=tokenize_request.prompt,
             chat_request=None if chat is None else to_json(chat),
-            # The tokenizer model reads its parameters from the tensor for sampling parameters.
+            # The tokenizer reads these parameters from the tensor `sampling_parameters`, although
+            # they do not concern sampling.
             sampling_parameters=None if parameters is None else to_json(parameters),
         )
     )
@@ -68,6 +69,7 @@ async def detokenize(request: Request) -> dict[str, str]:
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     except BackendError as error:
-        # The backend calls the field with the token ids `prompt`, and the client calls it `tokens`.
+        # The error of the backend names the field `prompt`, but the client sent the token ids in
+        # `tokens`.
         raise _DETOKENIZE_FIELD_NAMES.rename_fields(error) from None
     return {"prompt": text, "text": text}

@@ -240,7 +240,7 @@ class ModelControl:
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
 
     async def _unload(self, state: ModelState) -> None:
-        """Unload a model, whose lock the caller holds.
+        """Unload a model. The caller must hold the model's lock.
 
         Raises: BackendError.
         """

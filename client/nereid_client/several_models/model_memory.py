@@ -17,15 +17,14 @@ from nereid_client.supervise.weight_files import tensors_of
 
 _GIB = 1 << 30
 _MAX_DEFAULT_KV_CACHE = 4 * _GIB
-# Maps each value of the setting `dtype`, except "auto", to the number of bytes of one weight in
-# memory.
+# Maps each value of the setting `dtype`, except "auto", to the size of one weight in bytes.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Maps each value of `weight_dtype` to the average number of bytes per weight, including the scales.
 _QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63, "fp8": 1.01}
-# Numbers of these data types are converted to the setting `dtype`, or quantized. Numbers of other
-# types, such as the integers of a quantized checkpoint, stay unchanged.
+# Weights of these data types are converted to the data type in the setting `dtype`, or are
+# quantized. Other numbers, such as the integers of a quantized checkpoint, stay unchanged.
 _CONVERTED_TYPES = {"F64", "F32", "F16", "BF16"}
-# On a CPU, a model converts float16 weights to float32 if `dtype` is "auto".
+# With `dtype` "auto", a model on a CPU converts float16 weights to float32.
 _FLOAT16_BYTES_ON_CPU = _DTYPE_BYTES["float32"]
 
 
@@ -70,8 +69,8 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
     weights = _weight_bytes(folder, settings)
     draft_model = settings.get("draft_model")
     if draft_model:
-        # The estimate does not use `weight_dtype` and `device`, so it is too large if the draft
-        # model is quantized, or if it has float16 weights on a GPU.
+        # The estimate ignores the settings `weight_dtype` and `device`. It is therefore too large
+        # for a quantized draft model, and for a draft model with float16 weights on a GPU.
         draft_settings = {"dtype": settings.get("dtype", "auto")}
         weights += _weight_bytes(Path(draft_model).expanduser(), draft_settings)
     kv_cache_memory = settings.get("kv_cache_memory")
@@ -183,7 +182,7 @@ def _bytes_per_number(
     dtype = settings.get("dtype", "auto")
     if dtype != "auto":
         return _DTYPE_BYTES.get(dtype)
-    # On a CPU, the dtype "auto" converts float16 weights to float32. A model without the setting
-    # `device` may run on a CPU, so the larger size is assumed.
+    # With `dtype` "auto", a model on a CPU converts float16 weights to float32. If the setting
+    # `device` is missing, the model may run on a CPU, so the larger size is assumed.
     may_run_on_cpu = not settings.get("device", "").startswith("cuda")
     return _FLOAT16_BYTES_ON_CPU if may_run_on_cpu and stored_type == "F16" else None

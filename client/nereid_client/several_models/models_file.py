@@ -119,7 +119,7 @@ class ModelsFile:
 
 
 def read_models_file(path: Path, source: str = "models_file") -> ModelsFile:
-    """Read a file models.toml, and return its content.
+    """Read a models.toml file, and return its content.
 
     Args:
         path: the path of the file.
@@ -134,7 +134,7 @@ def read_models_file(path: Path, source: str = "models_file") -> ModelsFile:
 
 
 def _read_models_file(path: Path) -> ModelsFile:
-    """Read a file models.toml, which has one table for each model, and an optional memory budget.
+    """Read a models.toml file. It has one table for each model and optionally a memory budget.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
@@ -150,7 +150,7 @@ def _read_models_file(path: Path) -> ModelsFile:
 
 
 def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
-    """Remove the memory budget, and return its size in bytes, or None if the file has no budget.
+    """Remove and return the memory budget in bytes. If the file has no budget, return None.
 
     The budget limits the memory of all loaded models together.
 
@@ -232,7 +232,8 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
     """
     entry = spec.entry
     if spec.kind == "llm" and "kv_cache_memory" not in entry.settings:
-        # An entry is frozen, so the default size requires a new entry.
+        # An object of the frozen class ModelEntry cannot be changed, so a new object is created
+        # with the default size.
         default_size = {"kv_cache_memory": default_kv_cache(budget)}
         entry = ModelEntry.model_validate(entry.model_dump() | default_size)
     try:
@@ -249,7 +250,7 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that the models have different names, both in requests and in the model repository.
+    """Check that model names are unique, in requests and in the model repository.
 
     In the model repository, a language model is an ensemble with several steps, each of which is
     also a model: the model "chat" has the steps "chat-tokenizer", "chat-executor" and
@@ -265,8 +266,9 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
     repeated_names = [name for at, name in enumerate(names) if name in names[:at]]
     if repeated_names:
         raise SettingsError(f"the file {path} has the name {repeated_names[0]!r} twice.")
-    # Two different names can become the same name in the model repository, because each character
-    # that is not allowed there is replaced by "-". A name can also be the name of a step.
+    # Each character that is not allowed in the model repository is replaced by "-", so two
+    # different names can become equal. A model can also have the name of another model's step, such
+    # as "chat-tokenizer".
     triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if len(set(triton_names)) < len(triton_names):
         raise SettingsError(

@@ -24,9 +24,9 @@ def write_repository(
     for spec in specs:
         settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
         if spec.kind == "llm":
-            # A language model is an ensemble that calls three models, its steps. `spec.steps` maps
-            # the name of each step, such as "tokenizer", to the name of its copy, such as
-            # "chat-tokenizer". The copied ensemble calls the copies. Only the steps have settings.
+            # A language model is an ensemble of three models, which are called steps. The ensemble
+            # and the steps are copied. `spec.steps` maps the name of each step to the name of its
+            # copy, for example "tokenizer" to "chat-tokenizer". Only the steps have settings.
             _copy(folder / spec.triton_name, source / "llm", settings={}, steps=spec.steps)
             for step, name in spec.steps.items():
                 _copy(folder / name, source / step, settings=settings, steps={})

@@ -55,7 +55,8 @@ class ServedModels:
         self.path = default.path  # the checkpoint of the default model
         self.name = default.name  # the name of the default model
         self._file = file
-        # The models that are loaded when the server starts. Requests load the rest of the models.
+        # The models that are loaded when the server starts. Each other model is loaded when a
+        # request uses it.
         self._specs_at_start = models.specs_at_start
 
     @property

@@ -115,13 +115,15 @@ class _ChatChunks(ChunkBuilder[Delta]):
         """
         added: Json = {}
         if reasoning := delta.get("reasoning"):
-            # The names of the field in vLLM, and in SGLang and llama.cpp.
+            # vLLM names this field `reasoning`. SGLang and llama.cpp name it `reasoning_content`.
             added |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if content := delta.get("content"):
             added["content"] = content
         pieces = self._call_converters[index].convert(delta.get("tool_calls", ()))
         if "finish_reason" in delta:
-            # The converter delays text that can be the end of a custom tool's input.
+            # The converter delays characters whose meaning depends on later text, such as a
+            # quotation mark. At the end, `finish` returns the delayed characters that belong to a
+            # custom tool's input.
             pieces += self._call_converters[index].finish()
         if pieces:
             added["tool_calls"] = pieces
@@ -184,7 +186,9 @@ def _whole_choice(
 
 
 def _prompt_token_fields(delta: Delta) -> Json:
-    """Return the token ids and the log-probabilities of the prompt, if `delta` contains them.
+    """Return the prompt's token ids and log-probabilities in vLLM's format.
+
+    Each of these fields is present only if `delta` contains its value.
 
     The fields have the names and the format of vLLM.
     """

@@ -69,8 +69,8 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
         usages = [usage for usage in choices if usage]
         if usages:
             num_prompt += usages[0]["prompt_tokens"]
-            # The choices share the cached tokens of their prompt. A choice that has not started
-            # yet reports 0, so the first usage may be too small.
+            # All choices of a prompt share its cached tokens, so the tokens are counted once. The
+            # maximum is used, because a choice that has not started yet reports 0.
             num_cached += max(map(_cached_tokens, usages))
             all_usages += usages
     num_generated = sum(usage["completion_tokens"] for usage in all_usages)

@@ -85,7 +85,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def add(self, item: PromptDelta) -> list[Json]:
-        """Return the chunk for a delta of one choice. If the chunk would be empty, return no chunk.
+        """Return a list with the chunk for a delta. If the chunk would be empty, the list is empty.
 
         Args:
             item: the index of a prompt, and a delta for one of the choices of this prompt.
@@ -98,7 +98,8 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         choice = _choice(delta.get("text", ""), delta)
         if self._options.logprobs:
             choice["logprobs"] = self._logprobs_of(number, delta)
-        # In a stream, one delta can have the token ids of the prompt and generated token ids.
+        # In a stream, a single delta can contain the prompt's token ids and also generated token
+        # ids.
         choice |= _token_ids(self._options, prompt_delta=delta, delta=delta)
         return [self.chunk({"index": number, **choice})]
 
@@ -135,8 +136,9 @@ def completion(
     """
     choices: list[Json] = []
     for echoed_prompt, choice_totals in zip(options.echoed_prompts, totals, strict=True):
-        # Only the first generated choice reports the tokens and log-probabilities of the prompt.
-        # They are returned with each choice, even if the first choice is not among the best.
+        # The backend reports the tokens and log-probabilities of the prompt only with the first
+        # generated choice. They are copied to every returned choice, because the first choice may
+        # not be returned.
         prompt_total = choice_totals[0]
         for total in best(choice_totals, frame.num_choices):
             choice = _whole_choice(frame, options, echoed_prompt, prompt_total, total)
@@ -164,7 +166,7 @@ def best(totals: Sequence[Delta], number: int) -> Sequence[Delta]:
 
 
 def _mean_logprob(total: Delta) -> float:
-    """Return the mean log-probability of the tokens of a choice, or 0 without tokens."""
+    """Return the mean log-probability of a choice's tokens, or 0 if the choice has no tokens."""
     usage = total.get("usage")
     num_tokens = usage["completion_tokens"] if usage else 0
     return total.get("cumulative_logprob", 0.0) / max(1, num_tokens)
@@ -187,7 +189,8 @@ def _whole_choice(
         total: the sum of the deltas of this choice.
     """
     if options.only_prompt:
-        # The request has max_tokens=0, so the choice ends at this limit, before the first token.
+        # The request has max_tokens=0. This limit is reached at once, so the finish reason is
+        # "length".
         choice = _choice(echoed_prompt, {"finish_reason": "length"})
     else:
         choice = _choice(echoed_prompt + total.get("text", ""), total)
@@ -224,7 +227,8 @@ def _whole_logprobs(
         parts.append(builder.add_prompt(token_ids, prompt_total.get("prompt_logprobs", [])))
     if not options.only_prompt:
         entries = total.get("logprobs", ())
-        # The offsets of these tokens start after the prompt, if there is one.
+        # If the choice begins with the prompt, the text offsets of the generated tokens start at
+        # the end of the prompt.
         parts.append(builder.add(total.get("text", ""), entries, is_last=True))
     return join_logprobs(parts)  # without parts, a field with empty lists
 
@@ -255,8 +259,8 @@ def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta)
         return {}
     fields: Json = {}
     if "token_ids" in delta:
-        # With max_tokens=0, the backend generates one token to compute the log-probabilities of the
-        # prompt. This token is dropped.
+        # With max_tokens=0, the backend still generates one token in order to compute the
+        # log-probabilities of the prompt. This token is dropped.
         fields["token_ids"] = [] if options.only_prompt else delta["token_ids"]
     if "prompt_token_ids" in prompt_delta:
         fields["prompt_token_ids"] = prompt_delta["prompt_token_ids"]
@@ -264,7 +268,7 @@ def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta)
 
 
 def _choice(text: str, delta: Delta) -> Json:
-    """Return a choice with the given text, and with the finish reason of the delta, if any.
+    """Return a choice with the given text. Copy the finish reason and `stop_reason` from the delta.
 
     The stop string or stop token has two names: `stop_reason` (vLLM) and `matched_stop` (SGLang).
     """

@@ -51,7 +51,7 @@ class InputDecoder:
         self._is_raw = False
 
     def add(self, arguments: str) -> str:
-        """Read the next piece of a call's arguments, and return the new part of the tool's input.
+        """Decode the next piece of a call's arguments, and return the new text of the tool's input.
 
         Example: the pieces `{"inp`, `ut": "a` and `b"}` return "", "a" and "b".
         """
@@ -70,7 +70,7 @@ class InputDecoder:
         return "" if self._can_be_end_of_arguments(0) else self._pop_unread()
 
     def _read_opening(self) -> None:
-        """Read the opening `{"input": "` of the call's arguments, if all of it has arrived.
+        """Read the opening `{"input": "` of the arguments as soon as all of it has arrived.
 
         Mutates: `_is_open` becomes True after the opening, which is then removed from `_unread`.
             `_is_raw` becomes True if the arguments have no opening. Otherwise, nothing changes.
@@ -109,7 +109,7 @@ class InputDecoder:
         return "".join(decoded)
 
     def _can_be_end_of_arguments(self, at: int) -> bool:
-        """Return whether `_unread[at:]` can be the last characters of the arguments.
+        """Return whether the arguments can end with the text `_unread[at:]`.
 
         Examples: `"`, `"}` and `"` followed by a line break can be the end, but `", "a": 1}` and an
         empty text cannot.
@@ -117,7 +117,7 @@ class InputDecoder:
         return self._is_open and _CLOSING.match(self._unread, at) is not None
 
     def _pop_unread(self) -> str:
-        """Remove and return the arguments that have not been decoded."""
+        """Return the text of the arguments that has not been decoded yet, and clear `_unread`."""
         unread, self._unread = self._unread, ""
         return unread
 
@@ -132,7 +132,7 @@ def decode_input(arguments: str) -> str:
 
 
 def _is_start_of_opening(text: str) -> bool:
-    """Return whether later text can complete `text` to the opening `{"input": "`.
+    """Return whether `text` can be the beginning of the opening `{"input": "`.
 
     In the arguments of a custom tool's call, the opening precedes the input. White space may
     precede each token of the opening.

@@ -341,7 +341,7 @@ class _Inbox:
 
 
 def _append_and_merge(waiting: list[Delta], delta: Delta, group: Group = merge_by_choice) -> None:
-    """Append a delta to `waiting`. If `waiting` then has many deltas, merge them with `group`."""
+    """Append a delta to `waiting`. If the list is then too long, merge its deltas with `group`."""
     waiting.append(delta)
     if len(waiting) >= _MAX_UNMERGED:
         waiting[:] = group(waiting)

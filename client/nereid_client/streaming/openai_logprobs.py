@@ -68,8 +68,8 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echoed_prompt: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        # The last part of the choice's text. The text of tokens that were found earlier is removed.
-        # Until the first delta arrives, it is the whole prompt, if the choice starts with it.
+        # The end of the choice's text. The text of tokens that have already been located is
+        # removed. The initial value is the echoed prompt, or "" if the prompt is not echoed.
         self._recent_text = echoed_prompt
         self._recent_start = 0  # the position of `_recent_text` in the text of the choice
         self._next_position = 0  # the position after the last token that was found
@@ -217,7 +217,7 @@ class CompletionLogprobs:
         return position
 
     def _find(self, piece: str, *, is_last: bool) -> int | None:
-        """Return the index of a token's text in `_recent_text`, or None if it is not found.
+        """Find a token's text in `_recent_text`. Return its index, or None if it is not found.
 
         The text is first expected directly after the previous token, at `_next_position`.
         `_recent_text` contains only the text of the choice from the position `_recent_start` on.
@@ -230,8 +230,8 @@ class CompletionLogprobs:
         expected_index = self._next_position - self._recent_start
         arrived = self._recent_text[expected_index : expected_index + len(piece)]
         has_arrived = arrived == piece
-        # `arrived` is the beginning of the piece if the text ends within the piece, and "" if the
-        # text ends before the piece.
+        # If only the beginning of the piece has arrived, `arrived` is this beginning, such as "ab"
+        # for the piece "abc". If nothing has arrived, `arrived` is "".
         may_still_arrive = not is_last and piece.startswith(arrived)
         if has_arrived or may_still_arrive:
             return expected_index
@@ -253,7 +253,7 @@ def join_logprobs(parts: Iterable[Json]) -> Json:
 
 
 def _empty() -> Json:
-    """Return the field `logprobs` of a text completion without tokens."""
+    """Return the value of `logprobs` for a text completion that has no tokens."""
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
@@ -267,7 +267,7 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
 
 
 def _without_added_space(piece: str, text: str) -> str:
-    """Return the first token's text without leading spaces that only the tokenizer has added.
+    """Return the first token's text, without the spaces that some tokenizers put before it.
 
     Some tokenizers put a space before the first token, but the text does not have this space.
 

@@ -87,7 +87,7 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
-        """Send the headers and all events, then close `_events` and the generator it reads from."""
+        """Send the headers and all events. Then close `_events` and `_also_close`."""
         async with aclosing(self._also_close), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             is_last = False

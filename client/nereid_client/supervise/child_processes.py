@@ -101,8 +101,9 @@ class ChildProcess:
         self.error_lines: collections.deque[str] = collections.deque(maxlen=_NUM_ERROR_LINES)
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
         self.model_errors: list[str] = []  # why models reject a setting or have stopped
-        # Infinity if there is no such error. The supervisor restarts the program some time after
-        # the first error, so that the model can answer its waiting requests.
+        # The time of the first error, or infinity if there is no error. The supervisor restarts the
+        # program only some time after this error, so that the model can first answer its waiting
+        # requests.
         self.first_model_error_at = float("inf")
         self.crash_line: str | None = None  # the line with which a Triton server reports its crash
 
@@ -196,7 +197,7 @@ class ChildProcess:
                     on_line(line)
 
     def _record_for_diagnosis(self, line: str) -> None:
-        """Store a line of the program's output, for the message about a failure of the program.
+        """Store a line of the program's output, so that the line can be shown if the program fails.
 
         An error is added to `error_lines`, and another line to `last_lines`. Empty lines and the
         lines of tables, such as the server's list of models, are left out. If the line reports a
@@ -213,7 +214,7 @@ class ChildProcess:
             self._record_model_error(line.removeprefix(ERROR_PREFIX).strip())
 
     def _record_model_error(self, reason: str) -> None:
-        """Add a reason to `model_errors`. For the first reason, also set `first_model_error_at`.
+        """Add `reason` to `model_errors`. For the first error, also set `first_model_error_at`.
 
         Several models can reject the same setting. The reason is then stored only once.
         """
@@ -389,14 +390,15 @@ def _process(entry: Path) -> Process | None:
     except OSError:  # the process has ended
         return None
     head, _, rest = status.rpartition(")")  # the name may contain spaces and parentheses
-    # The fields after the name are the state, the parent and others. The exit status is the last.
+    # The first fields after the name are the state and the parent's process id. The last field is
+    # the exit status.
     state, parent, *_, exit_status = rest.split()
     name = head.partition("(")[2]
     return Process(int(entry.name), int(parent), name, state, int(exit_status))
 
 
 def _reap_if_ended(pid: int) -> bool:
-    """Return whether a process has ended. If it has ended and is a direct child, reap the process.
+    """Return whether a process has ended. If it has ended and is a child of this process, reap it.
 
     Return True also for a zombie that another process must reap.
     """

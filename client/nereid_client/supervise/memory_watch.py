@@ -27,7 +27,7 @@ _DEFAULT_SHARE = 0.8
 # most _MAX_RESERVE bytes.
 _RESERVE_SHARE = 0.04
 _MAX_RESERVE = 2**30
-# Smaller processes are not killed to free memory.
+# If memory is low, only processes that use at least this many bytes are killed.
 _SMALLEST_VICTIM = 64 * 2**20
 _MIB = 2**20
 
@@ -136,7 +136,7 @@ class MemoryWatch:
         )
 
     def _kill_largest_if_memory_is_low(self, processes: Sequence[ProcessMemory]) -> None:
-        """Kill the largest process if less memory than the reserve is available.
+        """If the available memory is less than the reserve, kill the largest process.
 
         If even the largest process is small, no process is killed, because other programs use the
         memory.
@@ -149,7 +149,7 @@ class MemoryWatch:
         self._kill_for_restart(largest, f"only {available // _MIB} MiB of memory are available")
 
     def _kill_for_restart(self, process: ProcessMemory, reason: str) -> None:
-        """Kill a process, and print why. Its parent then starts the process again.
+        """Kill a process, and print the reason. The parent process then starts it again.
 
         Mutates: `_check_due`, and `_over_since`, from which the process is removed.
         """
@@ -185,8 +185,9 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
     total = 1024 * meminfo["MemTotal"]
     available = 1024 * meminfo["MemAvailable"]
-    # The kernel has two versions of control groups, which use different names. The used bytes
-    # include cached pages of files, of which the kernel can free the inactive pages at once.
+    # The kernel has two versions of control groups, whose files have different names. The used
+    # bytes include cached pages of files. If such a page is inactive, the kernel can free it at
+    # once.
     version_2 = _container_memory(
         cgroup, limit="memory.max", used="memory.current", freeable="inactive_file"
     )
@@ -216,8 +217,8 @@ def _container_memory(folder: Path, *, limit: str, used: str, freeable: str) -> 
         freeable: the entry of memory.stat with the used bytes that the kernel can free at once.
     """
     try:
-        # Outside of a container, the file is missing. In a container without a limit, the file of
-        # version 2 contains "max".
+        # Outside of a container, the file with the limit does not exist. With version 2 of control
+        # groups, the file contains "max" if the container has no limit.
         limit_bytes = int((folder / limit).read_text())
         used_bytes = int((folder / used).read_text())
         stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")

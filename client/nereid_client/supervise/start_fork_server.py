@@ -19,7 +19,8 @@ from nereid_client.supervise.child_processes import ChildProcess
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The Triton models read the name of the fork server's abstract Unix socket from this environment
 variable. If the variable is already set, `nereid serve` starts no fork server."""
-# The model that starts the engine process. Every repository with a language model contains it.
+# The Triton model that starts the engine process. Every repository with a language model contains
+# this Triton model.
 _EXECUTOR = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.forking.fork_server"
@@ -77,7 +78,8 @@ def start_fork_server(
         listener.listen()
         descriptor = listener.fileno()
         command = [sys.executable, "-m", _MODULE, str(descriptor), *_MODULES_TO_IMPORT]
-        # The fork server inherits the open socket, so this process can then close its own copy.
+        # The fork server inherits the open socket. This process then closes its copy of the socket
+        # at the end of the `with` block.
         return ChildProcess(
             "the fork server", command, environment, log, on_line, files=[descriptor]
         )

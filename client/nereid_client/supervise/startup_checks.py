@@ -117,7 +117,7 @@ def _check_checkpoint_files(folder: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """Check that a file contains a JSON object, unless the file does not exist.
+    """If a file exists, check that it contains a JSON object.
 
     Raises: CliError.
     """
@@ -158,7 +158,7 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def check_model_settings(repository: Path, environment: Mapping[str, str]) -> None:
-    """Check the settings of the models, by a program of the backend that prints each wrong setting.
+    """Run a program of the backend that checks the settings of the models.
 
     If the program does not end in time, or cannot run because the backend is not installed, the
     settings count as correct. The models themselves reject wrong settings when they start.
@@ -176,7 +176,8 @@ def check_model_settings(repository: Path, environment: Mapping[str, str]) -> No
         )
     except (OSError, subprocess.TimeoutExpired):
         return
-    # If the backend is not installed, or if the program has a bug, the exit code is 1.
+    # The exit code 1 is ignored, because it means that the backend is not installed, or that the
+    # program has a bug.
     problems = result.stdout.strip().splitlines()
     if result.returncode == _WRONG_SETTINGS_EXIT_CODE and problems:
         raise CliError("; ".join(problems))

@@ -105,13 +105,13 @@ class StubWatch:
             if has_disappeared and self._may_have_been_ended_by_server():
                 self._forget(pid)
                 continue
-            # The stubs of a stopping server disappear shortly before the server, which is no
-            # failure. The limit is therefore longer for a stub that has disappeared.
+            # When the server stops, its stubs disappear shortly before the server itself. This is
+            # no failure, so a stub that has disappeared counts as dead only after a longer time.
             limit_s = _DISAPPEARED_S if has_disappeared else _ZOMBIE_S
             dead_since = self._dead_since.setdefault(pid, now)
             if now - dead_since >= limit_s:
-                # Only a zombie has an exit status, which shows whether a signal such as SIGSEGV
-                # ended the stub.
+                # The exit status shows whether a signal such as SIGSEGV ended the stub. It can be
+                # read only while the stub is a zombie.
                 self.has_stub_crashed = process is not None and process.has_crashed
                 return model
         return None
@@ -153,7 +153,7 @@ class StubWatch:
             self._waiting_since = now
 
     def _find_new_stubs(self) -> None:
-        """Add the stub processes that the server has started since the last call to `_models`."""
+        """Search for new stub processes of the server, and add them to `_models`."""
         for child in children_of(self._server):
             if child.name == _PROGRAM[:_NAME_LENGTH] and child.pid not in self._models:
                 self._models[child.pid] = _model_of(command_line(child.pid))

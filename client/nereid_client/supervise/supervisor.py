@@ -131,9 +131,9 @@ class Supervisor:
                 self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
-        """When all models have answered, end the warm-up, and print that the server is ready.
+        """If all models have answered, end the warm-up, and print that the server is ready.
 
-        Until then, print from time to time what the server is waiting for.
+        Otherwise, print from time to time what the server is waiting for.
 
         Mutates: `_warm_up`, which is None after the warm-up.
         """
@@ -141,7 +141,7 @@ class Supervisor:
         if warm_up is None:  # all models have answered
             return
         elapsed_s = time.monotonic() - self._started
-        # `curl` is the shell command for the first answered request to the language model.
+        # `warm_up.curl` is set after the language model has answered its first request.
         if warm_up.curl is not None and self._pooling_warm_up.is_done:
             curls = [warm_up.curl, *self._pooling_warm_up.curls]
             self._end_warm_up(curls, elapsed_s)
@@ -160,8 +160,8 @@ class Supervisor:
             elapsed_s: the seconds since the start or the restart.
         """
         self._warm_up = None
-        # While a model is loading, its stub may end because the model rejects a setting. A stub
-        # that disappears from now on has died.
+        # While a model is loading, its stub may end because the model rejects a setting. From now
+        # on, all models are loaded, so a stub that disappears has failed.
         self._server.stubs.are_models_loaded = True
         if self._is_announced:  # after a restart, which has already started the hang detection
             say(f"nereid: everything answers again after {elapsed_s:.1f} s")
@@ -194,7 +194,7 @@ class Supervisor:
         return failure
 
     def _plan_restart(self, program: SupervisedProgram, failure: str) -> int | None:
-        """End a failed program, and set the time of its restart, unless no restart is allowed.
+        """If a failed program may be restarted, end its processes and set the time of the restart.
 
         Returns: the exit code if the program must not be restarted again, else None.
         """
@@ -215,23 +215,24 @@ class Supervisor:
     def _server_failure(self) -> str | None:
         """Return the reason why the running server does not answer, or None if the server works."""
         server = self._server
-        # A model that stops reports an error, answers its waiting requests, and rejects all further
-        # requests. Before the first announcement, the server itself exits after such an error.
+        # When a model has to stop, it reports an error, answers its waiting requests, and rejects
+        # all further requests. During the first start, the server exits by itself after such an
+        # error.
         error_age_s = time.monotonic() - server.child.first_model_error_at  # -inf without an error
         has_answered_waiting_requests = error_age_s > _LAST_RESPONSES_S
         if self._is_announced and has_answered_waiting_requests:
             return f"{server.name}: {server.child.model_errors[0]}"
         is_warming_up = self._warm_up is not None
         failure = self._failure_during_warm_up() if is_warming_up else None
-        # After the first warm-up, each watch sends test requests to one model.
+        # Each watch sends test requests to one model. The watches start after the first warm-up.
         findings = (watch.finding for watch in self._hang_watches)
         return failure or next(filter(None, findings), None)
 
     def _failure_during_warm_up(self) -> str | None:
-        """Return the reason why the warm-up cannot end, or None if it continues.
+        """Return the reason why the warm-up has failed, or None if it has not failed.
 
-        Meanwhile, the server starts a stub process for each Python model, and can wait forever for
-        the end of a stub that is still running.
+        During the warm-up, the server starts a stub process for each Python model, and can wait
+        forever for the end of a stub that is still running.
         """
         if self._server.stubs.detect_hang():
             return f"{self._server.name} waits for the end of a stub process that is still running"
@@ -239,7 +240,7 @@ class Supervisor:
 
     @property
     def _warm_up_failure(self) -> str | None:
-        """The reason why a model cannot answer its first request, or None."""
+        """The reason why a model cannot answer its first request. None if no model has failed."""
         warm_up_failure = self._warm_up.failure if self._warm_up is not None else None
         return warm_up_failure or self._pooling_warm_up.failure
 
@@ -268,8 +269,8 @@ class Supervisor:
             program.start()
             if program is self._server:
                 self._watch_for_hangs()
-            # A warm-up that still waits also waits for the restarted program. It started before the
-            # failure, and the printed time includes the time of the restart.
+            # If a warm-up is still running, it also waits for the restarted program, so no new
+            # warm-up is needed. The printed time then includes the time before the failure.
             is_warming_up = self._warm_up is not None and self._warm_up_failure is None
             if not is_warming_up:
                 self._started = time.monotonic()

@@ -35,8 +35,8 @@ class WarmUp(threading.Thread):
             `curl` becomes a shell command for this request. Otherwise, `failure` becomes the
             reason.
         """
-        # There is no time limit, because a large model loads for minutes. This thread is a daemon,
-        # so it ends when `nereid serve` ends, for example after a failure of the server.
+        # There is no time limit, because loading a large model can take minutes. This thread is a
+        # daemon, so it ends when `nereid serve` ends, for example after a failure of the server.
         while self._frontend.get_status("/health/ready") != 200:
             time.sleep(_POLL_EVERY_S)
         self.is_ready.set()

@@ -83,7 +83,8 @@ def _damage_of_file(path: Path) -> str | None:
                 return f"the file {path} is incomplete: it has {size} bytes. Download it again."
             (length,) = struct.unpack("<Q", start)
             if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                # A pointer of Git LFS is a text, whose first 8 bytes were read as the length.
+                # The file may be a Git LFS pointer. Such a file contains only text, so its first 8
+                # bytes are not a length.
                 is_pointer = (start + file.read(len(_LFS_POINTER))).startswith(_LFS_POINTER)
                 return _wrong_length_message(path, size, length, is_pointer=is_pointer)
             header = json.loads(file.read(length))

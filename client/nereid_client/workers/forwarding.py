@@ -78,7 +78,7 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
 
 
 def _this_worker(request: Request) -> WorkerPlace:
-    """Return the number of this worker, and the folder with the sockets of all workers."""
+    """Return the number of this worker and the folder that contains the sockets of all workers."""
     place: WorkerPlace = request.app.state.worker
     return place
 

@@ -21,7 +21,8 @@ def bound_socket(host: str, port: int, *, is_shared: bool = True) -> socket.sock
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
-        # Otherwise, the socket would also use the IPv4 port, which can have its own socket.
+        # Without this option, the socket would also listen on the IPv4 port. The IPv4 port can have
+        # a separate socket.
         bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if is_shared:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

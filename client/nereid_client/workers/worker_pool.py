@@ -114,7 +114,8 @@ class WorkerPool:
             return 1
         _delete_abandoned_folders()
         prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
-        # `reserved` stays open, so that no other program takes the port while no worker listens.
+        # `reserved` stays open until the end. Otherwise, another program could take the port while
+        # no worker is listening on it.
         with reserved, tempfile.TemporaryDirectory(prefix=prefix) as folder:
             self._handle_signals()
             actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
@@ -135,7 +136,8 @@ class WorkerPool:
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # Without this call, several workers could create the same database at the same time.
+        # The databases are created before the workers start. Otherwise, several workers could
+        # create the same database at the same time.
         _create_databases(places[0])
         for place in places:
             self._workers.append(_Worker(place, self._start(place)))
@@ -151,7 +153,7 @@ class WorkerPool:
         return 0
 
     def _start(self, place: WorkerPlace) -> subprocess.Popen[bytes]:
-        """Start the process of a worker, which reads its `place` from the environment."""
+        """Start the process of a worker. It reads `place` from its environment variables."""
         return subprocess.Popen(
             self._command, env={**os.environ, **place.environment}, preexec_fn=_prepare_worker
         )
@@ -183,8 +185,9 @@ class WorkerPool:
         """
         has_started = _remove_socket(worker.place)  # a worker creates its socket when it is ready
         _delete_requests_and_responses(worker.place)
-        # `record_failure` returns None if the worker has been restarted too often in a row. A new
-        # worker would also fail if this worker has failed during its start.
+        # A worker that has failed during its start is not restarted, because a new worker would
+        # also fail. `record_failure` returns None if the worker has been restarted too often in a
+        # row.
         wait_s = worker.restarts.record_failure() if has_started else None
         ended = _describe_end(code)
         if wait_s is None:
@@ -260,17 +263,17 @@ def _reserve_port(host: str, port: int) -> socket.socket:
 
 
 def _create_databases(place: WorkerPlace) -> None:
-    """Create the databases for the requests and the responses of all workers.
+    """Create two databases: one for the requests and one for the responses of all workers.
 
     All workers use the same databases, so `place` can be the place of any worker.
     """
-    # To delete the rows of a worker, a database is opened, which creates a missing database. The
-    # new databases have no rows.
+    # `_delete_requests_and_responses` opens both databases, and opening a missing database creates
+    # it. Nothing is deleted, because the new databases have no rows.
     _delete_requests_and_responses(place)
 
 
 def _remove_socket(place: WorkerPlace) -> bool:
-    """Delete the Unix socket of an ended worker.
+    """Delete the Unix socket of a worker that has ended.
 
     Returns: whether the worker had a socket, which a worker creates when it is ready.
     """

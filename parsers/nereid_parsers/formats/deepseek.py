@@ -36,8 +36,8 @@ def _between_tokens(head: str, close: str) -> ToolSection:
         head: The pattern of the text between the opening token and the arguments of a tool call.
         close: The text after the arguments of a tool call.
     """
-    # V3 writes the arguments on their own line, and also each tool call. V3.1 writes no line
-    # breaks.
+    # V3 writes a line break between two tool calls, and before the arguments of each tool call.
+    # V3.1 writes no line breaks.
     has_line_breaks = head.endswith("\n")
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),

@@ -42,7 +42,8 @@ class BetweenCallsReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # Whether tool calls must precede all content, so that all text after content is content.
+        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # content.
         self._calls_must_come_first = context.calls_must_come_first
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
@@ -74,9 +75,8 @@ class BetweenCallsReader:
         if NEED_MORE in (close_end, separator_end):
             if not buffer.is_final:
                 return None
-            # At the end of the message, the result NEED_MORE means that the incomplete text looks
-            # like a tag, such as `</ca`, and cannot be content. The text is removed, and the state
-            # stays BETWEEN_CALLS.
+            # The message ends with an incomplete marker that looks like a tag, such as `</ca`. Such
+            # a text cannot be content, so it is removed. The state stays BETWEEN_CALLS.
             return self._call_reader.drop_incomplete_marker()
         if separator_end >= 0:
             self._text_writer.drop_markup(buffer.take_until(separator_end))
@@ -157,7 +157,7 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def finish(self) -> None:
-        """Handle the end of a message directly after the opening marker of the tool section.
+        """Handle a message that ends directly after an opening marker such as `<tool_calls>`.
 
         The marker and the text after it have not been written. Examples: the marker `<tool_calls>`
         is removed, because it is a tag. The marker `TOOLS:` is written as content, because it is

@@ -74,7 +74,7 @@ def match_closing_marker(
 def _match_first_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Match one of the `markers` at `pos`. If several markers match, the first of them counts.
+    """Match the text at `pos` with each of the `markers`, and return the first match.
 
     Examples for the markers `</f>` and `</call>`, and `pos=0`: the text `</call>` gives
     `ClosingMarker(7, later_markers=())`, and `</c` gives `IncompleteMarker("</c")`. If no marker
@@ -83,7 +83,8 @@ def _match_first_marker(
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
         if end == NEED_MORE:
-            # Later markers are not tried, because more text may complete this earlier marker.
+            # More text may complete this marker. It takes precedence over the later markers, so
+            # they are not tried.
             return IncompleteMarker(text[pos:])
         if end != NO_MATCH:
             return ClosingMarker(end, later_markers=markers[index + 1 :])
@@ -127,8 +128,8 @@ class CallSection:
             The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the
             result is NEED_MORE, the caller removes the incomplete marker from the output.
         """
-        # If the message ends with `<calls></ca`, the incomplete marker `</ca` is not matched here.
-        # The caller handles the whole text `<calls></ca` instead, which may be content.
+        # If the message ends with `<calls></ca`, the whole text may be content. The caller handles
+        # this case, so the incomplete marker `</ca` is not matched here.
         accepts_incomplete = not (is_empty and buffer.is_final)
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)

@@ -55,8 +55,8 @@ class CallReader:
     # The current tool call, or the last tool call if none is open. This attribute is set when the
     # arguments of a tool call start.
     _call: OpenCall
-    # The tool call that may start next. The method `expect` sets this attribute before each
-    # transition to the state CALL_START, in which the attribute is used.
+    # The tool call that may start next. Used only in the state CALL_START. The method `expect` sets
+    # this attribute before each transition to this state.
     _expected: ExpectedCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
@@ -70,13 +70,14 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
-        # Whether tool calls must precede all content, so that all text after content is content.
+        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # content.
         self._calls_must_come_first = context.calls_must_come_first
         # Decides how a tool call may start: with a marker, with a header, or with its first
-        # character. Each method returns a value for `_expected`.
+        # character. The methods of this object return the value for `_expected`.
         self._starts = CallStarts(context.format.calls, writer)
         # The part of the message between `<tool_calls>` and `</tool_calls>`. This object stores
-        # whether the part is open, and matches its closing marker and separators.
+        # whether this part is open, and matches the separators and the closing marker.
         self.section = CallSection(context.format.tools)
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -236,9 +237,9 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:  # Never at the end of the message, where no more text can follow.
             return None
-        # The unread text does not start a tool call, or the message ends inside the start. The
-        # unwritten text is the pending text, such as `<tool_calls>`, and the unread text.
-        # Without a tag, as in `{`, an incomplete start may be content.
+        # No tool call starts here, or the message ends inside the start of a tool call. An
+        # incomplete start with a tag, such as `<tool_call>{`, is removed. An incomplete start
+        # without a tag, such as `{`, may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
@@ -270,8 +271,9 @@ class CallReader:
         self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # For some readers, the name in the header is enough to start or to reject the tool call.
-        # The parser calls `read_body` only if there is unread text, so it is called here.
+        # Some readers can start or reject a tool call when only the header has been read. The
+        # parser calls `read_body` only if there is unread text. Therefore `read_body` is called
+        # here.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
@@ -390,8 +392,9 @@ class CallReader:
         call = self._call
         if not call.variant.may_repeat_object:  # True for a JSON object between markers.
             return None
-        # `_closing_markers` contains the markers that have not been read. It is empty after
-        # `</call>`, and a JSON object after `</call>` is not a second object of this tool call.
+        # A second object is possible only before a closing marker, as in `<call>{..}{..}</call>`.
+        # `_closing_markers` is empty after `</call>`, so an object after `</call>` is not a second
+        # object.
         is_before_closing_marker = bool(self._closing_markers)
         if not is_before_closing_marker:
             return None
@@ -427,8 +430,9 @@ class CallReader:
         has_ended_incomplete_call = call.finish()
         if has_ended_incomplete_call:
             return State.CONTENT
-        # A text that contains a closing marker is complete, so it is not removed. A text without a
-        # tag, such as `{"na`, may be content.
+        # An incomplete tool call, such as `<call>{"na`, is removed. A text with a closing marker is
+        # not incomplete, and a text without a tag, such as `{"na`, may be ordinary JSON. These two
+        # kinds of text are content.
         is_start_cut_off = call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()

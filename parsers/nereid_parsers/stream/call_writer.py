@@ -106,8 +106,9 @@ class CallWriter:
         self.is_open = False  # Whether a tool call has started and not ended.
         self.last_index = -1  # The index of the last tool call with events, or -1.
         self.num_started = 0  # The number of tool calls, including discarded tool calls.
-        # How often `cut_arguments_at` has removed text from stored arguments, so that the parser
-        # reads this text again. The number is limited, so that the parsing time stays linear.
+        # The number of times that `cut_arguments_at` has removed text from stored arguments. The
+        # parser reads the removed text again, so this number is limited to keep the parsing time
+        # linear.
         self._num_cuts = 0
         # Descriptions of deviations from the model's usual syntax, such as a missing marker. If a
         # tool call is open, they are returned in its end event. Otherwise they are returned in the
@@ -273,7 +274,8 @@ class CallWriter:
             log.warning(
                 "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
             )
-            # `_append_end`, which deletes the descriptions of this tool call, is not called.
+            # The descriptions of deviations in the discarded tool call must be deleted here.
+            # `_append_end` usually deletes them, but is not called for a discarded tool call.
             self._deviations = []
             return
         self._append_start()
@@ -333,7 +335,7 @@ class CallWriter:
         return found_marker + after
 
     def renumbered_events_of_open_call(self, events: list[Event]) -> list[Event]:
-        """Return the events in `events` that belong to the open tool call, with the index 0.
+        """From `events`, return the events of the open tool call, and set their index to 0.
 
         Example: if `events` describe a call of `f` and the start of a call of `g`, as in
         `f(a=1), g(b=`, the result contains the events of `g`. The result is empty if no event of an
@@ -348,18 +350,18 @@ class CallWriter:
         ]
 
     def restart_numbering(self) -> None:
-        """Count only the open tool call, and give the index 0 to the first tool call of the output.
+        """Restart the numbering, so that the first tool call of the output has the index 0.
 
         The tool calls that have ended in the prompt are no longer counted, because the client does
         not receive them. If a tool call is open at the end of the prompt, the output continues it.
         """
         self.num_started = 1 if self.is_open else 0  # Discarded tool calls count, too.
-        # Only tool calls whose start event has been appended have an index. -1 means that the next
+        # A tool call gets its index when its start event is appended. After the value -1, the next
         # start event gets the index 0.
         self.last_index = 0 if self._has_events_of_open_call() else -1
 
     def _has_events_of_open_call(self) -> bool:
-        """Return whether events of an open tool call have been appended.
+        """Return whether a tool call is open and its start event has been appended.
 
         An open tool call has no events in two cases: the policy discards the tool call, or the
         writer stores the arguments, so that `end` appends all events.

@@ -75,12 +75,14 @@ class CompiledCall:
         self.end_of_broken = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
-        # The id of a tool call, with fields of the header: `functions.{name}:{number}`.
+        # The template of a tool call's id. Its fields come from the header:
+        # `functions.{name}:{number}`.
         self._id_template = call.id
-        # Matches arguments between tags, or None. A value may contain a closing marker. The start
-        # of the next tool call (the header) shows that such a marker is not a part of the value.
+        # Matches arguments between tags, such as `<p=a>1</p>`. None if the arguments have another
+        # form. The pattern of the header helps to decide whether a text such as `</call>` is a part
+        # of a value.
         self._tags = _compile_tags(call, section, self._head_pattern)
-        # Tests whether arguments follow the header. Otherwise the header is ordinary text.
+        # Tests whether a body can start after the header. If not, the header is ordinary text.
         self._body_start_mismatch = (
             self._tags.start_mismatch if self._tags else _compile_body_start(call).mismatch
         )
@@ -107,7 +109,8 @@ class CompiledCall:
         mismatch = self.body_start_mismatch(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
-        # Such as "functions.f:0", or "" if the header does not contain the fields of the id.
+        # For example "functions.f:0". The id is "" if the header does not contain all fields of the
+        # template.
         call_id = _fill_in_id(self._id_template, match.fields)
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
@@ -253,7 +256,7 @@ class _BodyStart:
 
 
 def _compile_body_start(call: Call) -> _BodyStart:
-    """Return regexes for the start of a tool call's body, which is the text after the header.
+    """Return regexes that match the start of a tool call's body (the text after the header).
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
     two characters. The text `[` is an incomplete start, because `{` or `]` may follow. For
@@ -266,8 +269,8 @@ def _compile_body_start(call: Call) -> _BodyStart:
             incomplete=re.compile(marker_prefix_regex(prefix)),
         )
     first_char, second_char = _first_char_regexes(call)  # "" allows any character.
-    # If one character is enough to recognise the body, there is no incomplete start, so this regex
-    # never matches.
+    # This regex matches a body of which only the first character has arrived. It never matches if
+    # one character is enough to recognise the body.
     only_first_char = rf"{first_char}\s*\Z" if second_char else _NEVER
     return _BodyStart(
         complete=re.compile(rf"{first_char}\s*{second_char}"),
@@ -276,7 +279,7 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _first_char_regexes(call: Call) -> tuple[str, str]:
-    """Return the regexes of the first two visible characters of a tool call's body.
+    """Return regexes that match the first two visible characters of a tool call's body.
 
     The body is the text after the header. The parser compares these characters to distinguish a
     tool call from content. The regex "" allows any character. Examples:

@@ -54,11 +54,11 @@ class CompiledCalls:
         """
         # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If several of these dicts contain the same marker, the last dict determines its meaning.
-        # The markers that open a call or a section are therefore last: a marker that both opens and
-        # closes calls must open them, because in content, no call is open. The keys of `by_head`
-        # and `by_trigger` already include all spellings of the markers. `marker_kinds` adds the
-        # spellings of the opening markers of a section.
+        # A marker may be a key of several of these dicts. The last dict then determines its
+        # meaning. The opening markers are last, because no tool call is open in content. Therefore
+        # a marker that both opens and closes tool calls has the meaning "open" in content.
+        # `by_head` and `by_trigger` already contain all spellings of their markers. `marker_kinds`
+        # adds all spellings of the opening markers of a section.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             # Short closing markers, such as `}`, are omitted, because content often contains them.
@@ -88,13 +88,14 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     """
     if tools is None:
         return CompiledCalls()
-    # If a JSON object is declared, a model may also write a JSON array of objects, and the reverse.
+    # If the format declares a JSON object, a model may also write a JSON array of objects. If the
+    # format declares an array, a model may also write an object.
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    # If markers enclose all tool calls, a variant without its own marker can only follow the
-    # opening marker of the section. Such a variant cannot directly follow content.
+    # If a marker such as `<calls>` precedes all tool calls, a tool call without a marker can only
+    # follow `<calls>`. It cannot directly follow content.
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
-    # The declared tool calls without their opening markers. They are compiled separately, because
-    # the opening marker is a part of each member of `variants`.
+    # The declared tool calls, but without their opening markers. They must be compiled separately,
+    # because each member of `variants` includes the opening marker.
     by_head = _group_by_trigger(_variants_without_marker(tools))
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []

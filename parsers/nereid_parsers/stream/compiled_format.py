@@ -86,7 +86,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     # therefore searches only for the markers that start or end a message.
     message_kinds = ends | starts
     message_markers = Lexer(message_kinds)
-    # A message that is a tool call is recognised by its header, so `{` in content starts no call.
+    # In this layout, the header shows that a message is a tool call. Therefore `{` in content does
+    # not start a tool call.
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
     message_call = _compile_message_call(layout)  # Matches the arguments after a header.
@@ -135,15 +136,16 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # A marker may have several uses: `<|end_message|>` may close reasoning, content and tool calls.
-    # In each expression below, the last dict that contains the marker determines its meaning.
-    # 1. The rest of the message is only content: markers around it and end markers are removed.
+    # A marker may have several meanings: `<|end_message|>` may close reasoning, content and tool
+    # calls. If several dicts of an expression below contain the marker, the last dict determines
+    # its meaning.
+    # 1. Only content can follow. Markers around the content, and end markers, are removed.
     content_only_kinds = ends | wrapper_opens | wrapper_closes
-    # 2. Content in which reasoning or tool calls may start. The markers of case 1 take precedence,
-    #    because removing such a marker from content is always correct.
+    # 2. Content in which reasoning or a tool call may start. The markers of case 1 take precedence,
+    #    because it is always correct to remove such a marker from content.
     content_kinds = calls.kinds | closes | opens | content_only_kinds
-    # 3. Reasoning. A marker that closes the reasoning takes precedence: `<|end_message|>` is then
-    #    not the end of the turn. The content is not open, so `wrapper_closes` has no meaning.
+    # 3. Reasoning. Markers that close the reasoning take precedence, so `<|end_message|>` does not
+    #    end the model's turn. `wrapper_closes` is not needed, because the content is not open.
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,
@@ -168,9 +170,9 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
         # The same marker, such as `<|end|>`, closes reasoning and tool calls. In
-        # `<think>Hm<call>..<|end|>`, the marker could close the tool call or the reasoning. The
-        # parser then treats `<call>` inside the reasoning as text, so `<|end|>` closes the
-        # reasoning. Only a marker that the format declares in `interrupted_by` ends the reasoning.
+        # `<think>Hm<call>..<|end|>`, the meaning of `<|end|>` would be ambiguous if `<call>` ended
+        # the reasoning. Therefore `<call>` is treated as text, and `<|end|>` closes the reasoning.
+        # Only the markers in `interrupted_by` end the reasoning before a tool call.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

@@ -37,7 +37,8 @@ class CompiledHeader:
         self.stage = route.stage
         self.has_calls = route.has_calls  # Whether the content may contain tool calls.
         self._message_call = message_call
-        # If the output ends inside a header, this text shows that the header has started.
+        # The first fixed text of the header. If the output ends inside a header, this text
+        # distinguishes the incomplete header from content.
         self._first_literal = first_literal(route.header)  # Such as `<|channel|>`.
         ends_with_marker = bool(layout.header_end.strip())
         if ends_with_marker:  # Such as `<|message|>` in `<|channel|>final<|message|>Hello`.

@@ -45,7 +45,8 @@ class ContentReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        # Whether tool calls must precede all content, so that all text after content is content.
+        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # content.
         self._calls_must_come_first = context.calls_must_come_first
         # Maps each kind of marker to a method that handles the marker and returns the next state.
         # If the marker has no meaning at its position, the method returns None, and the marker is
@@ -156,7 +157,7 @@ class ContentReader:
         return self._remove(marker)  # The marker ends the message. The next state is CONTENT.
 
     def drop_incomplete_marker(self, state: State) -> None:
-        """If the message ends inside a marker, after the marker's first tag, remove the marker.
+        """At the end of the message, remove an incomplete marker whose first tag is complete.
 
         Examples for the marker `<|message|><|text|>`, which consists of two tags:
 

@@ -63,8 +63,8 @@ class ExpectedCall:
         for variant in self.variants:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
-                # Earlier variants are preferred, so later variants are not tried before more text
-                # shows whether this variant matches.
+                # This variant takes precedence over the later variants. They are not tried until
+                # more text shows whether this variant matches.
                 return NEED_MORE
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)

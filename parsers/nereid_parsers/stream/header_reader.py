@@ -35,7 +35,8 @@ class HeaderReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # Whether tool calls must precede all content, so that all text after content is content.
+        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # content.
         self._calls_must_come_first = context.calls_must_come_first
         # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
         # The first such marker may be in the prompt. The output then starts with a header.
@@ -63,8 +64,7 @@ class HeaderReader:
             if more text is required.
         """
         buffer = self._buffer
-        # `start` reads a marker and sets `_has_read_marker`. Before the first call of `start`, the
-        # parser is at the start of the output.
+        # Until the first start marker has been read, the parser is at the start of the output.
         is_output_start = not self._has_read_marker
         if is_output_start:
             marker = self._format.message_start
@@ -92,7 +92,8 @@ class HeaderReader:
                 return self._enter_message(route, head)
             if head == NEED_MORE:  # Never at the end of the output, where no more text can follow.
                 return None
-        # No header matches the unread text. At the end of the output, a header may be incomplete.
+        # No complete header matches. If the output has ended, the unread text may be an incomplete
+        # header.
         is_cut_off = buffer.is_final and self._has_header_started()
         if is_cut_off:
             return self._drop_incomplete_header()
@@ -123,8 +124,9 @@ class HeaderReader:
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_must_come_first:
-            # A message after content cannot be a tool call, so its text is content. The header
-            # stays unread, because the state CONTENT_ONLY reads the header as content, too.
+            # With the policy CALLS_FIRST, a message after content cannot be a tool call, so its
+            # text is content. The header is content, too. It stays unread, and is read in the state
+            # CONTENT_ONLY.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)

@@ -44,7 +44,7 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         marker: The marker.
         whitespace: White space before the marker. The match includes this white space.
     """
-    # `marker_prefix_regex` matches only at the end of a text, and does not match a complete tag.
+    # `marker_prefix_regex` returns a regex that matches an incomplete tag at the end of a text.
     first_part, *other_parts = tag_parts(marker)
     regexes = [marker_prefix_regex(whitespace + first_part)]
     complete_parts = re.escape(whitespace + first_part)  # Matches all tags before `part`.
@@ -78,12 +78,13 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # The second regex of the example must precede the third one, so it is added here. It
-        # occurs again in the last list, which also contains the markers that are not in
-        # `longer_markers`. The repetition does no harm.
+        # This line adds regex 2 of the example in the docstring, which must precede regex 3. The
+        # last line below adds regex 2 again, together with the regexes of all other incomplete
+        # markers. The repetition does no harm.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # The fourth regex of the example. A marker of one character has no incomplete form.
+    # This line adds regexes for incomplete markers, such as regex 4 of the example. A marker of one
+    # character cannot be incomplete.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 
@@ -124,8 +125,8 @@ class Lexer:
         # markers. Markers of the same length are sorted by their text, so that the regex is always
         # the same.
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        # Both functions are None if there are no markers.
-        # Finds only complete markers. This function is used if no more text follows.
+        # Finds only complete markers, and is used if no more text follows. This function and the
+        # next function are None if there are no markers.
         exact_regexes = [re.escape(marker) for marker in longest_first]
         self._find_marker = _search_function(longest_first, exact_regexes)
         # Finds complete markers, and also an incomplete marker at the end of the text, such as
@@ -151,8 +152,8 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        # At the very end of the text, `<` may become `<a>`. A complete marker `<a>` may also become
-        # a longer marker, such as `<a><b>`. The lexer then waits for more text.
+        # If the match is at the end of the text, more text may follow: `<` may become `<a>`, and
+        # `<a>` may become the longer marker `<a><b>`. The lexer then waits for more text.
         is_at_text_end = match.end() == len(text)
         if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""

@@ -152,8 +152,8 @@ class Machine:
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
-            # The output does not contain the opening marker. `start_opened` therefore does what
-            # reading the marker would do, and returns REASONING or INLINE_REASONING.
+            # The output starts inside the reasoning, without an opening marker. `start_opened` has
+            # the effect of such a marker, and returns REASONING or INLINE_REASONING.
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
@@ -170,11 +170,12 @@ class Machine:
         self._call_writer.restart_numbering()
         if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
             self._reasoning_reader.write_opening_marker()
-        # The last characters of the prompt may not have been written yet. The TextWriter omits them
-        # when it writes them later. There are two cases:
-        # - The prompt ends with `<th`, which stays unread, because `ink>` may follow.
-        # - The prompt ends with a possible tool call in the reasoning: `<think>Hm<call>{"name"`.
-        #   This text is stored, because a later `</think>` would show that it is reasoning.
+        # The client must not receive text of the prompt. The last characters of the prompt may not
+        # have been written yet, so the TextWriter must omit them later. There are two cases:
+        # - These characters are unread: the prompt ends with `<th`, and `ink>` may follow.
+        # - These characters are stored: the prompt ends with a possible tool call in the reasoning,
+        #   as in `<think>Hm<call>{"name"`. A later `</think>` would show that this text is
+        #   reasoning.
         num_unread_chars = len(self._buffer.unread())
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         self._text_writer.forget_prompt(num_unwritten_chars=num_unread_chars + num_stored_chars)
@@ -212,8 +213,9 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # Each step handles the state that its name mentions, and does nothing in any other state.
-        # A step may enter a state that a later step handles, so the order is important.
+        # The name of each step mentions a state. The step does nothing if the parser is in any
+        # other state. The order is important, because a step may enter a state that a later step
+        # handles.
         self._finish_unclassified_text()  # Puts stored text back into the buffer.
         self._drop_incomplete_marker()  # Such as `<|message|><|te` at the end of the buffer.
         self._run()  # Reads the remaining text, now that `is_final` is true. May enter any state.
@@ -265,7 +267,7 @@ class Machine:
             self._run()
 
     def _finish_broken_call_or_marker(self) -> None:
-        """End a tool call with invalid arguments, or handle a marker after which the message ends.
+        """Handle a message that ends inside invalid arguments, or directly after a marker.
 
         Examples: the message ends in `<call>{"a": x`, directly after the marker `<|start|>` of a
         message, or directly after the marker `<tool_calls>`.

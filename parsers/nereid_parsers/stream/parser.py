@@ -96,7 +96,7 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return where the model's output starts, and whether the prompt contains ended reasoning.
+    r"""Return where the model's output starts, and whether reasoning has ended in the prompt.
 
     The stage is the part of the message to which the first character of the output belongs:
     reasoning, content or tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
@@ -114,9 +114,9 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     """
     start = find_start(fmt, prompt)
     if not start.prefill:
-        # The format alone decides: `start.stage` is REASONING if the output of this format starts
-        # with reasoning without a marker. It is None if the output starts inside the header of a
-        # message. The stage is not known before the header has been read, so the result is CONTENT.
+        # Without a prefill, only the format decides where the output starts. If the output starts
+        # with a header, `start.stage` is None. The header, which will show the stage, has not been
+        # read, so the result is CONTENT.
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
     # The prompt contains the beginning of the message (the "prefill"). The parser must read the
     # prefill to find out whether it ends in reasoning, content or a tool call.

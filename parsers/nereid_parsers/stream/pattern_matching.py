@@ -93,8 +93,8 @@ class FieldStep:
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
         # If the message ends directly after a function's name, the name may be cut off: `sum` may
-        # be the beginning of `summary`, and a wrong function must not be called. Other fields, such
-        # as the id, are accepted even if they may be cut off.
+        # be the beginning of `summary`. Such a name is rejected, so that no wrong function is
+        # called. Other fields, such as the id, are accepted even if they may be cut off.
         may_be_cut_off = is_at_text_end and self.name == "name"
         # An empty text is valid only for the field `{rest}`, and a name must not be a number.
         if may_be_cut_off or not self._is_valid(text[pos:end]):
@@ -102,7 +102,7 @@ class FieldStep:
         return end
 
     def _is_valid(self, value: str) -> bool:
-        """Return whether `value`, which matches the regex, is valid as the text of the field.
+        """Return whether `value`, which the regex has matched, is a valid text for the field.
 
         Only the field `{rest}` may be empty, and a function's name must not consist of digits.
         """
@@ -226,8 +226,7 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
     for gap in _TAG_GAP.finditer(marker):  # A place between a tag and the adjacent tag or word.
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
-    # Where the marker has white space, a model may write a superfluous space, or a line break and a
-    # space.
+    # At white space inside the marker, a model may add a space, or write a line break and a space.
     for space in _WHITESPACE_IN_MARKER.finditer(marker):
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
@@ -313,7 +312,8 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         next_literal: The fixed text after the field in the pattern, or "" if there is none.
     """
     if name == _REST_FIELD:
-        # Unlike other fields, `{rest}` may contain the first character of the literal.
+        # Other fields cannot contain the first character of the literal that follows. `{rest}` can
+        # contain this character, but not the whole literal.
         return _rest_regex(next_literal)
     next_char = next_literal[:1]
     # White space in the pattern may be missing in the text, so it cannot show where the field ends.
@@ -339,7 +339,8 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
     spaces = r"[^\S\n]*"  # White space without line breaks.
     words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    # The second line contains only words, so it ends before `stop`, which is a tag in all formats.
+    # The second line can contain only words and spaces. It therefore ends before `stop`, which is a
+    # tag in all formats.
     second_line = rf"\n{words}{spaces}"
     return re.compile(f"{rest_of_line}(?:{second_line})?")
 
@@ -361,7 +362,7 @@ def marker_parts(marker: str) -> tuple[str, ...]:
 
 
 def contains_first_tag(incomplete_marker: str, marker: str) -> bool:
-    """Return whether an incomplete marker contains at least the complete first tag of `marker`.
+    """Return whether an incomplete marker contains the complete first tag of `marker`.
 
     Example: for the marker `<|message|><|content|>`, the result is True for `<|message|><|con` and
     False for `<|mess`. It is also False for the complete marker. The caller must check that

@@ -28,7 +28,7 @@ class ReaderContext:
 
     @property
     def calls_must_come_first(self) -> bool:
-        """Whether tool calls must precede all content, so that text after content is content.
+        """Whether tool calls are recognised only before content: all of `Hi<call>..` is content.
 
         This is the rule `TextRule.CALLS_FIRST` of the policy.
         """

@@ -71,8 +71,9 @@ class ReasoningReader:
         self._call_reader = calls
         self._header_reader = headers
         self._format = context.format
-        # The settings, which do not change during the message:
-        # Whether tool calls must precede all content, and must not occur inside the reasoning.
+        # The next four attributes are settings, which do not change during a message. The first
+        # setting is true if tool calls are recognised only before the content, and never inside the
+        # reasoning.
         self._calls_must_come_first = context.calls_must_come_first
         reasoning = context.format.reasoning
         self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
@@ -80,15 +81,15 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The state of the reasoning:
-        # The way in which the reasoning has ended: at its closing marker (CLOSED) or at other text
-        # (INTERRUPTED). NONE if the reasoning has not ended.
+        # The next three attributes change during a message. The first one is NONE until the
+        # reasoning ends. It becomes CLOSED if a closing marker ends the reasoning, and INTERRUPTED
+        # if other text ends the reasoning.
         self._reasoning_end = _ReasoningEnd.NONE
         # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
         # later, this text is reasoning. Otherwise it is a tool call.
         self._stored_text: list[str] = []
-        # False if the message has ended without a closing marker such as `</think>`. Text that
-        # looks like a tool call is then a tool call at once.
+        # Becomes False when the message has ended without a closing marker such as `</think>`. Text
+        # that looks like a tool call is then read as a tool call, and is not stored.
         self._may_closing_marker_follow = True
 
     @property
@@ -142,8 +143,9 @@ class ReasoningReader:
                 return self._read_second_opening(marker)
             case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
                 self._reasoning_end = _ReasoningEnd.CLOSED
-        # The remaining kind, END, ends the message or the model's turn. In the state CONTENT, a
-        # text that still follows is content, or the start marker of the next message.
+        # A marker of the remaining kind, END, ends the message or the model's turn. If more text
+        # follows, it is read in the state CONTENT, as content or as the start marker of the next
+        # message.
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
@@ -177,7 +179,7 @@ class ReasoningReader:
         if is_quoted:
             return self._write_marker_as_reasoning(marker)
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
-        # The closing marker `</think>` is missing. If the marker follows later, it is removed.
+        # The closing marker `</think>` has not been read. If it follows later, it is removed.
         self._reasoning_end = _ReasoningEnd.INTERRUPTED
         return State.CONTENT
 
@@ -213,7 +215,7 @@ class ReasoningReader:
         if kind is MarkerKind.END:  # Such as `<|im_end|>`, which is never a part of the content.
             self._text_writer.drop_markup(self._buffer.take(len(marker)))
             return State.CONTENT
-        # A marker of any other kind is written, too. Only a closing marker ends the reasoning.
+        # Every other marker is written as content. Only a closing marker ends the reasoning.
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
@@ -245,10 +247,10 @@ class ReasoningReader:
             return None
         if match == NO_MATCH:
             return self._write_marker_as_reasoning(marker)
-        # Reasoning that the client receives as content ("inline") is never empty, because the
-        # content contains the opening marker.
+        # If the client receives the reasoning as content ("inline"), the content contains the
+        # opening marker. The reasoning then always counts as not empty.
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
-        # `_may_closing_marker_follow` is False if the message has ended without such a marker.
+        # If the message has ended without a closing marker, `_may_closing_marker_follow` is False.
         may_be_quoted = not is_reasoning_empty and self._may_closing_marker_follow
         # In the state INTERRUPTED_REASONING, the text is stored until `</think>` or the end of the
         # message shows whether it is a tool call.
@@ -290,7 +292,8 @@ class ReasoningReader:
         Returns:
             The state in which the closing marker is read, or None if no closing marker has arrived.
         """
-        # Without a complete marker, `text_end` is the end of the text that cannot be in a marker.
+        # If there is no complete marker, the text after `text_end` may be the beginning of a
+        # marker.
         text_end, marker = self._format.reasoning_closes.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(text_end))  # The marker stays unread.
         if not marker:
@@ -344,9 +347,9 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            # The client receives the reasoning and its markers as content. Therefore the marker is
-            # not removed here, and `read_inline` writes it later. The white space before the marker
-            # is removed, as before every marker.
+            # The client receives the reasoning and its markers as content. Therefore the marker
+            # stays unread, so that `read_inline` writes it later. Only the white space before the
+            # marker is removed.
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.drop_markup(self._buffer.take(len(marker)))

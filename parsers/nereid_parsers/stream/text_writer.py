@@ -50,18 +50,20 @@ class TextWriter:
         # Which text has been written:
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # The type of the last reasoning or content event, or None directly after a marker or a tool
-        # call. White space that a marker removes is restored later only if it followed content.
+        # The class of the last event: ReasoningDelta or ContentDelta. It is None directly after a
+        # marker or a tool call. A marker removes the white space before it. If this white space
+        # follows content, it is restored before the next content.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # The next attributes store three kinds of text that have been read, but not yet written.
-        # The examples are for the text `One\n<call>..</call>Two`.
-        # 1. Text that looks like the start of a tool call: `<call>`. If no tool call follows, this
-        #    text is content.
+        # The next three attributes store text that has been received, but not yet written. The
+        # examples are for the text `One\n<call>..</call>Two`.
+        # 1. Text that looks like the start of a tool call, here `<call>`. If no tool call follows,
+        #    this text is written as content.
         self.pending: list[str] = []
-        # 2. White space after the last text, until it is known what follows: the `\n` after `One`.
+        # 2. White space after the last visible text, here the `\n` after `One`. It is written if
+        #    text follows, and removed if a marker follows.
         self._whitespace: list[str] = []
-        # 3. The same white space, after the marker `<call>` has followed. If content follows later,
-        #    the white space is written before this content: `\nTwo`.
+        # 3. White space that a marker has removed, here the `\n` before `<call>`. If content
+        #    follows, the white space is written before this content: `\nTwo`.
         self._removed_whitespace = ""
         # The number of characters of the prompt at the start of the next text. Events omit these
         # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
@@ -100,7 +102,7 @@ class TextWriter:
             if self._trace is not None:
                 self._trace.write(REASONING, ready_text)
             self._events.append(ReasoningDelta(ready_text))
-            # The next white space follows reasoning, and no marker.
+            # The next text directly follows reasoning, not a marker.
             self.is_after_marker = False
             self._last_text_type = ReasoningDelta
 
@@ -120,7 +122,7 @@ class TextWriter:
             self._append_content(ready_text)
 
     def _defer_trailing_whitespace(self, text: str) -> str:
-        r"""Store the white space at the end of `text`. Return the text that can be written now.
+        r"""Store the trailing white space of `text`. Return the text that can be written at once.
 
         The stored white space becomes the start of the next text, unless a marker follows, which
         removes the white space. The result is the white space that an earlier call has stored, and
@@ -135,8 +137,8 @@ class TextWriter:
         if not visible:
             self._whitespace.append(trailing_whitespace)
             return ""
-        # `_take_whitespace` empties `self._whitespace`, so it must be called before new white space
-        # is appended to `self._whitespace`. The condition only makes the usual case faster.
+        # `_take_whitespace` returns and deletes the stored white space, so it is called before the
+        # new white space is stored. If no white space is stored, the call is skipped to save time.
         ready_text = self._take_whitespace() + visible if self._whitespace else visible
         if trailing_whitespace:
             self._whitespace.append(trailing_whitespace)
@@ -171,8 +173,8 @@ class TextWriter:
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
         self._events.append(ContentDelta(restored_whitespace + text, fault))
-        # The next white space follows content, and no marker. If a marker follows the white space,
-        # the white space is removed, and restored if more content follows.
+        # The next text directly follows content, not a marker. If a marker follows, it removes the
+        # white space before it. If content follows the marker, this white space is restored.
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta
@@ -265,10 +267,10 @@ class TextWriter:
         whitespace = self._take_whitespace()
         if not whitespace:
             return
-        # The reasoning starts with a marker, which may be in the prompt.
+        # Reasoning always follows an opening marker. This marker may be in the prompt.
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        # `has_text` is False if no text has followed the last marker or tool call, and also if the
-        # message consists only of white space. `has_markup` excludes the second case.
+        # `has_text` is False in two cases: no text has followed the last marker or tool call, or
+        # the message consists only of white space. In the second case, `has_markup` is False, too.
         directly_follows_markup = has_markup and not self.has_text
         if directly_follows_markup:
             self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
@@ -310,7 +312,8 @@ class TextWriter:
             text: The text after the pending text.
             fault: A description of why the text is not a tool call, for the event's `reason`.
         """
-        # The prompt may end with the start of the pending text, which is no part of the output.
+        # The prompt may end with the first characters of the pending text. These characters are not
+        # a part of the output.
         content = self._without_prompt(self.pending_text + text)
         self.pending = []
         if content.strip():
@@ -322,7 +325,7 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def classify_as_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Classify `text` as a part of a tool call: pass it to the trace function as "call".
+        """Pass `text`, a piece of a tool call, to the trace function as "call".
 
         The CallWriter appends the events of the tool call, so this method appends no event. Text
         that is still pending is classified as "markup", and removed from the output. Example: with
@@ -363,8 +366,8 @@ class TextWriter:
             num_unwritten_chars: The number of characters of the prompt that the readers will pass
                 to this writer later.
         """
-        # Drop the white space that content of the output would otherwise start with: the last white
-        # space of the prompt, and white space that a marker of the prompt has removed.
+        # The stored white space belongs to the prompt. If it were not deleted here, it would be
+        # written before the first content of the output.
         self._whitespace = []
         self._removed_whitespace = ""
         self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars

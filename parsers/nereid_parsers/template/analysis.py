@@ -124,7 +124,8 @@ def analyze_template(
         LimitError: The template exceeds a limit of `template/sandbox/limits.py`. A LimitError is a
             TemplateError.
     """
-    # The other function also takes the tokenizer's added tokens. They are not known here.
+    # `analyze_checkpoint_template` can also use the tokenizer's added tokens, but they are not
+    # known here.
     return analyze_checkpoint_template(jinja_source, bos_token, eos_token, template_kwargs)
 
 
@@ -206,8 +207,9 @@ def _choose_content_form(prober: Prober) -> None:
     if content_form is not None:
         prober.form = content_form
         return
-    # `refusals` maps each conversation that failed to its error message. `find_content_form` has
-    # rendered only one conversation, so there is at most one message: that of the last form.
+    # `refusals` contains one error message for each conversation that the template failed to
+    # render. `find_content_form` rendered one conversation in several forms, so there is at most
+    # one message, from the last form that failed.
     error_messages = list(prober.refusals.values())
     why = error_messages[0] if error_messages else "the rendering does not contain the content"
     prober.undecided.append(f"The template does not render plain content: {why}")
@@ -264,16 +266,17 @@ def _check_known_format(
     tools = _findings_about_known_calls(turn, has_calls=has_calls)
     # The known format contains all markers except those that end a message, such as `<|im_end|>`.
     end_markers = find_content_markers(turn, reasoning).end_markers
-    # The parser needs the end markers to end the output. `turn` needs the end markers to cut the
-    # rendered answers out of the conversations that are parsed.
+    # The end markers are used twice. The parser needs them in `fmt` to find the end of the output.
+    # The check needs them in `turn_with_ends` to cut the answers out of rendered conversations.
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
-    # `wrapper` is None, because the known format already declares the markers around the content.
+    # `wrapper` would contain the markers around the content, but the known format already declares
+    # these markers.
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
 def _findings_about_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Return findings about tool calls whose format is declared in quarantine.py, not inferred.
+    """Return findings about tool calls. Their format is declared in quarantine.py, not inferred.
 
     The template is only rendered to find out whether a message can have several tool calls, and to
     record comparisons. If it renders no tool calls (`has_calls` is false), the report shows this.

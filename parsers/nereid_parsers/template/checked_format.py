@@ -61,8 +61,8 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_call.text!r}."
         )
-        # The parser must still remove the headers inside the output. They were found without the
-        # format of the calls, so they are not wrong.
+        # The headers inside the output are kept, because the parser must remove them. They were
+        # found without the wrong format of the tool calls, so they are correct.
         without_calls = findings._replace(
             tools=ToolFindings(inner_headers=findings.tools.inner_headers)
         )
@@ -118,8 +118,9 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
     """
     reasoning = findings.reasoning.part
     ends = _ends_of_format(turn, findings)
-    # A prompt may end with `<|assistant|><think>`. Only `<|assistant|>` opens the answer, because
-    # the reasoning markers are a part of the answer. So `turn_markers` must ignore these markers.
+    # If a prompt ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer. The
+    # marker `<think>` is already a part of the answer. Therefore, `turn_markers` must ignore the
+    # markers of reasoning.
     turn_starts = turn_markers(turn, _markers_without_space(reasoning))
     sources = (Source("inferred from the chat template"),)
     try:

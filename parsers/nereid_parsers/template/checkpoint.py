@@ -140,12 +140,13 @@ def _combine_with_files(
     sections = combine_sections(chosen.layout, from_files.layout)
     why = f"{why_chosen} The source of the other parts: {file_format.why}"
     combined = _join_formats(chosen, from_files, sections)
-    # The analysis of the chat template belongs to the result, because it has given some parts.
+    # The result contains the analysis of the chat template, because some parts of the combined
+    # format may come from this analysis.
     return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
 def _join_formats(chosen: Format, from_files: Format, sections: Sections) -> Format:
-    """Join the names, end markers and sources of two formats. Use `sections` as the layout.
+    """Join the names, end markers and sources of two formats, and use `sections` as the layout.
 
     The end markers (`ends`) are the texts that the parser removes because they end a turn. The
     texts that open a turn (`turn`) are those of `from_files`, because the template of the

@@ -80,8 +80,8 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
     Raises:
         FormatError: chat_template.json is not a valid JSON file, or a file is too long.
     """
-    # chat_template.json is read even if there are .jinja files, so that a malformed file raises
-    # FormatError in each case.
+    # chat_template.json is read even if .jinja files are used instead of it. Therefore, a malformed
+    # chat_template.json always raises FormatError.
     json_file = _read_json(path / "chat_template.json")  # {} if there is no such file
     jinja_templates = _read_jinja_templates(path)
     if jinja_templates:

@@ -60,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs the command.
     """
     parser.description = _DESCRIPTION
-    # `template inspect FILE` and `template FILE` are equal commands. A subparser would require the
-    # word "inspect", so the word is read as a part of a list, and `run` removes the word.
+    # `template inspect FILE` and `template FILE` run the same command. A subparser would require
+    # the word "inspect". Therefore, the word is read as one of the positional arguments, and `run`
+    # removes it.
     parser.add_argument(
         "words",
         nargs="+",
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.
     """
-    # The command is `template FILE` or `template inspect FILE`. At least one path remains.
+    # Remove the optional word "inspect" from the arguments. At least one path remains.
     paths = _without_inspect(options.words)
     if len(paths) > 1:
         sys.stderr.write(

@@ -75,10 +75,11 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
         return ContentFindings(reasoning.wrapper)
     # Example: if `before` is `<think></think><answer>`, `markup_before` is `<answer>`.
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
-    # A marker that also follows a user's message ends the message, and does not close the wrapper.
+    # The marker after the content closes the wrapper or ends the message. If this marker also
+    # follows a user's message, it ends the message.
     wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
-    # If the wrapper is written only after reasoning, this answer does not contain the wrapper, so
-    # `after` starts with the end markers.
+    # If the template writes the wrapper only after reasoning, this answer has no wrapper. `after`
+    # then starts with the end markers.
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
     findings = ContentFindings(
         wrapper=wrapper or reasoning.wrapper,
@@ -107,8 +108,8 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
     """
     if not markup_before:
         return None  # Without an opening marker, the marker after the content ends the turn.
-    # `</answer>` closes `<answer>`, so the white space around `<answer>` does not matter here. The
-    # wrapper contains this white space, because the model writes it, too.
+    # To find the closing marker `</answer>`, only `<answer>` is needed, without the white space
+    # around it. The wrapper contains this white space, because the model writes it, too.
     closing = _wrapper_close(after, markup_before.strip(), after_user_message)
     return Wrapper(markup_before, closing)
 
@@ -205,9 +206,9 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
-    # The white space at the end of `reasoning.close`, such as "\n\n". White space beyond this text
-    # belongs to the content. The loop also removes this text after an opening marker, which is
-    # harmless, because no content is there.
+    # The white space, such as "\n\n", that belongs to the closing marker. Any further white space
+    # belongs to the content. The loop also removes this white space after an opening marker. This
+    # does no harm, because content never directly follows an opening marker.
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     rest = text
     # `_text_after_marker` also skips the white space before a marker, as in `<think>\n\n</think>`.
@@ -254,7 +255,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
-    # A message that ends with one marker twice, as in `<|eot|><|eot|>`, has only one end marker.
+    # If the two markers are equal, as in `<|eot|><|eot|>`, the result contains the marker only
+    # once.
     is_second_end = second != first and _ends_user_turn(second, after_user_message, turn.header)
     if is_second_end:  # Case 1: each of the two markers ends a message.
         return [first, second]
@@ -330,8 +332,8 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
-    # The first marker alone ends the message in any case. Only the text after this marker, such as
-    # `turn<|of|>` or `bot<|sep|>`, can be the header of the next message.
+    # The first marker always ends the message. The text after this marker, such as `turn<|of|>` or
+    # `bot<|sep|>`, may belong to the end of the message, or may be the header of the next message.
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
     contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
     return "" if contains_next_header else turn_end

@@ -50,7 +50,7 @@ _ANSWERED = (
 
 
 def find_model_turn(prober: Prober) -> ModelTurn:
-    r"""Find the texts around the model's answers, above all the header of an assistant message.
+    r"""Find the header of assistant messages, and the other texts around the model's answers.
 
     The header is the text that opens every assistant message. Later comparisons need the header to
     find the model's answer in a rendered conversation. Example: the generation prompt, which opens
@@ -149,13 +149,13 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared_text = _prefix_in_renderings(generation_prompt, [*answers, *prompt_ends])
     else:
-        # The template ignores `add_generation_prompt`. Such a template may write the header after
-        # every question: "QUESTION<|end|><|start|>assistant". Then each answer starts with the text
-        # after the question, too. In this case, `<|end|>` becomes a part of the header.
+        # The template ignores `add_generation_prompt`. It may write the header after every
+        # question, as in "QUESTION<|end|><|start|>assistant". If all answers start with the text
+        # after the question, this text becomes the header, including `<|end|>`.
         after_question = text_after_last(question_and_prompt, USER_TEXT)
         shared_text = _prefix_of_all(after_question, answers)
-    # The header of a user message has the form of the header of an assistant message, so it shows
-    # where the header ends.
+    # The headers of user messages and assistant messages have the same form. Therefore, the header
+    # of a user message shows where the header of an assistant message ends.
     return _drop_text_after_header(shared_text, answers, user_header=_user_header(question))
 
 
@@ -234,7 +234,8 @@ def _prefix_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> 
     # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # The longer prefixes start with the shortest prefix, so all renderings contain the shortest.
+    # Each longer prefix starts with the shortest prefix. Therefore, all renderings contain the
+    # shortest prefix.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 
@@ -308,7 +309,8 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     opening = trailing_marker(header)
     if not opening:
         return header
-    # The marker opens reasoning if an answer continues with its closing marker.
+    # If the closing marker directly follows `opening` in an answer, as in `<think></think>`, the
+    # marker `opening` opens reasoning.
     opens_reasoning = any(
         _closes_after_header(answer, header, opening)
         for answer in answers
@@ -395,6 +397,7 @@ def _regex_for_any_role(user_header: str) -> str:
     # Because `_WORDS` contains a capturing group, `split` returns the words and also the text
     # between the words.
     pieces = _WORDS.split(user_header)
-    # The role is a word that contains "user" in any case, such as "User" or "user_message".
+    # The role is a word that contains "user" in upper or lower case, such as "User" or
+    # "user_message".
     regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
     return "".join(regexes)

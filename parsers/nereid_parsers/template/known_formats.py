@@ -42,20 +42,21 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = _families_of(section)  # The registered sections with equal markers and keys.
     if not families:
         return section
-    # The first `Call` is the one that the template renders. The families were found by its markers,
-    # so only this `Call` gets the JSON keys of the families, such as "parameters" besides
-    # "arguments".
+    # The first `Call` is the form that the template renders. The families were found by the markers
+    # of this form. Therefore, only this form gets the families' alternative JSON keys, such as
+    # "parameters" for "arguments".
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
     family_variants = [
         variant for family in families for variant in _variants_after_first(family, rendered_call)
     ]
-    # A variant is new if its markers or its JSON keys differ from those of all `calls`.
+    # A variant of a family is new if no member of `calls` has the same markers and JSON keys.
     new_variants = _new_variants(calls, family_variants)
     return replace(
         section,
         calls=(*calls, *new_variants),
-        # Other markers that the families write before and after all tool calls of a message.
+        # The alternative markers that the families write before and after all tool calls of a
+        # message.
         also_open=_union(family.also_open for family in families),
         also_close=_union(family.also_close for family in families),
     )
@@ -72,9 +73,9 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
     Return [] if no marker starts the tool calls of `section`. Such tool calls of different families
     look alike, so they do not show the family.
     """
-    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. A trigger is the
-    # text that starts a single tool call, such as `<tool_call>`. The first `Call` is the one that
-    # the template renders.
+    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `calls[0]` is the
+    # form of a tool call that the template renders. Its `trigger` is the text that starts a tool
+    # call, such as `<tool_call>`.
     has_marker = bool(section.opens or section.calls[0].trigger)
     if not has_marker:
         return []
@@ -112,8 +113,8 @@ def _variants_after_first(family: ToolSection, inferred_call: Call) -> Iterator[
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # A family that writes the same body between other markers is assumed to do so with the
-        # inferred body, too. A variant with a body of its own keeps this body.
+        # If a variant has the same body as the family's first form, it differs only in its markers.
+        # The variant then gets the inferred body. Otherwise, the variant keeps its body.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
@@ -222,8 +223,8 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    # The keys are equal, so `_keys_of` does not return None here. Only the type checker requires
-    # the comparison with None.
+    # The families have the same keys as `call`, so `_keys_of` never returns None here. Only the
+    # type checker requires the comparison with None.
     keys_of_families = [_keys_of(family.calls[0]) for family in families]
     all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
     accepted_keys = replace(

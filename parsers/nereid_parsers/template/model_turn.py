@@ -109,14 +109,15 @@ class ModelTurn:
             return None
         # This text follows the user's question or the tool's result.
         after_input = _text_after_input(rendering, conversation)
-        # The header, perhaps without the white space around it, or "" if the text has no header.
+        # The header as it occurs in `after_input`, possibly without its outer white space. It is ""
+        # if `after_input` does not contain the header.
         written_header = _header_as_written(after_input, self.header)
         if written_header:
             _, _, after_header = after_input.partition(written_header)
             return after_header
-        # Without a header, the answer starts directly after the markup that ends the last input.
-        # For a user's message, this markup is `after_user_message`. After a tool's result, often
-        # other markup is written. This markup is not known, and stays in the result.
+        # Without a header, the answer directly follows the markup that ends the last input. After a
+        # user's message, this markup is `after_user_message`. After a tool's result, the markup may
+        # differ. It is then not known, so it is not removed.
         end_of_input = common_prefix(after_input, self.after_user_message)
         return after_input.removeprefix(end_of_input)
 
@@ -165,8 +166,8 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
         conversation: The conversation. If it contains a tool's result, the result is its last
             input. Otherwise, the user's question is the last input.
     """
-    # Some templates do not write a tool's result. In their renderings, the user's question remains
-    # the last input.
+    # Some templates do not render a tool's result. The last input in their renderings is then the
+    # user's question.
     is_result_rendered = conversation.after_tool_result and RESULT_TEXT in rendering
     last_input = RESULT_TEXT if is_result_rendered else USER_TEXT
     return text_after_last(rendering, last_input)
@@ -280,21 +281,24 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     Returns:
         The texts. The tuple is also empty if the header contains no marker.
     """
-    # `turn.header` may start with the markers that end the user's message. They are removed,
-    # because other texts may end a tool's result.
+    # `turn.header` may start with the markers that end a user's message. These markers are removed,
+    # because a tool's result may end with different markers.
     header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
     if prompt_end is None or header in prompt_end:
-        # The header opens every answer, or the template renders no tool results.
+        # Either the template renders no tool results, or the header also opens the answer to a
+        # tool's result.
         return (header,)
-    # `<|answer|>` in the second example: the last marker of the prompt that is not of reasoning
+    # The last marker of the prompt, apart from the markers of reasoning. In the docstring's second
+    # example, it is `<|answer|>`.
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
     if not other_marker:
-        # The parser does not know whether a prompt ends with a question or with a result. In a
-        # prompt with a result, the parser would find the header of an earlier message, and would
-        # read the text after this header as the start of the answer. So no text is returned.
+        # No text opens the answer to a tool's result. If the header were returned, the parser would
+        # search for it in every prompt. In a prompt that ends with a tool's result, the parser
+        # would find the header of an earlier message, and would read the text after that header as
+        # the start of the answer.
         return ()
     return (header, other_marker)  # The header still opens the answer to a question.
 

@@ -106,14 +106,17 @@ class Prober:
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
         """
-        # Each pass, except the last pass, sets one more variable of the template to "".
+        # Each pass of the loop sets one more undefined variable to "". The loop ends when the
+        # template renders the conversation, or fails for another reason.
         while True:
             try:
                 text = self.template.render(self._variables(conversation, form))
-                # `form` determines whether ids are arbitrary texts, which are masked as a whole.
+                # `form` determines how ids are masked. If an id is an arbitrary text, the whole id
+                # is replaced.
                 return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
-                # None for another error, and for a variable that an earlier pass has set to ""
+                # None if the error has another cause, or if an earlier pass has already set the
+                # variable to "".
                 variable = self._undefined_variable(str(refusal))
                 if variable is None:
                     self.refusals[conversation] = str(refusal)
@@ -140,8 +143,9 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            # If several of the following dicts contain a variable, the last value is used. Blank
-            # variables are set to "", because the template fails if these variables are undefined.
+            # If several of the following dicts contain the same variable, the value in the last
+            # dict is used. The template fails if a variable in `_blank_variables` is undefined, so
+            # each of these variables is set to "".
             **dict.fromkeys(self._blank_variables, ""),
             **self.kwargs,  # The variables that the user of the analysis has set.
             **dict(conversation.switches.variables),  # Such as enable_thinking=False.

@@ -32,7 +32,8 @@ from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
-# The name of the proof with one tool call. If this proof fails, the analysis drops the tool calls.
+# The name of the `Proof` of a message with one tool call. If the parser returns this tool call
+# wrongly, the analysis removes the tool calls from the format.
 ONE_CALL_PROOF = "one call"
 
 
@@ -139,8 +140,8 @@ class _AnswerRenderer:
         """
         # The following methods also remove the markers that end the answer, such as `<|end|>`.
         if conversation.after_tool_result:
-            # The header may be missing after a tool's result, so the answer is found by comparing
-            # the rendering with the prompt.
+            # After a tool's result, some templates write no header before the answer. Therefore,
+            # the answer is found by comparing the rendering with the prompt.
             answer = self._answer_to_result(conversation, prompt)
         else:
             answer = self._answer_to_question(conversation, prompt)
@@ -180,10 +181,9 @@ class _AnswerRenderer:
         if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
-        # Most templates end an answer like a user's message, for example with "<|end|>\n". This
-        # markup is removed first, because `without_end_markers` removes an end marker only at the
-        # end of the text, and other markup may follow the marker. If the answer ends with only a
-        # part of the markup after a user's message, this part is removed.
+        # Most templates write the same markup, for example "<|end|>\n", after an answer and after a
+        # user's message. The whole markup is removed first, because `without_end_markers` removes
+        # an end marker only if no other markup follows.
         without_common_markup = drop_common_suffix(answer, self.turn.after_user_message)
         return self.turn.without_end_markers(without_common_markup)
 

@@ -159,8 +159,8 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
     header = turn.header.strip()
-    # If the header occurs a second time, between the reasoning and the content, `markup` declares
-    # the header as an inner header, which the parser must remove.
+    # If the header occurs again between the reasoning and the content, `markup` declares this
+    # second header as an inner header. The parser must remove inner headers from the output.
     markup = declare_reasoning(pair, header, around.after_reasoning)
     return replace(markup, wrapper=_wrapper_after_reasoning(around, pair.closing, header))
 
@@ -207,7 +207,8 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
         after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
         return _TextAroundReasoning(before, after_reasoning, after_content)
     after_reasoning, _, _ = rest.partition(FIRST_TOOL)  # up to the name of the called function
-    # None means that the message has no content. "" would mean that no text follows the content.
+    # None means that the message has no content. The text "" would mean that the message has
+    # content, but no text after the content.
     return _TextAroundReasoning(before, after_reasoning, after_content=None)
 
 
@@ -235,7 +236,7 @@ def _wrapper_after_reasoning(
 
 
 def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
-    """Return the opening and the closing marker of reasoning. A missing marker is blank.
+    """Return the opening marker and the closing marker of reasoning. A missing marker is blank.
 
     Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
     and `</think>`.
@@ -246,11 +247,12 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
         around: The texts around the reasoning of the rendered message.
     """
     opening = _opening_before_reasoning(turn, around.before)
-    # If `opening` is "", the first marker after the reasoning closes the reasoning.
+    # If there is no opening marker, the first marker after the reasoning is the closing marker.
     closing = closing_marker(around.after_reasoning, opening)
     if not opening:
         # The opening marker is derived from the closing marker, for example `<think>` from
-        # `</think>`. A blank closing marker has no spellings, so `opening` stays "".
+        # `</think>`. If the closing marker is blank, nothing can be derived, and `opening` stays
+        # "".
         opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
     return MarkerPair(opening, closing)
 
@@ -268,11 +270,12 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
         before: The text of the rendered message before the reasoning.
     """
     if before.strip():
-        # The reasoning follows directly, so the last marker in `before`, or the words after this
-        # marker, open the reasoning.
+        # The reasoning directly follows `before`. Therefore, the last marker in `before` opens the
+        # reasoning. If words follow this marker, the words open the reasoning.
         return last_opening(before)
-    # In a prompt, other text may follow the opening marker, such as `</think>` if thinking is off.
-    # Therefore, the first marker after the header opens the reasoning.
+    # In a prompt, other text may follow the opening marker. For example, `</think>` follows if
+    # thinking is off. Therefore, the first marker after the header opens the reasoning, not the
+    # last.
     openings = [first_opening(prompt.after_header) for prompt in turn.prompts]
     return next((opening for opening in openings if opening), "")
 

@@ -45,8 +45,8 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
         closing = _closing_for_prompt(turn, prompt)
         if not closing:
             continue
-        # `<think>\n` in the example: the first marker after the header, and the white space after
-        # the marker
+        # The first marker after the header, and the white space after this marker. In the
+        # docstring's example, these are `<think>\n`.
         opening = first_opening(prompt.after_header)
         reasoning = Reasoning(opening, _with_probable_line_breaks(closing, opening))
         # For the default prompt, no switch is set, so `describe` returns "".
@@ -87,7 +87,8 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     if is_thinking_marker(first):
         if second:  # Case 1
             return second
-        # Case 2. If no spelling occurs anywhere, the first spelling is the most probable one.
+        # Case 2. If the template and the prompts contain no spelling of the closing marker, the
+        # first spelling is used, because it is the most probable.
         first_spelling, _ = first_two(possible_closings)
         return used_closing or first_spelling
     if second in possible_closings:  # Case 3
@@ -153,9 +154,8 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         default: The prompt with the default values of the thinking switches.
         prompt: The prompt with another value of a thinking switch.
     """
-    # Some models turn thinking on or off if the system message is, for example, "/no_think". For
-    # such a switch, the analysis itself has added the system message (`switches.system`), so the
-    # added text is no instruction of the template.
+    # To set some switches, the analysis adds a system message (`switches.system`) such as
+    # "/no_think" to the prompt. This text is not an instruction of the template.
     is_text_from_analysis = bool(prompt.switches.system)
     if is_text_from_analysis:
         return []

@@ -84,7 +84,7 @@ def last_opening(before: str) -> str:
     """
     all_markers = list(MARKER.finditer(before))
     if not all_markers:
-        # Line breaks at the start of a message belong to the message, not to the opening words.
+        # Line breaks at the start of a message do not belong to the words that open the reasoning.
         return before.lstrip("\n")
     last_marker = all_markers[-1]
     after_marker = before[last_marker.end() :]
@@ -96,7 +96,7 @@ def last_opening(before: str) -> str:
 
 
 def _last_space_and_word(text: str) -> str:
-    r"""Return the last white space in `text`, and the text after this white space.
+    r"""Return the end of `text`, beginning with the last white space in `text`.
 
     >>> _last_space_and_word("Hello. <|open|>think"), _last_space_and_word("Hello.\n")
     (' <|open|>think', '\n')
@@ -183,8 +183,8 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
         header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
-    # If the last marker also occurs in the closing marker or in the header, it is ambiguous, and is
-    # not declared as an alternative.
+    # If the last opening marker also occurs in the closing marker or in the header, its meaning is
+    # ambiguous. It is then not declared as an alternative opening marker.
     also_open = _alternative_openings(pair.opening, other_texts=(pair.closing, header))
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(
@@ -234,8 +234,9 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
             is None if this text is blank.
         after_content: The text after the content.
     """
-    # The white space before the opening marker, such as `<answer>`, belongs to the end of the
-    # reasoning. White space after the opening marker is kept, because the model writes it, too.
+    # White space before the opening marker of the content, such as `<answer>`, belongs to the end
+    # of the reasoning, and is removed. White space after the opening marker is kept, because the
+    # model writes it, too.
     opening = before_content.lstrip()
     if not opening:
         return None

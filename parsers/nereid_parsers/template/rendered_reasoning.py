@@ -26,8 +26,9 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 # Some templates print a part of a message as JSON or as a Python dict. This expression matches the
 # key in such a text: `'thinking':` in "{'thinking': 'Numbat thinks.'}".
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
-# The largest number of settings of the thinking switches for which reasoning is rendered. With the
-# three answers and up to three places of the reasoning, up to 54 conversations are rendered.
+# The maximum number of settings of the thinking switches that are tried. For each setting, the
+# analysis renders three answers, each with up to three places of the reasoning. Thus, it renders at
+# most 6 * 3 * 3 = 54 conversations.
 _MAX_SETTINGS_TRIED = 6
 
 # Three assistant messages with reasoning. The first message also has content, the second has a tool
@@ -84,7 +85,7 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     rendered = _find_conversation(turn)
     if rendered is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
-    # `_rendered_fields` and all later renderings use this form.
+    # `_rendered_fields` and all later renderings use `turn.prober.form`.
     turn.prober.form = replace(turn.prober.form, reasoning=rendered.place)
     return ReasoningFindings(
         conversation=rendered.conversation,
@@ -114,12 +115,12 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     `enable_thinking`, and in the place of the reasoning. The place is a field of the message, or a
     part of the content. Return None if the template renders no reasoning.
     """
-    # There is one prompt for each setting of the switches.
+    # `turn.prompts` contains one prompt for each setting of the thinking switches.
     prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
     settings = [prompt.switches for prompt in prompts] or [NO_SWITCHES]
     places = _possible_places(turn)
-    # An answer with content is preferred, so all settings and places are tried with this answer
-    # before an answer with a tool call is tried.
+    # An answer with content, but without a tool call, is preferred. Therefore, it is tried first,
+    # with all settings and places.
     for answer, switches, place in product(_ANSWERS, settings, places):
         form = replace(turn.prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
@@ -190,7 +191,7 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """For each setting that changes the prompt's end, return the text after the header.
+    """Find the settings that change the end of the prompt. For each of them, return the new end.
 
     Example: {"enable_thinking=False": "<think></think>"} is the result if, with this setting, the
     prompt ends with the header `<|im_start|>assistant` and "<think></think>", and the default
@@ -201,14 +202,14 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # A setting such as `a=True, b=True` is omitted if `a=True` alone has the same effect.
-    # Therefore, settings with fewer variables come first in the loop.
+    # If `a=True` alone has the same effect as `a=True, b=True`, only `a=True` is reported.
+    # Therefore, the settings with fewer variables come first in the loop.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
         same_effect = [other for other in reported if other.after_header == prompt.after_header]
         switches = _switches_of(prompt)
-        # Fewer switches, which all belong to this prompt too, are sufficient for this effect.
+        # A setting is superfluous if some of its switches alone have the same effect.
         is_superfluous = any(_switches_of(other).issubset(switches) for other in same_effect)
         if not is_superfluous:
             reported.append(prompt)

@@ -81,10 +81,12 @@ class RequestTemplate:
             LimitError: The rendering takes more than 5 seconds of processor time, or exceeds the
                 limits on its steps and sizes, see `limits_for_request`.
         """
-        # The limits depend on the size of the request as the client has sent it.
+        # The limits depend on the size of the client's request, so they are computed before the
+        # messages are changed.
         limits = limits_for_request(variables)
-        # Templates read the reasoning of a message from different fields. The prepared messages
-        # contain the reasoning in each of these fields, and no members with the value None.
+        # Templates read the reasoning of a message from different fields. Therefore, the prepared
+        # messages contain the reasoning in each of these fields. Members with the value None are
+        # removed.
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
         if not continue_final_message:
             return self._render_within({**variables, "messages": messages}, limits)
@@ -122,14 +124,15 @@ class RequestTemplate:
         content = messages[-1].get("content") if messages else None
         if content is None:
             raise ContinuationRefused("the last message has no content to continue")
-        # A template without this word cannot read the field `content`. If the word occurs, but the
-        # template does not write the content, the check after the rendering raises the error.
+        # A template without the word "content" cannot read the field `content`. A template with
+        # this word may nevertheless omit the content. The check after the rendering then raises the
+        # error.
         if "content" not in self._source:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
-        # Content of another type, such as a number, has no parts. `_mark_last_part` rejects content
-        # without a part that contains text.
+        # Content that is neither a string nor a list, such as a number, is treated as an empty list
+        # of parts. `_mark_last_part` raises an error if no part contains text.
         parts = content if isinstance(content, list) else []
         return _mark_last_part(messages, parts)
 
@@ -218,14 +221,15 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
             message.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # Some templates delete a part of the message. The model cannot continue such a message. As in
-    # transformers, only the presence of the text is checked, not its place in the prompt.
+    # If the template has deleted a part of the message, the model cannot continue the message. As
+    # in transformers, it does not matter where in the prompt the text occurs.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    # The space after `_END_WORD` is missing if the template strips messages. Without `_END_WORD`,
-    # such a template would have stripped the white space that is now before `_END_WORD`.
+    # A missing space after `_END_WORD` shows that the template strips messages. Such a template
+    # would also strip white space at the end of the original message. Therefore, the white space
+    # before `_END_WORD` is removed, too.
     strips_messages = not after_end_word.startswith(" ")
     return up_to_message_end.rstrip() if strips_messages else up_to_message_end

@@ -48,8 +48,9 @@ def thinking_switches(
     ]
     # Some templates render reasoning only if several switches, such as `enable_thinking`, are on.
     all_variables = _all_on_and_all_off(names) if len(names) > 1 else []
-    # The settings that usually have an effect are first. System messages are last, so they are
-    # omitted if a template has many variables.
+    # Only the first `_MAX_SETTINGS` settings are returned. Therefore, the settings that usually
+    # have an effect are first. System messages are last, so they are omitted if a template has many
+    # variables.
     settings = [NO_SWITCHES, *all_variables, *one_variable, *_system_messages(template)]
     return settings[:_MAX_SETTINGS]
 
@@ -95,7 +96,7 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings of the variables: first all are True, and then all are False.
+    """Return two settings of the variables: in one, all are True, and in the other, all are False.
 
     >>> [setting.describe() for setting in _all_on_and_all_off(["a", "b"])]
     ['a=True, b=True', 'a=False, b=False']

@@ -109,8 +109,8 @@ def find_tools(
         return ToolFindings(part=guess_tool_section(renderer))
     two_calls = render_two_calls(renderer)  # records T2
     texts = _render_calls(renderer, one_call, two_calls)
-    # This records T3 to T7b, which only the report needs. They show, for example, how a call with
-    # another function or with two arguments is rendered.
+    # This call records the comparisons T3 to T7b, which only the report needs. They show, for
+    # example, how the template renders a call of another function, or a call with two arguments.
     record_changed_calls(turn.prober)
     content_before_call = find_content_before_call(turn)  # records T8
     findings_without_format = ToolFindings(
@@ -118,9 +118,9 @@ def find_tools(
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
-    # Two tool calls must differ only in their names and arguments. The prober has masked numbers
-    # directly after the name, as in `f:0`. `mask_call_numbers` also masks numbers at other places,
-    # as in `0 f` or `f index=0`.
+    # The two tool calls must differ only in their names and arguments, so their numbers are masked.
+    # The prober has already masked numbers directly after the name, as in `f:0`.
+    # `mask_call_numbers` also masks numbers at other places, as in `0 f` or `f index=0`.
     inference = infer_call_format(mask_call_numbers(texts))
     turn.prober.undecided += inference.problems  # sentences about what could not be inferred
     if inference.call_format is None:
@@ -227,7 +227,7 @@ def render_two_calls(renderer: CallRenderer) -> str:
     if is_parallel:
         finding = "A message can have several calls."
     else:
-        # If the template raised an error for this conversation, the prober has stored the message.
+        # If the template failed to render this conversation, `refusals` contains the error message.
         error_message = prober.refusals.get(two_calls)
         reason = error_message or "the template does not render the second call"
         finding = f"A message can have only one call: {reason}"
@@ -274,7 +274,7 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
     between = text_between(text, CONTENT_TEXT, FIRST_TOOL)
     if between is None:
         return ContentBeforeCall(is_rendered=False)
-    # Empty if the content and the tool call are in one turn.
+    # `inner_headers` is empty if the content and the tool call are in one turn.
     inner_headers = _turn_markers_between(between, turn.header.strip())
     if inner_headers:
         finding = "Content and calls are written as separate turns."

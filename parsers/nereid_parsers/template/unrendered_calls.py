@@ -22,7 +22,7 @@ _WORD_OF_OTHER_MARKERS = re.compile(r"list|response|result|output")
 
 
 def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
-    """Guess how the model writes tool calls that its template does not render completely.
+    """For a template that renders no complete tool call, guess how the model writes tool calls.
 
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
@@ -41,8 +41,8 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
     if not _offers_tools(prober):
         return None
     section = None
-    # If the rendering contains the function's name, the template does render tool calls, but the
-    # analysis cannot infer their form. A form from the registry would contradict the template.
+    # If the rendering contains the function's name, the template renders tool calls in a form that
+    # the analysis cannot infer. A form from the registry would contradict this form.
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     if not is_name_rendered:
         section = recognise_tool_section(_possible_call_markers(prober))
@@ -85,6 +85,7 @@ def _possible_call_markers(prober: Prober) -> set[str]:
     # Some templates contain a phrase, such as "List of tools: [", that identifies the model family.
     # The tool call markers of these families are known.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    # Markers without a word such as "list" or "response" stay unchanged.
+    # For example, `<|tool_list_start|>` becomes `<|tool_call_start|>`. Markers that contain no word
+    # such as "list" or "response" stay unchanged.
     derived_markers = [_WORD_OF_OTHER_MARKERS.sub("call", marker) for marker in template_markers]
     return {*prober.added_tokens, *template_markers, *derived_markers}

@@ -209,9 +209,8 @@ class CpuKVCache(KVCache):
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, key_dim, block_size = keys.shape
-        # The keys are transposed within each block, so the numbers of one key are not contiguous.
-        # In this view, the first index is block * num_kv_heads + head, and the last index selects a
-        # token of the block.
+        # The cache stores the keys of each block and head as a matrix, [key_dim, block_size]. The
+        # first index of this view selects the matrix: block * num_kv_heads + head.
         transposed_keys = keys.view(-1, key_dim, block_size)
         block_and_head = rows // block_size
         token_in_block = rows % block_size
@@ -323,7 +322,8 @@ def serving(
     layer_structs = cache.layer_structs(layers, batches[0].block_size)
     group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
     group_of = (ctypes.c_int64 * len(layer_structs))(*cache.group_of)
-    # Only measurements set `kernel_times`. The kernels then add their computing time to it.
+    # `kernel_times` is set only while the time in the kernels is measured. The kernels add their
+    # computing time to this object.
     times = None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times)
     forward = NativeForward(
         layers=ctypes.addressof(layer_structs),

@@ -61,8 +61,8 @@ def split(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # `num_programs` programs read each token. If each program reads `tokens_by_occupancy` tokens
-    # (one split), the launch has about `wanted_programs` programs.
+    # `num_programs` programs read each split, because each of them computes different heads. With
+    # splits of `tokens_by_occupancy` tokens, the launch has about `wanted_programs` programs.
     tokens_by_occupancy = divide_up(num_tokens * num_programs, wanted_programs)
     tokens_by_max_splits = divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
@@ -91,15 +91,18 @@ def captured_splits(
         device: the device of the step.
     """
     longest = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
-    # Smaller splits would spend too much time on reading the query and combining the results.
+    # Each split has at least `_MIN_TILES` tiles. With smaller splits, reading the query and
+    # combining the results would take too much time.
     max_splits_by_length = divide_up(longest, _MIN_TILES * tile)
-    # The factor allows more programs than for a single step, because in some of the repeated steps,
-    # one sequence is much longer than the others, and only its splits keep the GPU busy.
+    # The graph is also used for steps in which one sequence is much longer than the others. In such
+    # a step, only the programs of the long sequence keep the GPU busy. The factor therefore allows
+    # more programs.
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
     splits_by_occupancy = divide_up(wanted_programs, rows.count * num_programs)
-    # In some of the repeated steps, all sequences but one may be short. The minimum lets several
-    # programs share the keys of the long sequence even if `rows.count` is large. It costs little
-    # time in other steps, because programs whose split contains no keys end immediately.
+    # With many sequences, `splits_by_occupancy` is small. If only one sequence is long, several
+    # programs should still share its keys, so there is a minimum number of splits. In other steps,
+    # the additional splits cost little time, because a program whose split contains no keys ends
+    # immediately.
     num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
     return max(1, min(num_splits, max_splits_by_length, MAX_SPLITS))
 

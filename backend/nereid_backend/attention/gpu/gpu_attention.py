@@ -86,8 +86,8 @@ def attend(
     """
     query, key, value = inputs
     store_layer(key, value, layer, cache, batch)
-    # The key and the value are passed, too, because some attention libraries cannot read the cache
-    # and compute prompts directly from these tensors.
+    # Also pass the key and the value, because some attention libraries cannot read the cache. These
+    # libraries compute the attention of prompts from the two tensors.
     return attend_stored(query, (key, value), layer, cache, batch, scale=scale, sinks=sinks)
 
 
@@ -167,7 +167,7 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
 def _attention_call(
     layer: tuple[int, LayerSpec], cache: GpuKVCache, scale: float, sinks: Tensor | None
 ) -> AttentionCall:
-    """Return the arguments of a layer's kernels that do not depend on the tokens of the step.
+    """Return the kernel arguments that depend on the layer, but not on the tokens of the step.
 
     `layer` is the index of the layer in the cache, and the properties of the layer. `scale` is the
     factor by which the scores are multiplied. `sinks` is [num_heads]; None if there are no sinks.
@@ -220,7 +220,7 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
     device = device_of(cache.device)
     tilings = []
     for keys, spec in zip(cache.keys, layers, strict=True):
-        # The tile sizes that were fastest for the prefill kernel in measurements on this GPU.
+        # In measurements on this kind of GPU, the prefill kernel was fastest with these tile sizes.
         tuning = device.tuning("prefill", _largest_dim(spec), keys.itemsize)
         tilings.append(prefill_tiling(spec, tuning))
     return StepLayout(tilings)  # removes duplicates, because many layers have equal tilings

@@ -49,7 +49,7 @@ class DecodeRows:
     _workspaces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def for_capture(self, longest: Tensor) -> "DecodeRows":
-        """Return a copy of the metadata for a forward pass that is captured as a CUDA graph.
+        """Return a copy of this metadata that can be used in a CUDA graph.
 
         The copy has no workspaces yet. The kernels therefore allocate their workspaces during the
         capture, in the memory that all graphs share. `longest` is [1] int64, the length of the
@@ -242,7 +242,8 @@ class PackedRows:
         prefills = None
         if batch.prefills:
             prefill_rows = next(remaining_tensors)
-            # The remaining tensors contain the tiles. Each layer looks up the tiles of its tiling.
+            # Each remaining tensor contains the tiles for one tiling (a tile size and an attention
+            # window). Each layer looks up the tiles for its tiling.
             tiles_by_tiling = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
             prefills = PrefillRows(batch.prefills, table, prefill_rows, tiles_by_tiling)
@@ -317,7 +318,8 @@ def _decode_rows(groups: list[DecodeGroup], block_size: int, table_starts: Tenso
             the concatenated block tables.
     """
     tokens: list[Tensor] = []
-    # One pair for each group: the number of sequences, and the largest length of a sequence.
+    # For each group, a pair: the number of sequences, and the largest possible length of a
+    # sequence.
     bounds: list[tuple[int, int]] = []
     for group in groups:
         num_seqs, num_blocks = group.blocks.shape

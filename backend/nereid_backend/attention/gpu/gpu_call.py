@@ -113,7 +113,8 @@ class AttentionCall:
         """
         key_dim = self.spec.key_dim
         main = key_dim
-        # For a short key, a second matrix product would take more time than the padding.
+        # Only long keys are divided. A short key is padded instead, because a second matrix product
+        # would take more time than the padding.
         if key_dim > _MAX_PADDED_KEY:
             main = 1 << (key_dim.bit_length() - 1)  # the largest power of two up to `key_dim`
         rest = key_dim - main

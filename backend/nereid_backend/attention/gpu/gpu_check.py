@@ -118,9 +118,10 @@ class TrialStep:
 
     @property
     def token_counts(self) -> list[tuple[int, int]]:
-        """For each sequence, the number of cached tokens and of new tokens. Decodes come first.
+        """For each sequence, the pair (number of cached tokens, number of new tokens).
 
-        Example: one decode of length 400 and the prefill (140, 20) give [(399, 1), (140, 20)].
+        The decodes come first. Example: one decode of length 400 and the prefill (140, 20) give
+        [(399, 1), (140, 20)].
         """
         return [*((length - 1, 1) for length in self.decodes), *self.prefills]
 
@@ -228,7 +229,7 @@ def compare(trial: Trial, computed: Tensor) -> float:
     query, key, value = trial.inputs
     # The reference computes in float32, and reads the same rounded numbers as the kernels.
     reference_cache = _float32_cache(cache, spec, batch.block_size)
-    # The key and the value of the step as the kernels stored them. An 8-bit cache rounds them.
+    # Read the keys and values of the step back from the cache. An 8-bit cache has rounded them.
     stored = _read_step_vectors(reference_cache, batch)
     _check_rounding_errors(cache, stored=stored, originals=(key, value))
     inputs = (query.float(), *stored)
@@ -280,11 +281,11 @@ def _make_batch(
             prefills.append(Prefill(start, len(slots), num_cached, blocks))
     groups = []
     if num_decodes:
-        # The null block follows the blocks of all sequences.
+        # The blocks of the sequences have the ids 0 to n - 1, and the null block has the id n.
         null_block = sum(map(len, tables))
         blocks = _int64(_padded(tables[:num_decodes], null_block), device)
         lens = _int64(step.decodes, device)
-        # tokens=None means that the decodes are the first tokens of the step.
+        # tokens=None means that the tokens of the decodes are the first tokens of the step.
         groups.append(DecodeGroup(tokens=None, blocks=blocks, lens=lens, block_size=block_size))
     return AttentionBatch(_int64(slots, device), num_decodes, groups, prefills, block_size)
 

@@ -42,7 +42,8 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
 
     Mutates: the cache.
     """
-    # Only installations for GPUs have the package triton, so the kernel is imported here.
+    # The package triton is installed only for GPUs. The kernel is imported here, so that this
+    # module can be imported without triton.
     from nereid_backend.attention.gpu.triton_store import store_kernel
 
     num_kv_heads, num_tokens, key_dim = key.shape
@@ -163,8 +164,9 @@ def _split_sizes(
         tile: the number of keys that a program processes at once.
     """
     device = rows.lens.device
-    # `longest` is set only for a launch in a CUDA graph. It is a tensor from which the kernel reads
-    # the length of the longest sequence, because this length differs between the repeated steps.
+    # A CUDA graph is replayed in several steps, and the length of the longest sequence differs
+    # between these steps. The kernel therefore reads this length from the tensor `longest`, which
+    # is set only for launches in a CUDA graph.
     is_captured = rows.longest is not None
     if is_captured:
         num_splits = decode_splits.captured_splits(rows, spec.window, num_programs, tile, device)

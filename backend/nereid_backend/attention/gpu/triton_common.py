@@ -137,7 +137,8 @@ def tile_scores(
     log2(e). If HAS_SCALES is true, the keys are 8-bit numbers, and each score is multiplied by the
     factor of its key, which is read from key_scales.
     """
-    # Load MAIN columns from column 0 on. KEY_DIM is the distance between two rows of the cache.
+    # Load the first MAIN columns of the keys. KEY_DIM is the distance between two rows of the
+    # cache.
     key = load_rows(keys, key_rows, is_read, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:

@@ -92,7 +92,7 @@ def _unpack_1_bit(packed: Tensor) -> Tensor:
 def _weight_with_zero_point(
     values: Tensor, scales: Tensor, num_rows: int, *, zero_point: int, bits_in_memory: int
 ) -> IntegerWeight:
-    """Create an IntegerWeight. Each of its weights equals `scale * (value - zero_point)`.
+    """Create an IntegerWeight: weight = scale * (value - zero_point).
 
     `bits_in_memory` is 4 or 8, because the CPU kernels support only these sizes. The differences
     `value - zero_point` must fit into signed integers of this size.
@@ -280,7 +280,7 @@ def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
     `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. Bytes 0 and 1 contain the
     scale, float16. The other 16 bytes contain 32 integers q.
     """
-    # The levels are int8 numbers, so they need 8 bits and no zero point.
+    # `_LEVELS` contains int8 numbers, so the weight needs 8 bits and no zero point.
     values = _LEVELS[_unpack_4_bit(blocks[:, 2:], run_length=16).int()]
     return _weight_with_zero_point(
         values, _read_float16(blocks, 0), num_rows, zero_point=0, bits_in_memory=8
@@ -307,7 +307,7 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     low_bits = unpack_nibbles(blocks[:, 4:8])
     group_scales = low_bits | (high_bits << 4)
     scales = _read_float16(blocks, 0) * (group_scales.float() - 32)  # [blocks, 8]
-    # The levels are int8 numbers, so they need 8 bits and no zero point.
+    # `_LEVELS` contains int8 numbers, so the weight needs 8 bits and no zero point.
     values = _LEVELS[_unpack_4_bit(blocks[:, 8:], run_length=16).int()]
     return _weight_with_zero_point(values, scales, num_rows, zero_point=0, bits_in_memory=8)
 

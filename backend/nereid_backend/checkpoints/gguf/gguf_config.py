@@ -138,8 +138,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         )
     fields = {**_FIELDS, **architecture.more_fields}  # maps metadata keys to fields of the config
     values = _architecture_values(file)
-    # Every required key exists after this check, such as the number of attention heads. A file may
-    # also contain some keys that are not copied to a field of the config.
+    # After this check, every required key exists, for example the number of attention heads. Some
+    # supported keys have no field in the config. These keys are allowed, but not copied.
     _check_metadata_keys(file, values, allowed={*fields, *_KEYS_WITHOUT_FIELD})
     config = {field: values[name] for name, field in fields.items() if name in values}
     # A file may leave out the following two fields, for which llama.cpp has default values.
@@ -147,7 +147,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
-    # The following fields are no copies of metadata values.
+    # The following fields are not simple copies of metadata values.
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
@@ -175,9 +175,9 @@ def _fields_of_architecture(
         values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
-    # In most architectures, the attention scale is always 1 / sqrt(head_dim), which needs no field.
-    # In some architectures, the model with a certain number of layers has another scale. Their
-    # config contains the number s of the attention scale 1 / sqrt(s).
+    # The attention scale is usually 1 / sqrt(head_dim), for which the config needs no field. In
+    # some architectures, one model size has a different scale. For every model of these
+    # architectures, query_pre_attn_scalar contains the number s of the scale 1 / sqrt(s).
     if architecture.num_layers_with_other_scale:
         fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)
     if architecture.has_local_rope:

@@ -176,7 +176,8 @@ def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre_tokenizer = values.get("pre_tokenizer_type")
-    # The pre-tokenizer of gpt-2 is transformers' default, so the table does not contain it.
+    # The pre-tokenizer of gpt-2 is the default of transformers, so `GGUF_PRE_TOKENIZER_SPLITS` does
+    # not contain it.
     known_pre_tokenizers = (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2")
     # Only byte-level BPE tokenizers, such as the tokenizer of gpt2, have a pre-tokenizer.
     if values["tokenizer_type"] == "gpt2" and pre_tokenizer not in known_pre_tokenizers:
@@ -199,7 +200,7 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     try:
-        # The second item is an empty dict for these tokenizers.
+        # For the tokenizers that this package supports, the second item is an empty dict.
         tokenizer, _no_settings = convert_gguf_tokenizer(file.architecture, values)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelError(

@@ -189,10 +189,10 @@ def gguf_weights(
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # Rotary embeddings rotate pairs of numbers of a head. In some architectures, llama.cpp stores
-    # the rows of a pair next to each other, but transformers stores them half a head apart. The
-    # rows of the queries and keys must then be reordered. The dict maps the names of these layers
-    # to their numbers of heads.
+    # Rotary embeddings rotate pairs of numbers within a head. In some architectures, llama.cpp
+    # stores the two rows of a pair next to each other, but transformers stores them half a head
+    # apart. The rows of the queries and keys are then reordered. For each layer whose rows are
+    # reordered, the dict contains the number of heads.
     num_heads_of_reordered = {}
     if architecture.has_rotated_pairs:
         num_heads_of_reordered = {"attn_q": num_heads, "attn_k": num_kv_heads}
@@ -203,8 +203,8 @@ def gguf_weights(
         if _ANY_EXPERT in name:  # the tensor contains the weights of several experts
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
-        # If the architecture has sandwich norms (norms before and after attention), its norms
-        # multiply by `1 + w`. llama.cpp stores the sum, but transformers needs the weight `w`.
+        # In architectures with sandwich norms (norms before and after attention), each norm
+        # multiplies by `1 + w`. llama.cpp stores `1 + w`, but transformers needs `w`.
         has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
         layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(

@@ -217,7 +217,7 @@ class BlockTables:
             self._pool.release(table[start:end])
             table[start:end] = [self._pool.null_block] * (end - start)
             sequence.num_null_blocks[group] = end
-            # The forward path compares this number, and then copies the changed table.
+            # The forward path copies the block tables again if this number has changed.
             sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
@@ -254,8 +254,8 @@ class BlockTables:
 
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
-        # All sequences of a request have the same prompt. Therefore, their block hashes and their
-        # numbers of cached tokens, which are reported to the client, are also equal.
+        # All sequences of a request have the same prompt. Therefore, each follower gets the block
+        # hashes of the leader, and reports the same number of cached tokens to the client.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
@@ -341,17 +341,17 @@ class BlockTables:
             return False
         # `request.block_tables` has one table for each group of layers.
         tables = [table[:num_shared] for table in request.block_tables]
-        # A null block is a placeholder for a block before the attention window. It has no reference
-        # count, so it is not acquired.
+        # Null blocks are placeholders for the blocks before the attention window. They have no
+        # reference counts, so they are not acquired.
         num_null_blocks = self._count_null_blocks(tables)
         self._pool.acquire(_without_null_blocks(tables, num_null_blocks))
         for table in tables:
             table += self._pool.allocate(num_new)
         ends_within_block = num_reused_tokens % self._block_size > 0
         if ends_within_block:
-            # The first new block becomes a copy of the block in which the reused tokens end. This
-            # block is never a null block, because the last prompt token, which attends to the
-            # block, is in the same block.
+            # The first new block becomes a copy of the block in which the reused tokens end. The
+            # copied block also contains the last prompt token. It is therefore inside the attention
+            # window, and is not a null block.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables
@@ -373,7 +373,7 @@ class BlockTables:
         """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
-        # The full blocks of reused tokens are in the prefix cache already.
+        # The full blocks of reused tokens are already in the prefix cache.
         sequence.num_blocks_in_cache = num_reused // self._block_size
         sequence.num_null_blocks = num_null_blocks
         self._update_after_table_change(sequence)
@@ -412,7 +412,7 @@ class BlockTables:
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:
             return self._num_blocks(num_tokens)
-        # The position at which the window of the first uncomputed token starts.
+        # The window of the first uncomputed token starts at this position.
         window_start = window.first_visible(num_cached)
         max_needed_tokens = window.max_visible_tokens + self._max_step_tokens
         return self._num_blocks(min(num_tokens, window_start + max_needed_tokens))
@@ -431,7 +431,7 @@ class BlockTables:
 
 
 def _without_null_blocks(tables: list[list[int]], num_null_blocks: list[int]) -> list[int]:
-    """Return the entries of all block tables, without the null blocks at the start of a table.
+    """Return the entries of all block tables, without the null blocks at the start of each table.
 
     Example: the tables [[4, 9], [null, 3]] and num_null_blocks=[0, 1] give [4, 9, 3].
     """

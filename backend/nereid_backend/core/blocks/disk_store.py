@@ -104,7 +104,7 @@ class DiskStore:
         # Maps the name of a file to its size. The least recently used file comes first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0  # the sum of the sizes
-        # The tasks that wait for the writer thread: the new content of a file, or its deletion.
+        # The tasks that wait for the writer thread. Each task writes or deletes one file.
         self._pending = _PendingFiles()
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,8 +137,9 @@ class DiskStore:
         with self._lock:
             if name in self._pending:
                 # The writer thread has not written or deleted this file yet. `waiting_data` is the
-                # new content of the file; None if the file will be deleted. When the thread writes
-                # the file, the file becomes the most recently used file.
+                # new content of the file, or None if the file will be deleted. `_sizes` need not be
+                # updated here: when the thread writes the file, the file becomes the most recently
+                # used file.
                 waiting_data = self._pending[name]
                 return None if waiting_data is None else _split_header(waiting_data)[1]
             if name not in self._sizes:
@@ -270,8 +271,9 @@ class DiskStore:
         is_too_large_for_folder = len(data) > self._max_bytes
         if is_too_large_for_folder:
             return
-        # If a file with this name exists, its size still counts here. More files than necessary may
-        # then be deleted, even the file itself, but the limit is never exceeded.
+        # An existing file with this name will be replaced, but its size still counts here. More
+        # files than necessary may therefore be deleted, including this file, but the folder never
+        # exceeds the limit.
         self._delete_oldest_files(len(data))
         _write_atomically(path, data)
         self._forget(name)  # The size of a replaced file no longer counts.
@@ -324,7 +326,7 @@ def _split_header(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _length(data: bytes | None) -> int:
-    """Return the number of bytes that a task writes; 0 for None, which deletes the file."""
+    """Return the number of bytes that a task writes. The result is 0 if the task deletes a file."""
     return 0 if data is None else len(data)
 
 

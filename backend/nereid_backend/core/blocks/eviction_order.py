@@ -101,8 +101,8 @@ class EvictionOrder(Generic[Item]):
         # return the same time for two changes.
         self._num_changes = 0
 
-        # Maps each idle item without a session to the value of `_num_changes` when the item became
-        # idle. The oldest item comes first.
+        # Maps each idle item without a session to a time stamp: the value of `_num_changes` when
+        # the item became idle. The oldest item comes first.
         self._idle_without_session: OrderedDict[Item, int] = OrderedDict()
 
         # The sessions, with the least recently used session first.
@@ -110,11 +110,11 @@ class EvictionOrder(Generic[Item]):
         # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # If the next item must be evicted from a session, it is evicted from this session; None if
-        # a session must be selected first. Only sessions with at least the mean number of idle
-        # items are selected, so that a large session cannot displace the items of small sessions.
-        # The selected session loses items until it has fewer idle items than the mean. One session
-        # then loses a long part of its prefix, instead of each session a short part.
+        # The session from which items are evicted; None if no session is selected. Only a session
+        # with at least the mean number of idle items is selected, so that a large session cannot
+        # displace the items of small sessions. The selected session loses items until it has fewer
+        # idle items than the mean. Therefore, one session loses a long part of its prefix, and the
+        # other sessions lose nothing.
         self._evicted_session: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
@@ -210,9 +210,9 @@ class EvictionOrder(Generic[Item]):
         Create the session if it does not exist. The session expires at `min_expires`, or at its
         present expiry time if that time is later.
         """
-        # The number of changes is a time stamp. `last_use` is compared with the time stamps of
-        # items without a session, and the order of `_sessions` is used to find the least recently
-        # used session.
+        # `_num_changes` is used as a time stamp. `last_use` is compared with the time stamps of
+        # items without a session. In `_sessions`, the most recently used session is moved to the
+        # end, so the least recently used session comes first.
         self._num_changes += 1
         session = self._sessions.get(key)
         if session is None:
@@ -223,8 +223,8 @@ class EvictionOrder(Generic[Item]):
             session.last_use = self._num_changes
             session.expires = max(session.expires, min_expires)
         if self._evicted_session is session:
-            # This session was selected for the next eviction, but it has just been used. Therefore,
-            # `_next_evicted_session` must select a session again.
+            # This session was selected for the next eviction, but it has just been used. Reset the
+            # selection, so that `_next_evicted_session` selects a session again.
             self._evicted_session = None
         return session
 

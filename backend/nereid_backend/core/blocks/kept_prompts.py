@@ -22,7 +22,7 @@ class KeptPrompts:
     def __init__(
         self, pool: BlockPool, block_size: int, windows: abc.Sequence[AttentionWindow | None]
     ) -> None:
-        """Create an object that keeps no blocks yet.
+        """Create an empty collection of prompt blocks.
 
         If a request has several sequences, its first sequence computes the prompt. The request then
         keeps the blocks of the prompt until the other sequences have started to run.

@@ -97,13 +97,14 @@ class PrefixCache:
         self.num_hit_tokens = 0  # the tokens whose blocks were found in the cache
         self.snapshots = snapshots
         # The new blocks that must be written to disk, and the invalid blocks that must be deleted
-        # from disk. `save_on_disk` sets the attribute if there is a cache on disk.
+        # from disk. None if there is no cache on disk. Otherwise, `save_on_disk` sets this
+        # attribute.
         self.disk_changes: DiskChanges | None = None
         self._pool = pool
         self._block_size = block_size
 
         self._windows = tuple(windows)
-        # `_window_search` finds cached prefixes if at least one group has an attention window.
+        # If at least one group has an attention window, `_window_search` finds the cached prefixes.
         self._has_windows = any(window is not None for window in windows)
         self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
 
@@ -132,8 +133,8 @@ class PrefixCache:
         """
         hashes = self.prefix_hashes(sequence)
         if self._has_windows:
-            # Cached blocks before a window may be missing, so there is no single position up to
-            # which all blocks are cached, and `end_of_cached_blocks` is not set.
+            # Blocks before an attention window may be missing in the cache. The cached blocks
+            # therefore have no single end position, and `end_of_cached_blocks` is not set.
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
@@ -257,8 +258,9 @@ class PrefixCache:
                     # The cache already contains a block with the same tokens, which another request
                     # has computed.
                     continue
-                # The entry is not a null block (a placeholder before the attention window), because
-                # a block is added after the step that computed it, and freed later.
+                # This entry is not a null block. A block is added to the cache directly after the
+                # step that computed it. Blocks before the attention window are freed and replaced
+                # by null blocks only later.
                 self._mark_cached(cached_blocks, block_hash, table[index])
                 if self.disk_changes is not None:
                     # There is a cache on disk. `unsaved` is a dict that is used as an ordered set.
@@ -290,9 +292,9 @@ class PrefixCache:
             # A snapshot applies to all groups of layers, so it is retained if any group still has
             # the block before the snapshot.
             first_retained = min(sequence.num_null_blocks)
-            # Snapshots do not need earlier snapshots, so their order is not reversed: the first
-            # snapshot is evicted first. The next request of the session probably continues after
-            # the last snapshot.
+            # The order of the snapshots is not reversed: the first snapshot is evicted first. A
+            # snapshot can be used without the earlier snapshots, and the next request of the
+            # session probably continues after the last snapshot.
             self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
@@ -354,9 +356,8 @@ class PrefixCache:
         ]
 
         def can_end_after(num_blocks: int) -> bool:
-            # A recurrent model can continue only from a snapshot, which is a saved copy of its
-            # recurrent state. Other models have no snapshots and can continue after any block.
-            # `longest_prefix` calls this function only for prefixes of at least one block.
+            # A recurrent model can continue only after a block at whose end its state was saved (a
+            # snapshot). Other models can continue after any block. `num_blocks` is at least 1.
             return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
 
         return self._window_search.longest_prefix(tables, can_end_after)

@@ -68,12 +68,12 @@ class StateSnapshots:
                 client with the same cache key, retains its snapshots for a limited time.
         """
         self._block_size = block_size
-        # If a chunk of a prompt ends at the end of a block, a snapshot is saved if at least
-        # `_interval_tokens` tokens were computed since the last snapshot.
+        # While a prompt is computed, a snapshot is saved when a chunk ends at the end of a block
+        # and at least `_interval_tokens` tokens were computed since the last snapshot.
         self._interval_tokens = _INTERVAL * block_size
-        # At two positions (`_snapshot_positions_in_prompt`), a snapshot is so useful that the
-        # prompt is divided there and a smaller distance from the last snapshot is sufficient:
-        # `_min_distance_tokens` tokens.
+        # Snapshots are especially useful at two positions in a prompt
+        # (`_snapshot_positions_in_prompt`). The prompt is divided there, and a snapshot is saved if
+        # at least `_min_distance_tokens` tokens were computed since the last snapshot.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -83,9 +83,10 @@ class StateSnapshots:
 
         # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
-        # The hashes of all snapshots, in eviction order: if the memory is full, the snapshot at the
-        # front is deleted. When a snapshot is used, its hash is moved to the end. The snapshots
-        # that sessions retain come last, but sessions can retain only a part of the memory.
+        # The hashes of all snapshots, in eviction order: if the memory is full, the first snapshot
+        # is deleted. A snapshot moves to the end when it is used. Snapshots that sessions retain
+        # come after the other snapshots, but sessions can retain at most `max_retained` snapshots
+        # in this way.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
         # The number of snapshots that were saved so far. The next snapshot gets this number as its
@@ -96,10 +97,9 @@ class StateSnapshots:
         self._deleted: list[int] = []
 
         # The hashes of the snapshots that must still be written to disk; None if there is no cache
-        # on disk. The dict is used as an ordered set, so all its values are None. While an answer
-        # is generated, each new snapshot of the answer replaces the previous snapshot. Therefore,
-        # only the last snapshot of an answer is added, when the blocks of the sequence are
-        # released.
+        # on disk. The dict is used as an ordered set, so all its values are None. Each new snapshot
+        # of an answer replaces the previous snapshot of this answer. Therefore, only the last
+        # snapshot of an answer is added, when the sequence releases its blocks.
         self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -139,7 +139,8 @@ class StateSnapshots:
         start = sequence.num_computed_tokens
         end = start + num_tokens
         snapshot_positions = self._snapshot_positions_in_prompt(sequence)
-        # A position that equals `end` needs no shorter chunk.
+        # If a position equals `end`, the chunk already ends at this position and need not be
+        # shortened.
         positions_in_chunk = [position for position in snapshot_positions if start < position < end]
         if positions_in_chunk:
             return min(positions_in_chunk) - start
@@ -177,8 +178,8 @@ class StateSnapshots:
             if len(saves) < self._max_snapshots and self._is_worth_saving(chunk):
                 sequence.unsaved_snapshot_id = self._new_id()
                 saves.append((chunk_index, sequence.unsaved_snapshot_id))
-        # Delete old snapshots until the memory suffices for the new snapshots. A snapshot in
-        # `loads` may be deleted, too, because the step loads snapshots before it deletes any.
+        # Delete old snapshots until there is enough memory for the new snapshots. Even a snapshot
+        # in `loads` may be deleted, because the step loads snapshots before it deletes any.
         self._evict_until(self._max_snapshots - len(saves))
         return SnapshotPlan(loads, saves, self._take_deleted())
 
@@ -211,9 +212,8 @@ class StateSnapshots:
         self._set_snapshot(block_hash, snapshot_id)
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
-            # Mark only snapshots of the prompt for writing to disk. A newer snapshot will probably
-            # replace a snapshot of the answer soon, so `finish` marks the last snapshot of the
-            # answer later.
+            # Snapshots of the answer are not marked for writing here, because newer snapshots will
+            # probably replace them soon. `finish` marks the last snapshot of the answer.
             self._write_to_disk_later(block_hash)
         self._delete_if_in_answer(sequence, previous_position=sequence.num_snapshot_tokens)
         sequence.num_snapshot_tokens = position
@@ -240,7 +240,7 @@ class StateSnapshots:
             self._order.add(block_hash)
 
     def finish(self, sequence: Sequence) -> None:
-        """Discard a sequence's unfinished snapshot, and mark its last snapshot for the disk.
+        """Delete a sequence's unfinished snapshot. Mark its last snapshot for writing to disk.
 
         This method is called when the blocks of the sequence are released. A snapshot is a saved
         copy of the recurrent state. It is unfinished while the step that saves it is running. Only
@@ -254,8 +254,8 @@ class StateSnapshots:
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
-        # `add` changes `num_snapshot_tokens` only after the step that has saved the snapshot, so it
-        # is the position of the last finished snapshot.
+        # `num_snapshot_tokens` is the position of the last finished snapshot, because `add` changes
+        # this number only after the step that saved the snapshot.
         last_position = sequence.num_snapshot_tokens
         is_in_answer = last_position > sequence.num_prompt_tokens
         if is_in_answer:

@@ -52,8 +52,8 @@ class WindowSearch:
                 blocks. Example: a recurrent model can continue only after a block at whose end its
                 state was saved.
         """
-        # For each window, a list: element i is the index of the last missing block among the blocks
-        # 0 to i; -1 if none of them is missing.
+        # Maps each window to a list. Element i of the list is the index of the last missing block
+        # among the blocks 0 to i; -1 if none of these blocks is missing.
         last_missing = self._last_missing_by_window(tables)
         max_blocks = len(tables[0])
         if None in last_missing:
@@ -115,7 +115,8 @@ class WindowSearch:
         last_block = num_blocks - 1
         for window, last_missing in last_missing_by_window.items():
             first_needed = min(self._first_visible_block(window, num_blocks), last_block)
-            # All blocks of the prefix after its last missing block are cached.
+            # `last_missing[last_block]` is the last missing block of the prefix, so all blocks
+            # after it are cached.
             is_needed_block_missing = last_missing[last_block] >= first_needed
             if is_needed_block_missing:
                 return False

@@ -194,7 +194,8 @@ class DraftLengths:
         self._histories: dict[Sequence, _History] = {}
         self._overall_rate = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
         self._cost_ratio = _FIRST_RATIO
-        # Whether the next step must run without drafts, so that its time is measured.
+        # True if the next step must run without draft tokens, so that the time of such a step is
+        # measured.
         self._is_plain_step_due = False
 
     def begin_step(self, num_sequences: int) -> None:
@@ -228,14 +229,14 @@ class DraftLengths:
             return 0
         acceptance_rate = history.rate.value
         if acceptance_rate <= self._cost_ratio:
-            # No draft length seems to save time, but the sequence does not pause now. Try a draft
-            # of one token, so that the acceptance rate is measured again. If `max_tokens` is 0,
-            # there is no draft.
+            # At this acceptance rate, drafts cost more time than they save. However, the sequence
+            # does not pause now, so use a draft of one token to measure the acceptance rate again.
+            # If `max_tokens` is 0, use no draft.
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:
             return self.max_tokens
-        # The draft length n for which `acceptance_rate ** n` is equal to the cost ratio, which is
-        # always positive.
+        # With a draft of this length n, `acceptance_rate ** n` equals the cost ratio. The logarithm
+        # is defined, because the cost ratio is always positive.
         break_even_length = math.log(self._cost_ratio) / math.log(acceptance_rate)
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 

@@ -103,8 +103,8 @@ def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         # The process and the C++ compiler that it starts form a process group, so that one signal
-        # can kill both. The process group stays in the engine's session: the process lowers its own
-        # priority (niceness), but this has an effect only among the processes of one session. Linux
-        # divides the CPU time equally among sessions.
+        # can kill both. The process lowers its own priority (niceness). In a separate session, the
+        # lower priority would not leave more CPU time for the engine, because Linux divides the CPU
+        # time equally among sessions. Therefore, the process stays in the engine's session.
         process_group=0,
     )

@@ -139,10 +139,11 @@ def _trace(
     num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
     positions = torch.arange(_EXAMPLE_TOKENS, device=device)
     input_ids = torch.zeros_like(positions)
-    # A separate tensor, because the inputs of the compiled code share no memory either.
+    # `clone` gives the tensor its own memory. The inputs of the compiled code share no memory, so
+    # the inputs of the trace must not share memory either.
     logits_index = positions[:_EXAMPLE_LOGITS].clone()
     try:
-        # `TracedForward` makes each attention call of the trace a call of one torch operator.
+        # `TracedForward` records each attention call in the trace as a call of one torch operator.
         with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
             return torch.export.export(
                 traced_model,

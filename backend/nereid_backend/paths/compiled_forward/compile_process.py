@@ -92,7 +92,7 @@ def _compile(message: bytes, folder: Path) -> None:
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    # These modules are imported only here, so that a process that waits for the lock needs little
+    # Import these modules only here. A process that is still waiting for the lock then needs little
     # memory.
     import torch
 

@@ -177,8 +177,8 @@ def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
         shims: maps each of Nereid's operators that compiled code calls as a C function to the C
             declaration of this function, a list of strings.
     """
-    # Every traced model uses Nereid's attention. The setting `attn_implementation` contains only a
-    # name for this attention, which can differ between processes, so it is left out.
+    # Every traced model uses Nereid's attention. The setting `attn_implementation` contains only
+    # the name of this attention. The name can differ between processes, so leave it out.
     config = {
         name: value
         for name, value in model.config.to_dict().items()
@@ -213,7 +213,7 @@ def _inlined_values(tensor: Tensor) -> object:
 
 
 def _hardware_and_its_libraries(device: torch.device) -> list[str]:
-    """Return the processor, and for a GPU also its name and the versions of Triton and CUDA."""
+    """Return the processor. For a GPU, also return its name and the versions of Triton and CUDA."""
     if device.type != "cuda":
         return [processor()]
     capability = torch.cuda.get_device_capability(device)

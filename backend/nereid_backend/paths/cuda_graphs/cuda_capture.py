@@ -170,13 +170,14 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        # If the allocator has already ended the capture, the next call raises a RuntimeError. The
-        # rest of this block is then not needed.
+        # If the allocator has already ended the capture, the next call raises a RuntimeError, and
+        # the rest of this block is not needed.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             # The capture has stopped halfway, so torch's allocator of pinned memory still uses the
-            # graph. Python code cannot change this, so the graph must never be freed. A graph
-            # releases its share of the pool when it is freed, so the share is released here.
+            # graph. Python code cannot change this, so the graph must never be freed. Usually,
+            # freeing a graph also releases its share of the pool. Because this graph is never
+            # freed, release its share here.
             torch._C._cuda_releasePool(device, pool)
             _failed_captures.append(graph)
         raise

@@ -89,7 +89,8 @@ class DecodeGraphs:
         self._report = report
         # The batch sizes (numbers of sequences) for which graphs are captured, in ascending order.
         self._batch_sizes = graph_batch_sizes(sizes.max_num_seqs)
-        # Maps each of these batch sizes to its graph, after the graph has been captured.
+        # Maps batch sizes to captured graphs. A batch size is missing until its graph has been
+        # captured.
         self._graphs: dict[int, _DecodeGraph] = {}
         # The tensor into which all graphs write their logits, [largest batch size, vocab_size]. The
         # first capture creates the tensor.
@@ -264,8 +265,9 @@ class StaticStep:
         # Each sequence has one new token, and the logits of each new token are needed.
         self._logits_index = torch.arange(num_rows, device=device)
         # The attention metadata in the form that the GPU kernels read. It refers to the tensors
-        # above, so the kernels read the values that `fill` copies. It is created before a graph is
-        # captured, because the graph cannot contain the copy of its other numbers from the CPU.
+        # above, so the kernels read the values that `fill` copies into these tensors. The other
+        # numbers of the metadata are copied from the CPU. A graph cannot contain this copy, so the
+        # metadata is created before a graph is captured.
         self._kernel_metadata = gpu_batch(self._attention_metadata())
 
     def fill(self, batch: StepBatch) -> None:
@@ -282,8 +284,9 @@ class StaticStep:
         tokens[:num_tokens].copy_(batch.input_ids[0])
         positions[:num_tokens].copy_(batch.position_ids[0])
         slots[:num_tokens].copy_(batch.attention.slots)
-        # A step with very different lengths has several groups of decodes. The block tables of a
-        # group are as wide as its longest sequence needs.
+        # If the sequences of a step have very different lengths, the step has several groups of
+        # decodes. The block tables of a group are only as wide as the longest sequence of the group
+        # requires.
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
             if group.tokens is None:  # The group contains all decodes, in the order of the rows.
@@ -305,8 +308,8 @@ class StaticStep:
         decodes = self._kernel_metadata.decodes
         assert decodes is not None, "each row is a decode (a sequence with one new token)"
         # This operation becomes part of the graph. Each replay therefore computes the length of the
-        # longest sequence in the replayed step. The kernels read all other lengths and the block
-        # tables from the tensors of this object.
+        # longest sequence in the replayed step. The kernels read all other data about the sequences
+        # from the tensors of this object.
         longest = lens.amax(0, keepdim=True)
         attention.kernel_metadata = replace(
             self._kernel_metadata, decodes=decodes.for_capture(longest)
@@ -322,7 +325,7 @@ class StaticStep:
     def _attention_metadata(self) -> AttentionBatch:
         """Return attention metadata that refers to the tensors of this object."""
         _token_ids, _positions, slots, lens = self._numbers
-        # All decodes form one group. With tokens=None, the decodes have the order of the rows.
+        # All decodes form one group. If `tokens` is None, decode i belongs to row i.
         decodes = DecodeGroup(
             tokens=None, blocks=self._table, lens=lens, block_size=self._block_size
         )

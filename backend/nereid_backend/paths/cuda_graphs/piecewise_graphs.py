@@ -107,8 +107,7 @@ class PiecewiseGraphs:
         # Maps (num_heads, key_dim, value_dim) to the buffers that all layers of this shape share;
         # see `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        # The attention metadata of the current step. Before the first step, the metadata describes
-        # no token and no sequence.
+        # The attention metadata of the current step. Before the first step, it contains no tokens.
         self._attention = AttentionBatch(
             torch.empty(0), num_decodes=0, decodes=[], prefills=[], block_size=sizes.block_size
         )
@@ -182,11 +181,11 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
-        # `attend`, which is called at each cut, computes the attention that `self._attention`
-        # describes. Here it describes no sequence, so `attend` returns immediately.
+        # Between two graphs, `attend` computes the attention of the sequences in `self._attention`.
+        # During a capture, there are no sequences, so `attend` returns immediately.
         self._attention = static.attention()
-        # This run is not captured, so there are no graphs to cut. The captured graphs must compute
-        # the same logits as this run.
+        # Compute the logits that the captured graphs must reproduce. This run is not captured, so
+        # it uses `_without_cut`, which does not end a graph.
         expected = self._run(static.batch(), self._attention_between_graphs(static, _without_cut))
         # This tensor is created for the largest graph, which is captured first. The tensor is
         # therefore large enough for all graphs.
@@ -219,8 +218,9 @@ class PiecewiseGraphs:
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
             num_tokens = TOKEN_COUNTS[-1]  # the largest number of tokens in a captured step
-            # Attention expects the heads in the first dimension of the query. In memory, the query
-            # is stored token by token, in the order in which the model computes it.
+            # The query has the heads in its first dimension, as attention expects. In memory,
+            # however, the query is stored token by token, because the model computes it in this
+            # order.
             query = like.new_zeros(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
             out = like.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
             self._buffers[shape] = AttentionBuffers(query, out)
@@ -388,7 +388,7 @@ class _AttentionBetweenGraphs(PagedForward):
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
 
         def attend_between_graphs() -> None:
-            # In a replay, this call uses the attention metadata of the replayed step.
+            # When the graphs are replayed, this call computes the attention of the replayed step.
             self._graphs.attend(layer, buffers, scale, sinks)
 
         # End the capture of the current graph here, and begin the next graph.
@@ -399,7 +399,7 @@ class _AttentionBetweenGraphs(PagedForward):
 
 
 def _without_cut(between: Callable[[], None]) -> None:
-    """Call `between`, which computes the attention of a layer. Do not split a CUDA graph.
+    """Call `between` (the attention of a layer) without splitting a CUDA graph.
 
     This function replaces `cut` in a run that is not captured, because no graph ends there.
     """

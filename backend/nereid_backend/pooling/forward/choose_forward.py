@@ -96,7 +96,7 @@ class _Comparison(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A method that may compute correct token vectors for a batch.
+    """An untested method of computing the token vectors of a batch.
 
     Attributes:
         method: "packed", "padded" or "rows".
@@ -130,8 +130,8 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         UnsupportedModelError: no method is exact.
     """
     expected = _compute_expected_vectors(encoder, hook, name, max_len)
-    # The expected vectors come from the original linear layers, so the tests below also detect an
-    # error in the packed layers, with which the model runs from now on.
+    # The expected vectors were computed with the original linear layers. From now on, the model
+    # runs with packed layers, so the tests below also detect errors in the packed layers.
     prepack_linears(encoder.model)
     # Maps each rejected method to the reason for the rejection.
     rejections: dict[str, str] = {}
@@ -181,7 +181,7 @@ def _compute_expected_vectors(
 
 
 def _candidates(encoder: Encoder, hook: AttentionHook, *, is_causal: bool) -> list[_Candidate]:
-    """Return the methods that may compute the token vectors of a batch, the fastest method first.
+    """Return the methods to test for computing token vectors, the fastest method first.
 
     "packed" joins all texts into one row, "padded" pads all texts to the same length, and "rows"
     batches only texts of equal lengths.
@@ -189,8 +189,8 @@ def _candidates(encoder: Encoder, hook: AttentionHook, *, is_causal: bool) -> li
     candidates: list[_Candidate] = []
     # Packed texts need Nereid's attention, because the model's own attention would mix texts.
     if encoder.accepts_nereid_attention:
-        # The caller of a model with packed texts must pass position ids, and some models do not
-        # begin to count at 0. There is therefore one candidate for each possible first id.
+        # Packed texts need explicit position ids. Some models do not number the positions from 0,
+        # so there is one candidate for each possible first position id.
         for first_id in _possible_first_position_ids(encoder):
             forward = PackedForward(encoder, hook, first_id, is_causal)
             candidates.append(_Candidate("packed", forward, hook.name))
@@ -305,9 +305,9 @@ def _sliding_windows(
 
     The set is empty if the model has no windows, or cannot compute packed batches.
     """
-    # Each attention layer passes the size of its sliding window to `attention`. One packed forward
-    # pass is run to collect these sizes. The vectors that it computes are not used, so they may be
-    # wrong because of wrong position ids.
+    # Each attention layer passes the size of its sliding window to `attention`. Run one packed
+    # forward pass to collect these sizes. The position ids of this pass may be wrong, but the
+    # computed vectors are not used.
     attention = PackedAttention(batch.groups(), is_causal)
     first_position_id = _possible_first_position_ids(encoder)[0]
     forward = PackedForward(encoder, hook, first_position_id, is_causal)

@@ -89,7 +89,7 @@ def _find_output_error(
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
-    """Run the whole model on each text alone with the model's own attention. Return the logits.
+    """Run the whole model with its own attention on one text at a time, and return the logits.
 
     Args:
         encoder: the model.

@@ -42,8 +42,9 @@ class GroupAttention:
         """
         length = query.shape[2]
         block_len = self._choose_block_len(query)
-        # Several blocks of a causal text need masks. If one block contains the whole text, torch's
-        # function can hide the later keys without a mask.
+        # If a causal text is divided into several blocks, each block needs a mask. If one block
+        # contains the whole text, torch's attention function can hide the later keys without a
+        # mask.
         needs_mask = self._needs_mask(query, block_len)
         outputs = []
         for start in range(0, length, block_len):

@@ -94,8 +94,8 @@ def prepack_and_check_towers(encoder: Encoder, name: str, max_len: int) -> float
             f"{name}: the vectors are not finite numbers, so the weights are broken. Download the "
             "checkpoint again."
         )
-    # The expected vectors come from the original linear layers, so the comparison also detects an
-    # error in the packed layers.
+    # The expected vectors were computed with the original linear layers, so the comparison also
+    # detects errors in the packed layers.
     prepack_linears(encoder.model)
     difference = relative_difference(text_vectors(encoder, batch), expected)
     tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
@@ -122,6 +122,6 @@ def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 
 def _pooled_vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
-    """Return the vector of each text or image in the output of a tower, float32 [n, dimension]."""
+    """Return the vectors of texts or images from the output of a tower, float32 [n, dimension]."""
     vectors: Tensor = out if isinstance(out, Tensor) else out.pooler_output
     return vectors.float()

@@ -175,7 +175,7 @@ class PackedAttention:
     groups: list[TextGroup]
     is_causal: bool
     windows: set[int] = field(default_factory=set)
-    # A cache of attention masks, which all layers of the forward pass share.
+    # The attention masks that were already built. All layers of the forward pass share them.
     _masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
     _native_texts: "ctypes.Array[NativePrefill] | None" = None
 

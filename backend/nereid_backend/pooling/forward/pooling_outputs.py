@@ -218,9 +218,10 @@ def multi_vector_output(
         layers: the layers of the model.
     """
     if layers.multi_vector is not None:
-        # The model also has dense output, and a separate layer computes the multi-vector output.
-        # Leave out the vector of the first token, because this vector describes the whole text,
-        # like the dense vector. The checkpoints of such models name no words to skip.
+        # This model has a dense output, and a separate layer for the multi-vector output. Leave out
+        # the vector of the first token, because it describes the whole text, like the dense vector.
+        # The checkpoints of such models list no words without vectors, so no other tokens are left
+        # out.
         vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif prepared.skips_words:
         vectors = _without_tokens(token_vectors, prepared.token_ids, layers.ids_without_output)
@@ -228,8 +229,8 @@ def multi_vector_output(
         vectors = token_vectors
     dimensions = prepared.item.dimensions
     if dimensions is not None:
-        # The scores of late interaction are sums of cosines, so the shortened vectors must have the
-        # length 1, too.
+        # The cosines of late interaction require vectors of length 1, so the shortened vectors are
+        # scaled again.
         vectors = functional.normalize(vectors[:, :dimensions], dim=-1)
     return _array(vectors) if vectors.isfinite().all() else None
 

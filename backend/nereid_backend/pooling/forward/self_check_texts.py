@@ -56,9 +56,9 @@ def _plain_token_ids(encoder: Encoder) -> list[int]:
 
     The result contains the ids of ordinary tokens, or all ids if there are no ordinary tokens.
     """
-    # Leave out token ids beyond the tokenizer's vocabulary, because their embeddings are often
-    # untrained. If the vocabulary is very small, use some of them nevertheless, because texts of
-    # nearly equal tokens would not reveal errors.
+    # Prefer token ids in the tokenizer's vocabulary, because the embeddings of other ids are often
+    # untrained. If the vocabulary is very small, use some of the other ids, too: texts with only a
+    # few distinct tokens would not reveal errors.
     size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
     special_ids = _special_ids(encoder)
     # Leave out the first eighth of the token ids, because in many vocabularies it contains special,

@@ -146,7 +146,8 @@ class ItemChecker:
                 "prompt: the request has both prompt and prompt_name. Send only one of them."
             )
         can_have_prompt = has_text(item) or (self._is_vision_language and item.image is not None)
-        # An empty `prompt` is allowed for each input, because it adds no text.
+        # An empty `prompt` is allowed even for an input that cannot have a prompt, because it adds
+        # no text.
         has_prompt = bool(item.prompt) or item.prompt_name is not None
         if has_prompt and not can_have_prompt:
             raise RequestError(

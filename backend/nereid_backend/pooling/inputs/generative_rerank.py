@@ -80,9 +80,9 @@ class GenerativeReranker:
         # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
         # their files.
         self._format = self._choose_format(is_for_sentence_transformers=answers is not None)
-        # In the format "pair" (the tokenizer joins the two texts), the tokenizer truncates. In the
-        # formats "roles" and "user message" (a prompt contains the two texts), `tokens` shortens
-        # the document at its end.
+        # In the format "pair", the tokenizer joins the two texts and truncates them. In the formats
+        # "roles" and "user message", one prompt contains the two texts, and the method `tokens`
+        # removes the end of the document.
         self.truncation_side = tokenizer.truncation_side if self._format == "pair" else "right"
 
     def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
@@ -95,10 +95,10 @@ class GenerativeReranker:
         """
         if not self._tokenizer.chat_template:
             return "pair" if is_for_sentence_transformers else "user message"
-        # For its own checkpoints, sentence-transformers always uses the roles "query" and
-        # "document", so it is sufficient that the template renders them. For other checkpoints, the
-        # roles are used only if the template was written for these two roles. Many templates accept
-        # any name of a role, and were not written for queries and documents.
+        # A checkpoint for sentence-transformers always uses the roles "query" and "document" if its
+        # template renders them. For other checkpoints, the template must also distinguish these
+        # roles from unknown roles. Many templates render any role name, although they were not
+        # written for queries and documents.
         if not self._renders_roles():
             return "user message"
         if not is_for_sentence_transformers and self._renders_unknown_roles_equally():
@@ -197,8 +197,9 @@ class GenerativeReranker:
         """
         if self._format == "roles":  # The template supports the roles "query" and "document".
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
-        # This format and the variables of the chat template are those of the model card of
-        # Qwen3-Reranker. The variables in the checkpoint's files are meant for the two roles.
+        # This format and these variables of the chat template come from the model card of
+        # Qwen3-Reranker. The variables in the checkpoint's files are not used, because they are
+        # meant for the format "roles".
         text = (
             f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         )
@@ -215,7 +216,7 @@ class GenerativeReranker:
         return _QUERY_PROBE in text and _DOCUMENT_PROBE in text
 
     def _renders_unknown_roles_equally(self) -> bool:
-        """Return whether the template treats "query" and "document" like any other names of roles.
+        """Return whether the template treats the roles "query" and "document" like unknown roles.
 
         Example: a template that renders each message as "<role>content" renders unknown roles, too.
         The two texts then differ only in the names of the roles.

@@ -70,8 +70,8 @@ def prepare_images(
     try:
         token_ids, packed = process.call([text, list(images)])
     except RequestError as error:
-        # Example: "messages: image 1: it is damaged." becomes "image: it is damaged." There is no
-        # second image, because an input of a pooling model has at most one.
+        # Example: "messages: image 1: it is damaged." becomes "image: it is damaged." The number of
+        # the image is not needed, because an input of a pooling model has at most one image.
         problem = str(error).removeprefix(_CHAT_FIELD).removeprefix(_FIRST_IMAGE)
         raise RequestError(f"image: {problem}") from error
     return token_ids, unpack_images(packed)

@@ -24,7 +24,8 @@ def _load(folder: Path) -> Prepare:
     The function returns the message that this process sends: ["done", token ids, packed images].
     """
     process = _load_processor(folder)
-    # These modules import torch. `_load_processor` has imported torch in the right way.
+    # These modules import torch. They are imported after `_load_processor`, because this function
+    # prepares the first import of torch.
     from nereid_backend.core.image_inputs import ImageInputs
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import ImageLimits, decode_image
@@ -37,8 +38,8 @@ def _load(folder: Path) -> Prepare:
         image = decode_image(data, "image", ImageLimits())
         del data
         token_ids, arguments = process(image)
-        # The digest and the first token are only needed for a prefix cache, which models that embed
-        # or rerank do not have.
+        # The digest and the first token are needed only for a prefix cache. Models for embedding
+        # and reranking have no prefix cache.
         image_inputs = ImageInputs(arguments, digest=b"", first_token=0)
         return ["done", token_ids, pack_images(image_inputs)]
 

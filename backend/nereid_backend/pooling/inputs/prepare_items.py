@@ -316,7 +316,8 @@ class ItemPreparer:
             prompt_len=prompt_len,
             num_tokens=len(expanded.token_ids),
             num_attended=expanded.num_attended,
-            # Whether words such as punctuation get no vector: in most models, only in documents.
+            # Whether words such as punctuation get no vector. In most models, this applies only to
+            # documents.
             skips_words=self._rules.skips_words(item),
             offsets=self._offsets(item, limit) if needs_offsets else None,  # truncated like `ids`
         )

@@ -82,14 +82,14 @@ class TextLimit:
         Raises:
             RequestError: the text has more than `max_text_bytes` bytes in UTF-8.
         """
-        # For a very long string, `_min_num_bytes` returns a lower bound, the number of characters,
-        # because encoding the string would take long.
+        # Encoding a very long string would take long. For such a string, `_min_num_bytes` returns a
+        # lower bound: the number of characters.
         num_bytes = len(text) if isinstance(text, bytes) else self._min_num_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The error message gives the size of the text in tokens, because clients know the limit
-            # `max_model_len`, a number of tokens. `max_text_bytes` is the size of that many tokens.
-            # The division rounds down, so its result can equal the limit although the text is too
-            # large. The message then gives the next number.
+            # The error message gives the size of the text in tokens, because the limit that clients
+            # know, `max_model_len`, is a number of tokens. The division rounds down, so the
+            # quotient can equal the limit although the text is too large. In this case, the message
+            # contains the limit plus 1.
             min_num_tokens = max(num_bytes // self._max_bytes_per_token, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "
@@ -107,11 +107,10 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # `limit` characters have at least `limit` bytes, because each character has at least one
-        # byte. The text is first shortened to `limit` characters, so that a long text is not
-        # encoded completely. A lone surrogate in the text must not raise an error here, so it is
-        # encoded ("surrogatepass"). "ignore" then leaves out surrogates, and the incomplete
-        # character at the cut.
+        # Each character has at least one byte, so the result has at most `limit` characters. First
+        # shorten the text to `limit` characters, so that a long text is not encoded completely.
+        # "surrogatepass" encodes lone surrogates, which would otherwise raise an error here.
+        # "ignore" then drops surrogates, and the incomplete character at the cut.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:

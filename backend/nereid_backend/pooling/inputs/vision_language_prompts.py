@@ -47,15 +47,16 @@ class ChatPrompts:
             ModelError: the processor is missing or broken, or the checkpoint of a reranker has no
                 chat template.
         """
-        # The process prepares prompts with images, because a damaged image can crash the decoder.
-        # `_processor` prepares prompts without images in this process.
+        # `process` is a separate process. It prepares prompts with images, because a damaged image
+        # can crash the image decoder. `_processor` prepares prompts without images in the current
+        # process.
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
-        # A generation prompt is the beginning of an answer at the end of the prompt. For
-        # checkpoints with a modules.json, sentence-transformers adds a generation prompt only if
-        # the checkpoint's files set `add_generation_prompt`. A checkpoint without a modules.json is
-        # an ordinary chat model, whose prompts end with a generation prompt.
+        # A generation prompt is the beginning of an answer at the end of the prompt. A checkpoint
+        # without a modules.json is an ordinary chat model, so its prompts end with a generation
+        # prompt. For a checkpoint with a modules.json, sentence-transformers adds a generation
+        # prompt only if the checkpoint's files set `add_generation_prompt`.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
             raise ModelError(
@@ -111,8 +112,8 @@ class ChatPrompts:
         if image is None:
             return self._processor.prepare_with_media(messages, [], variables)
         text = self._processor.render(messages, variables)
-        # The process also prepares the images of chats, which clients send in base64, so it expects
-        # base64.
+        # The image process expects images in base64, because it also prepares the images of chat
+        # requests, which clients send in base64.
         token_ids, images = prepare_images(self.process, text, [base64.b64encode(image)])
         return ImagePrompt(token_ids, images, text)
 
@@ -151,7 +152,7 @@ class RetrievalPrompts:
                 "prompt: this model has a fixed prompt for queries. Leave the field out."
             )
         if item.image is not None:
-            # The process ignores the text "", because the processor adds the fixed prompt of pages.
+            # The text is empty, because the processor adds a fixed prompt to each page.
             token_ids, images = prepare_images(self.process, "", [item.image])
             return ImagePrompt(token_ids, images, text="")
         assert item.text is not None, "the checker requires a text or an image"

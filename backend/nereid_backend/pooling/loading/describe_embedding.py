@@ -106,7 +106,8 @@ def _describe_token_vectors(
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
     base = replace(base, token_modules=token_modules)
-    # The files of Stanford's ColBERT library list no modules. All its models are multi-vector.
+    # Checkpoints of Stanford's ColBERT library do not list modules. All models of this library have
+    # multi-vector output.
     is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
     has_pooling = find_config(later_modules, "Pooling") is not None
     has_modules_without_pooling = bool(later_modules) and not has_pooling
@@ -133,16 +134,17 @@ def _describe_multi_vector(
     _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
     token_modules = base.token_modules
     if is_colbert:
-        # ColBERT always consists of linear layers and a scaling to length 1. Its checkpoints do not
-        # list the scaling as a module Normalize, and do not state that the linear layers convert
-        # token vectors. The modules are therefore not those of `base`.
+        # ColBERT applies linear layers to the token vectors, and then scales the results to unit
+        # length. The checkpoint's files do not state this completely, so the modules are built
+        # here, and not taken from `base`.
         dense = tuple(module for module in later_modules if module.kind == "Dense")
         token_modules = (*dense, ModuleSpec("Normalize", root, {}))
-    # The settings file is in the folder of the transformers model, a subfolder of `root` in some
-    # checkpoints.
+    # The settings file is in the folder of the transformers model. In some checkpoints, this folder
+    # is a subfolder of `root`.
     settings = read_settings(base.folder)
-    # The rules for queries and documents. A marker, such as "[Q] ", is added to the prompt of each
-    # query. The longest limit is the larger of the length limits of queries and documents.
+    # The rules for queries and documents. `with_markers` adds markers to the prompts, such as "[Q]"
+    # for queries. `longest_limit` returns the larger of the two length limits of queries and
+    # documents.
     rules = read_late_interaction(root, base.architecture, settings, saved, later_modules)
     return replace(
         base,
@@ -200,13 +202,14 @@ def _describe_dense(
     """
     pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
     pooling = pooling_modules[0] if pooling_modules else None
-    # Whether the tokens of the prompt are pooled, too. This is the default.
+    # Whether pooling includes the tokens of the prompt. The default is True.
     includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
     vector_modules = tuple(
         module for module in later_modules if not module.maps_tokens and module.kind != "Pooling"
     )
-    # Whether vectors are scaled to length 1. None if the files do not determine this: the vectors
-    # are then scaled only if the model is causal (see `_choose_pooling` in load_model.py).
+    # Whether vectors are scaled to length 1. None if the files do not determine this. In this case,
+    # the vectors of causal models are scaled, and the vectors of other models are not (see
+    # `_choose_pooling` in load_model.py).
     normalizes = ends_with_normalize(later_modules) if pooling is not None else None
     if normalizes:
         # Leave out the last module, which scales the vectors. Requests may truncate vectors, and

@@ -61,8 +61,9 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
         ModelError: the weights are damaged or incomplete.
         UnsupportedModelError: transformers has no code for the model.
     """
-    # The arguments contain the folder of an ordinary checkpoint, whose files transformers reads, or
-    # a dict with the weights of a quantised checkpoint, which Nereid dequantises.
+    # The arguments describe where the weights are. For an ordinary checkpoint, transformers reads
+    # the files in the folder. For a quantised checkpoint, Nereid dequantises the weights, and
+    # passes them as a dict.
     arguments = weight_arguments(spec.folder, spec.config, dtype)
     reads_folder = arguments["pretrained_model_name_or_path"] is not None
     try:
@@ -113,7 +114,8 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         ModelError: weights are missing.
         UnsupportedModelError: weights are unused, and transformers has no class for the model.
     """
-    # Constant tensors, such as "position_ids", may be missing, because the model computes them.
+    # The checkpoint may lack constant tensors, such as "position_ids", because the model computes
+    # them.
     missing = sorted(
         name for name in report["missing_keys"] if not name.endswith(_SUFFIXES_OF_CONSTANTS)
     )
@@ -129,7 +131,8 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
     # that class leaves weights unused, its outputs may be wrong, because the architecture may need
     # these weights.
     unexpected = report.get("unexpected_keys", ())
-    # Poolers, constant tensors and the projection of a ColBERT checkpoint may stay unused.
+    # Three kinds of weights may stay unused: poolers, constant tensors, and the projection of a
+    # ColBERT checkpoint.
     unused = sorted(name for name in unexpected if not _may_stay_unused(spec, name))
     if unused:
         raise UnsupportedModelError(
@@ -175,8 +178,9 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         return retrieval_class.from_pretrained  # type: ignore[no-any-return]
     auto_class = _AUTO[spec.loader]
     has_head = spec.loader != BASE
-    # An auto class cannot leave out the pooler of a model without a head, and cannot load weights
-    # from a dict. In these two cases, the class of the model itself is needed.
+    # The model's own class is needed in two cases. If the model has no head, the pooler must be
+    # left out, which an auto class cannot do. If the weights are in a dict, an auto class cannot
+    # load them.
     is_auto_class_sufficient = has_head and reads_folder
     model_class = None if is_auto_class_sufficient else _model_class(auto_class, spec)
     if model_class is None:

@@ -147,7 +147,7 @@ def read_late_interaction(
         UnsupportedModelError: the files name a query expansion that is not supported.
         ModelError: a value in the files has a wrong type.
     """
-    # Each helper returns a dict of JSON values. The possible keys are "query_length",
+    # `values` maps the names of rules to JSON values. The possible names are "query_length",
     # "document_length", "query_expansion", "markers", "skiplist_words" and "skiplist_tasks".
     if architecture == STANFORD_ARCHITECTURE:
         values = _stanford_values(read_json(root / _STANFORD_FILE))
@@ -188,8 +188,8 @@ def _sentence_transformers_values(
         modules: the modules in modules.json.
     """
     values = {name: settings[name] for name in _KEYS_OF_SETTINGS if settings.get(name) is not None}
-    # The module MultiVectorMask lists the tokens that get no vector. If the module lists no tokens,
-    # None overrides the list of the other files, so that every token gets a vector.
+    # The module MultiVectorMask lists the tokens that get no vector. If its list is missing, the
+    # value None still overrides the list from other files, so that every token gets a vector.
     mask = find_config(modules, "MultiVectorMask")
     if mask is not None:
         values["skiplist_words"] = mask.get("skiplist_words")
@@ -210,7 +210,7 @@ def has_pylate_model_type(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules for queries and documents that PyLate, a library for ColBERT, has saved.
+    """Read the rules for queries and documents from a file of PyLate, a library for ColBERT.
 
     `saved` is the content of config_sentence_transformers.json. The keys of the result are the
     names that sentence-transformers uses for the same rules. A missing rule is None.
@@ -224,8 +224,8 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     # PyLate's model type, even if the file contains none of PyLate's keys.
     if has_pylate_model_type(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
-    # Other files can contain PyLate's keys, too. PyLate's defaults for markers and query expansion
-    # apply to each file with at least one of these keys.
+    # A file without PyLate's model type can contain PyLate's keys, too. PyLate's defaults for
+    # markers and query expansion apply to every file with at least one of these keys.
     has_pylate_keys = not _PYLATE_KEYS.isdisjoint(saved)
     if not has_pylate_keys:
         return values
@@ -264,8 +264,8 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
     Missing rules have the defaults of Stanford's ColBERT.
     """
     skips_punctuation = metadata.get("mask_punctuation", True)
-    # The markers: tokens that precede queries and documents. In spite of their names, these keys
-    # contain the text of a token.
+    # The markers are tokens before queries and documents. The names of the keys end in "_id", but
+    # the values are the texts of the tokens.
     query_token = metadata.get("query_token_id") or "[unused0]"
     document_token = metadata.get("doc_token_id") or "[unused1]"
     return {

@@ -99,7 +99,8 @@ def load_encoder(
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
     model.train(False)
     if spec.loader == SEQUENCE:  # a head that classifies whole texts
-        # Only such a head may need the padding token, to find the last token of a text.
+        # Some heads that classify whole texts need the padding token, to find the last token of a
+        # text.
         _set_missing_padding_token(model)
     # The name of the attention implementation that transformers has chosen for the model.
     own_attention = str(model.config._attn_implementation)
@@ -153,8 +154,8 @@ def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: st
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):
             return False
-        # If the code of the model computes the attention itself, transformers only logs a warning,
-        # and does not change the attention implementation.
+        # If the model's code computes the attention itself, transformers raises no error. It only
+        # logs a warning, and keeps the old attention implementation.
         is_accepted = bool(model.config._attn_implementation == attention)
         model.set_attn_implementation(own_attention)
     return is_accepted

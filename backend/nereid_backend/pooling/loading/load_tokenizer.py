@@ -9,7 +9,7 @@ from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpe
 
 
 def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the checkpoint, and adapt it to the rules of the checkpoint.
+    """Load the tokenizer of a checkpoint, and adapt it to the checkpoint's rules.
 
     If the checkpoint requires it, the tokenizer converts texts to lower case. The tokenizer also
     converts each marker, such as "[unused0] " before the queries of ColBERT, to one token.

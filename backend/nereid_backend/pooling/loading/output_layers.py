@@ -63,8 +63,9 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
     device = encoder.device
     token_layers = [load_layer(module, device) for module in spec.token_modules]
     if spec.architecture == STANFORD_ARCHITECTURE:
-        # A checkpoint of Stanford's ColBERT library has no modules. Its projection, a linear layer,
-        # is stored with the weights of the encoder, and precedes the scaling to length 1.
+        # A checkpoint of Stanford's ColBERT library does not list modules. Its projection is a
+        # linear layer, which is stored with the weights of the encoder. This layer comes before the
+        # scaling to length 1.
         token_layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
     # In a SPLADE model, the layers for masked language modelling compute the sparse output. The
     # loader of such a model is MASKED.
@@ -73,8 +74,8 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
     # If the model has only multi-vector output, the token vectors themselves are the output.
     has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
     multi_vector = load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
-    # Some tokens have no weight in the output of the sparse layer, and no vector in a multi-vector
-    # output.
+    # Some tokens have no output: the sparse layer gives them no weight, and the multi-vector output
+    # contains no vector for them.
     ids_without_output = _ids_without_output(spec, encoder, has_sparse_layer=has_sparse_layer)
     return OutputLayers(
         tokens=token_layers,

@@ -69,7 +69,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     saved = read_json(root / SAVED_FILE)
     task = choose_task(settings, architecture, modules, config, folder)
     # `base` contains the fields that all tasks have. The functions below add the other fields, such
-    # as `kinds` and `loader`. The prompts of a chat model depend on `has_modules`.
+    # as `kinds` and `loader`. The field `has_modules` is needed for the prompts of chat models.
     base = _read_base(folder, config, architecture, task, saved, has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)

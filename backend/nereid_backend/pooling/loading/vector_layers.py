@@ -110,8 +110,9 @@ def load_linear(path: Path, device: torch.device) -> Layer:
         ModelError: the file is broken, or contains something other than tensors.
     """
     try:
-        # The file contains the parameters of a torch.nn.Linear, "weight" and "bias". `Layer` needs
-        # the names "linear.weight" and "linear.bias", as in the files of a module Dense.
+        # The file contains the weights of a torch.nn.Linear, named "weight" and "bias". `Layer`
+        # expects the names "linear.weight" and "linear.bias", which the files of a module Dense
+        # contain.
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {f"linear.{name}": value.float().to(device) for name, value in state.items()}
     except _READ_ERRORS as error:
@@ -166,7 +167,8 @@ def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
     """
     name = str(module.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     package, _, class_name = name.rpartition(".")
-    # Only classes of torch are used, because an import of another package could run any code.
+    # The name comes from the checkpoint, and importing an arbitrary package could run any code.
+    # Therefore only classes of torch are allowed.
     is_in_torch = package == "torch.nn" or package.startswith("torch.nn.modules.")
     activation_class = getattr(nn, class_name, None) if is_in_torch else None
     if activation_class is nn.Identity:

@@ -204,7 +204,7 @@ class AdapterCalls:
             elif name in loaded_names:
                 loaded_names.remove(name)
             else:
-                continue  # The process would refuse to unload an adapter that it has not loaded.
+                continue  # The process would refuse to unload an adapter that is not loaded.
             # No client waits for the answer, so all these messages have the same id.
             messages.append(_with_id(message, RESTORED))
         return messages

@@ -75,7 +75,7 @@ _SIZES = {
 
 @dataclass(slots=True)
 class _EngineGauges:
-    """The gauges of one engine process, and the values that the process has reported last.
+    """The gauges of one engine process, and the last values that the process has reported.
 
     Attributes:
         gauges: the server's gauges, by name.
@@ -114,20 +114,21 @@ class EngineMetrics:
         self._families = families  # The metrics exist as long as this object exists.
         self._num_publish_calls = 0
 
-        # Gauges. Each call of `publish` publishes those whose values have changed.
+        # Gauges. Each call of `publish` publishes the gauges whose values have changed.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
         self._published_num_requests: int | None = None  # None before the first call
-        # One item for each engine process: its gauges, with the values that were last published.
+        # The gauges of each engine process, with their last published values.
         self._gauges_of_engines = _create_gauges_of_engines(families, labels, num_engines)
 
         # Counters and histograms, by name. To save time, these metrics are published only in some
         # of the calls of `publish`.
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = _create_histograms(families, labels)
-        # Each update of a sequence adds a value to this histogram. Passing each value to the server
-        # would take too much time, so the executor counts the values, and publishes the counts.
+        # Each update of a sequence adds one value to this histogram. Passing each value to the
+        # server separately would take too much time, so the executor counts the values, and
+        # publishes the counts.
         self._token_gaps = families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )

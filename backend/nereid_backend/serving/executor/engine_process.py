@@ -220,7 +220,8 @@ class EngineService:
 
         If a replacement of the weights waits and the engine has no more work, replace the weights.
         """
-        # Each call of `step` begins new lists `compiled` and `started`, so no item is sent twice.
+        # Each call of `step` creates new lists `compiled` and `started`, so no item of these lists
+        # is sent twice.
         updates = self._engine.step()
         # Send the events before the updates, so that the start of a request is reported before the
         # first tokens of the request.
@@ -268,7 +269,7 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> EngineService:
-        """Load the model, and return the object that handles the messages of this process.
+        """Load the model, and return the object that handles the messages to this process.
 
         Args:
             settings: the settings of the engine, and the number of this process ("replica").

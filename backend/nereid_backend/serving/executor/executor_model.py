@@ -70,8 +70,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         try:
             self._settings, config = read_settings(args)
             settings = self._settings
-            # The memory in which the postprocessor reports disconnected clients and processed
-            # messages.
+            # The shared memory in which the postprocessor reports disconnected clients and
+            # processed messages.
             self._feedback = FeedbackReader(settings.max_streams)
             self.processes = start_engines(settings, config)
         except NereidError as error:
@@ -82,9 +82,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         # `_selector` chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
         # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
-        # engine process runs, it refuses these requests with the error message `self.outage`.
-        # `self.respond` would count these refusals among the refused text generations, so the
-        # responses are sent with the method of the base class.
+        # engine process runs, it refuses these requests with the error message `self.outage`. Such
+        # refusals must not be counted as refused text generations, so the responses are sent with
+        # the method of the base class, which does not count them.
         respond_uncounted = super().respond
         self._engine_calls = EngineCalls(self.processes, respond_uncounted, lambda: self.outage)
         self._init_loop_state(args.get("model_name", "executor"))
@@ -111,7 +111,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         # The object that detects disconnected clients.
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
-        # The object that aborts requests in the engine, for example if a client has disconnected.
+        # This object aborts requests in the engine, for example when a client has disconnected.
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
@@ -207,12 +207,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
-        # An inspection of all streams sets two times: `_next_inspection`, before which another
-        # inspection would cost too much time, and `_next_timed_event`, before which no heartbeat is
-        # due and no time limit expires. The next inspection is needed when both times have passed.
+        # `_inspect_all_streams` sets two times. Before `_next_inspection`, another inspection would
+        # cost too much time. Before `_next_timed_event`, no inspection is needed, because no
+        # heartbeat is due and no time limit expires. The next inspection is therefore due at the
+        # later of the two times.
         next_inspection = max(self._next_inspection, self._next_timed_event)
         next_call = min(now + _IDLE_POLL_S, next_inspection)
-        # Each stream with unsent tokens has its own time of the next check.
+        # Check each stream with unsent tokens when the stream's own `next_check` is reached.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
@@ -243,14 +244,14 @@ class ExecutorModel(SupervisedModel[Stream]):
             a value of time.monotonic(). After a step was sent, this is the time of the next
             heartbeat. New output causes an earlier call.
         """
-        # The shortest time between two steps with output, and the shortest time between two
-        # heartbeats. They grow with the number of streams, because the server can send only a
-        # limited number of messages per second.
+        # `interval_s` is the shortest time between two steps with output. `heartbeat_s` is the
+        # shortest time between two heartbeats. These times grow with the number of streams, because
+        # the server can send only a limited number of messages per second.
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # The number of steps that the postprocessor has not processed is limited for each stream.
-        # The detector of lost clients lists these steps in `stream.unconsumed`. Remove the steps
+        # `stream.unconsumed_steps` lists the steps that the postprocessor has not processed. If
+        # there are too many of these steps, the stream must not send another step. Remove the steps
         # that the postprocessor has processed since the last check.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
@@ -442,8 +443,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
-        # If the postprocessor processes a newer step, but never this step, then the client has
-        # disconnected. The detector of lost clients therefore records each step before it is sent.
+        # Record each step before it is sent. If the postprocessor later processes a newer step, but
+        # never this step, then the client has disconnected.
         self._lost_clients.record_sent_step(stream)
         message = self._feedback.sign(state.pack())
         reply = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
@@ -451,8 +452,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         if not state.is_last:
             return
         if stream.has_finished_sequence:
-            # The engine process has finished a sequence that was not aborted, so the process works.
-            # The setting max_engine_restarts limits only the restart attempts since such a success,
+            # The engine process works, because it has finished a sequence that was not aborted. The
+            # setting max_engine_restarts limits the restart attempts since the last such success,
             # so reset the counter.
             self.owner(stream.request_id).num_attempts = 0
         self._remove(stream)

@@ -39,7 +39,7 @@ class LostClientDetector:
         # This counter numbers the messages to the postprocessor in the order in which they are
         # sent. All streams share the counter.
         self._step_numbers = itertools.count(1)
-        # The highest number among the messages that the postprocessor has processed so far.
+        # The highest number of a message that the postprocessor has processed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
@@ -59,7 +59,7 @@ class LostClientDetector:
             self.remove_consumed_steps(stream)
 
     def detect_lost_client(self, stream: Stream) -> bool:
-        """Return whether the server has dropped a step of `stream`, because the client is gone.
+        """Return whether the server has dropped a step of `stream`. If so, the client is gone.
 
         A step is a message to the postprocessor. The steps of all streams are numbered together,
         and the server delivers the steps in this order. Example: the postprocessor has processed
@@ -74,13 +74,13 @@ class LostClientDetector:
             return True
         if not self._has_dropped_step(stream):
             return False
-        # The postprocessor reports processed steps in shared memory. Read this memory again,
-        # because the postprocessor may have processed the step since the last read.
+        # The postprocessor reports processed steps in shared memory. It may have processed the step
+        # since the last read, so read the memory again.
         self.remove_consumed_steps(stream)
         return self._has_dropped_step(stream)
 
     def _has_dropped_step(self, stream: Stream) -> bool:
-        """Return whether the server has not delivered a step of `stream` to the postprocessor.
+        """Return whether a step of `stream` was dropped before it reached the postprocessor.
 
         This is so if the postprocessor has processed a step with a higher number, of any stream,
         but not the oldest unconsumed step of this stream.
@@ -88,7 +88,7 @@ class LostClientDetector:
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 
     def remove_consumed_steps(self, stream: Stream) -> None:
-        """Remove each step that the postprocessor has processed from `stream.unconsumed_steps`.
+        """Update `stream.unconsumed_steps`: remove the steps that the postprocessor has processed.
 
         `unconsumed_steps` contains step numbers in ascending order. All streams share the numbers.
 
@@ -98,7 +98,8 @@ class LostClientDetector:
         """
         steps = stream.unconsumed_steps
         num_consumed = self._feedback.consumed(stream.slot, stream.serial)
-        # The difference is the number of steps that were removed from `steps` so far.
+        # The number of sent steps minus the length of `steps` is the number of steps that were
+        # already removed. Remove steps until `num_consumed` steps are removed.
         while steps and stream.num_sent_steps - len(steps) < num_consumed:
             self._newest_consumed = max(self._newest_consumed, steps.popleft())
             stream.stalled_s = 0.0

@@ -88,8 +88,8 @@ class ReplicaSelector:
         with self._lock:
             selected = self._choose(hashes, set(running))
             self._num_sequences[selected] += num_sequences
-            # If several processes have the fewest sequences, `_choose` selects the process whose
-            # last request is the oldest. Therefore store the number of the last request.
+            # Store the number of the process's last request. If several processes have equally few
+            # sequences, `_choose` selects the process whose last request is the oldest.
             self._num_requests += 1
             self._last_request[selected] = self._num_requests
             self._store(hashes, selected)

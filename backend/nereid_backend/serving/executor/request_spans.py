@@ -18,7 +18,8 @@ def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
     if timing.compilation is not None:
         compilation_start, compilation_end = timing.compilation
         tracing.record("nereid.grammar", parent, compilation_start, compilation_end)
-    # All sequences of a request share the prompt, so the cached prompt tokens are not added up.
+    # All sequences of a request share the prompt. Adding up their cached prompt tokens would count
+    # the prompt several times, so use the largest number.
     num_cached_tokens = max(sequence.num_cached_tokens for sequence in stream.sequences)
     prefill_attributes = {
         "gen_ai.usage.input_tokens": timing.num_prompt_tokens,

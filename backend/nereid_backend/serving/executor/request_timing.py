@@ -49,7 +49,7 @@ class RequestTiming:
         waits for its start. The limit timeout applies to the whole request. `now` is the current
         time.
         """
-        # `next_deadline` depends on `queue_timeout_s` only until the request starts.
+        # After the start of the request, `next_deadline` no longer depends on `queue_timeout_s`.
         if now < self.next_deadline:
             return None
         elapsed_s = now - self.arrived

@@ -47,7 +47,8 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
         for entry in entries:
             _check_keys(entry)
         return [_rule(entry, encode) for entry in entries]
-    # An entry that is not an object raises an AttributeError, and a missing key a TypeError.
+    # If an entry is not an object, an AttributeError is raised. If a key is missing, a TypeError is
+    # raised.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"script: the file {path} cannot be read as a list of rules: {error}"

@@ -235,7 +235,7 @@ class ScriptedEngine:
                 self._requests[request_id] = self._queue.pop(request_id)
                 continue
             # A request may have more sequences than max_num_seqs. Such a request starts only if no
-            # other request runs, and then uses the whole capacity.
+            # other request runs. It then uses the whole capacity.
             num_needed = min(len(request.sequences), max_num_seqs)
             if num_needed <= num_free:
                 num_free -= num_needed
@@ -260,10 +260,11 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         num_top = request.params.logprobs
-        # Raise the rule's error, or use the CPU for some seconds without a message.
+        # If the rule contains a fault, cause it. The fault "busy 2" uses the CPU for 2 seconds
+        # without sending a message. Any other fault raises an error.
         cause_fault(sequence)
-        # Only the first update contains `prompt_logprobs`. An update is the first one if the
-        # sequence has no tokens, so this call must come before `next_tokens`.
+        # Only the first update of a sequence contains `prompt_logprobs`. An update is the first if
+        # the sequence has no tokens yet. This must be checked before `next_tokens` adds tokens.
         prompt_logprobs = self._prompt_logprobs(request, sequence)
         token_ids, finish_reason = next_tokens(request, sequence)
         sequence.due = now + rule.delay_ms / 1000

@@ -41,7 +41,8 @@ class ScriptedSequence:
         output = rule.token_ids[index % len(rule.token_ids)]
         self._tokens = output + ending if rule.ends else output
         self.num_tokens = 0
-        # The next update is due at this value of time.monotonic(): the first update immediately.
+        # The time at which the next update is due, as a value of time.monotonic(). The first update
+        # is due immediately.
         self.due = 0.0
         self.is_aborted = False
 

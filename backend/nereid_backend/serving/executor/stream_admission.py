@@ -25,7 +25,7 @@ class StreamAdmission:
     def __init__(
         self, settings: ServingSettings, max_num_waiting: int, feedback: FeedbackReader
     ) -> None:
-        """Create empty counters of the waiting requests and of the sequences, with their limits.
+        """Create the limits on waiting requests and on sequences. No request is counted yet.
 
         Args:
             settings: the settings. `max_streams` limits the sequences, and `max_waiting_tokens`
@@ -64,7 +64,8 @@ class StreamAdmission:
         self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
-            # None means that the request leaves the waiting requests without having started.
+            # Remove the request from the waiting requests. None means that the request has not
+            # started.
             self._waiting_limits.leave(timing, started=None)
             raise self._too_many_sequences(envelope)
         serial = next(self._serials)
@@ -135,5 +136,6 @@ class StreamAdmission:
             if not self._sequence_limit.allows(envelope.client_id, envelope.n):
                 return None
             self._sequence_limit.add(envelope.client_id, envelope.n)
-        # The memory has max_streams slots, so enough slots are free.
+        # `_sequence_limit` allows at most max_streams sequences, and the memory has max_streams
+        # slots. Therefore enough slots are free.
         return self._feedback.acquire(envelope.n)

@@ -113,10 +113,10 @@ class Sequence:
     def add(self, update: RequestUpdate) -> None:
         """Add an update from the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
-        # An update can contain several tokens, but only one sum of log-probabilities: the sum up to
-        # the last token. This sum is stored for each token of the update. For the earlier tokens,
-        # the sum is an approximation. The postprocessor uses their entries only if a stop string
-        # ends the output within an update.
+        # An update can contain several tokens, but only one cumulative log-probability: the sum up
+        # to the last token. Store this sum for each token of the update. For the earlier tokens,
+        # the sum is only an approximation. It is used only if a stop string ends the output before
+        # the last token of the update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             if self.logprobs is None:
@@ -237,7 +237,7 @@ class Stream:
         return message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """Return the earliest time of the stream's next step, as a value of time.monotonic().
+        """Return the time at which the stream's next step is due, as a value of time.monotonic().
 
         A step is a message to the postprocessor. The last step is due immediately, and so is the
         first step if it has output. After a heartbeat, the first output waits like any other. At
@@ -254,9 +254,9 @@ class Stream:
         if self.has_ended or (has_output and is_first_step):
             return 0.0  # A time in the past means that the step is due immediately.
         if not self.may_send():
-            # The postprocessor still has to process too many earlier steps, so check again later.
-            # If the interval is very short (few streams), a check after each interval would waste
-            # CPU time. Therefore check at most ten times per heartbeat.
+            # The postprocessor must first process earlier steps, so check again later. With few
+            # streams, the interval is very short, and a check after each interval would waste CPU
+            # time. Therefore check at most ten times per heartbeat.
             wait_s = max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
         elif has_output:
             wait_s = interval_s

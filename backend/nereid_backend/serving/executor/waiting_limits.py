@@ -31,10 +31,10 @@ _MIN_SAMPLES = 8
 # `_MIN_PASSED_S` instead. Otherwise, the estimate could be 0.
 _MIN_PASSED_S = 1e-3
 _LONGEST_RETRY_S = 60
-# The real waiting time can be longer than the estimated time. Therefore a request is refused if the
-# estimate exceeds `_SAFETY_FACTOR` times the request's time limit. Without this margin, requests
-# with an estimate just below the time limit would be accepted. About half of these requests would
-# then exceed the time limit while they wait.
+# The real waiting time can be longer than the estimate. If the server accepted requests with an
+# estimate just below their time limit, about half of these requests would exceed the limit while
+# they wait. Therefore a request is refused if the estimate exceeds `_SAFETY_FACTOR` times the
+# request's time limit.
 _SAFETY_FACTOR = 0.8
 _TRY_LATER = re.compile(r"Try again later\.$")
 
@@ -129,8 +129,8 @@ class WaitingLimits:
                 f"and this request has {num_tokens} more, but the limit is {self._tokens.limit} "
                 "(max_waiting_tokens)"
             )
-        # Refuse the request now if it would probably exceed its time limit in the queue. The
-        # factor is below 1, because the estimate may be too short.
+        # Refuse the request now if its time limit would probably expire in the queue. The real wait
+        # may be longer than the estimate, so the factor is less than 1.
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
         if wait_s is not None and wait_s > _SAFETY_FACTOR * limit_s:
             return (
@@ -155,15 +155,16 @@ class WaitingLimits:
         """
         if len(self._start_times) < _MIN_SAMPLES:
             return None
-        # The time since the oldest measured start, and the number of requests that the engine has
-        # started after it. The oldest start only begins the period, so it is not counted.
+        # In the last `passed_s` seconds, the engine has started `num_starts` requests. The period
+        # begins with the oldest measured start, so this start itself is not counted.
         passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
         num_starts = len(self._start_times) - 1
         num_before = self._requests.used
         if client:
             # The engine starts one request of each client in turn. Example: the client of the new
             # request has 2 waiting requests, and 3 clients have waiting requests. Before the new
-            # request, the engine starts at most 2 requests of each client, so at most 6.
+            # request, the engine starts at most 2 requests of each client, so at most 3 * 2 = 6
+            # requests.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / num_starts

@@ -56,8 +56,9 @@ class EmbeddingModel(PoolingStub):
         The tensor `input_ids` contains the token ids of all inputs, and the tensor `input_lengths`
         contains the number of token ids of each input. Without lengths, there is one input.
         """
-        # `read_array` also limits the number of inputs. This number is the number of lengths, but
-        # not the number of ids.
+        # `read_array` limits the number of elements to the largest number of inputs.
+        # `input_lengths` has one element for each input, but `input_ids` has several, so it is not
+        # read with `read_array`.
         ids = tensors.array(request, names.INPUT_IDS)
         lengths = None
         if tensors.has_tensor(request, names.INPUT_LENGTHS):

@@ -28,13 +28,14 @@ from nereid_backend.errors import (
 from nereid_backend.pooling.pooling_items import PoolingItem, PoolingResult
 from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 
-# The limits of one slice, a group of inputs that are sent to the engine together. A slice ends when
-# it has `_SLICE_INPUTS` inputs, or when their total size is `_SLICE_SIZE`. The size is the number
-# of characters of a text, of token ids, or of bytes of an image.
+# A slice is a group of inputs that are sent to the engine together. It ends when it has
+# `_SLICE_INPUTS` inputs, or when their total size reaches `_SLICE_SIZE`. The size of a text is its
+# number of characters, the size of an image is its number of bytes, and the size of a list of token
+# ids is its length.
 _SLICE_INPUTS = 256
 _SLICE_SIZE = 2**16
-# An image has at least the size `_MIN_IMAGE_SIZE`, so at most 8 images are sent to the engine
-# together. Decoding one image takes up to half a second, even if the file is small.
+# An image counts as at least `_MIN_IMAGE_SIZE` bytes, so a slice contains at most 8 images. This
+# limit is needed because decoding one image takes up to half a second, even if the file is small.
 _MIN_IMAGE_SIZE = _SLICE_SIZE // 8
 # The inputs of a job are sent to the engine in groups (slices). At most `_MAX_SLICES` groups of one
 # job are in the engine at the same time.
@@ -124,7 +125,7 @@ class _JobProgress:
         contains 44 texts.
         """
         items: list[PoolingItem] = []
-        # The number of characters of texts, of token ids, and of bytes of images.
+        # The total size of the slice's inputs, in characters, token ids or bytes of images.
         slice_size = 0
         first = self.num_sent  # the index of the slice's first input
         for name, value in itertools.islice(self.job.inputs, first, None):
@@ -190,7 +191,8 @@ class _JobProgress:
             input 3: image: it is damaged      ->  texts: element 259: image: it is damaged
             input 3: task: it is unknown       ->  task: it is unknown
         """
-        # The engine only raises errors with a text, so the index and the field are parsed from it.
+        # An error of the engine contains only a text, so the index and the field are parsed from
+        # the text.
         match = _ENGINE_MESSAGE.fullmatch(str(error))
         assert match is not None, "the pattern matches every text"
         problem = match["problem"]
@@ -200,8 +202,8 @@ class _JobProgress:
         index_in_slice = int(match["index"] or 0)
         has_several_inputs = len(self.job.inputs) > 1
         element = f"element {first + index_in_slice}: " if has_several_inputs else ""
-        # The name of the tensor replaces the field "input". The field "image" stays, because a
-        # tensor can contain both texts and images.
+        # The name of the tensor replaces the field "input". The field "image" is not replaced,
+        # because a tensor can contain both texts and images.
         return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
@@ -276,7 +278,8 @@ class WorkerJobs:
             items = progress.next_slice()
             self._engine.add(progress.slice_id(first), items)
         except RequestError as error:
-            # The engine counts the inputs of this slice: "input 3" becomes "element 259".
+            # The engine's message contains an index within this slice. `job_message` converts it to
+            # an index within the whole job: "input 3" becomes "element 259".
             self._refuse(progress, RequestError(progress.job_message(error, first)))
         except NereidError as error:
             self._refuse(progress, error)
@@ -343,7 +346,7 @@ def _parse_slice_id(slice_id: str) -> tuple[str, int]:
 
 
 def _size_of_item(fields: Mapping[str, Any]) -> int:
-    """Return the size of one input: the number of characters, token ids or bytes of an image.
+    """Return the size of an input in characters (text), token ids or bytes (image).
 
     Example: {"pair": ("ab", "cde")} returns 5.
     """

@@ -66,10 +66,11 @@ class PoolingMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
         self._values = _Values()
-        # `publish` sends the numbers in `_values` to the following metrics of the server. In Triton
-        # server, a family contains one metric for each combination of labels. The gauge has only
-        # one combination. Counters create the metric of a combination at its first publication.
-        # Histograms are published as counters with the names NAME_bucket, NAME_count and NAME_sum.
+        # `publish` sends the numbers in `_values` to these metrics of Triton server. A metric
+        # family contains one metric for each combination of label values. The gauge has only one
+        # combination, so its metric is created here. The metrics of a counter are created when they
+        # are first published. A histogram is published as several counters: NAME_bucket, NAME_count
+        # and NAME_sum.
         gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
         self._num_requests = gauge_family.Metric(labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")

@@ -354,7 +354,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
                 f"{self.kind}: {error} (The variables of this model begin with "
                 f"{self._variable_prefix}.)"
             ) from error
-        # `child`, and therefore `text_limit`, reads what the worker in `processes` has reported.
+        # Set `processes` before `text_limit` is used, because `text_limit` reads numbers that the
+        # worker process in `processes` has reported.
         self.processes = [worker]
         # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
         # the model's length limit, which the worker has reported.

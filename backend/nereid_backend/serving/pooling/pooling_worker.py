@@ -75,8 +75,9 @@ def serve_worker(make: MakeEngine) -> NoReturn:
         engine = make(PoolingConfig(**settings), progress)
         return WorkerService(engine, send)
 
-    # `serve` receives the settings from the parent process and calls `load` once. The function
-    # `send` sends a message to the parent process.
+    # `serve` receives the settings from the parent process, and calls `load` once with these
+    # settings. The argument `send` of `load` is a function that sends a message to the parent
+    # process.
     serve(load)
 
 

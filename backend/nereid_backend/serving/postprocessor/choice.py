@@ -123,10 +123,11 @@ class Choice:
         self.context = context
         self._index = index
         self._token_texts = token_texts
-        # The objects that process each text of the choice, in this order: convert tokens to text,
-        # search for stop strings, parse the text into fields, and validate the complete message.
-        # The seed tokens are the last tokens of a completion's prompt. The detokenizer needs them,
-        # because the text of a token can depend on the tokens before it.
+        # Each new text of the choice is processed by these objects in this order. `_detokenizer`
+        # converts tokens to text, `_stop_search` searches for stop strings, `_message` parses the
+        # text into fields, and `_checked_message` validates the complete message. The detokenizer
+        # also gets the last tokens of a completion's prompt (the seed tokens), because the text of
+        # a token can depend on the tokens before it.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
@@ -137,10 +138,11 @@ class Choice:
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         self._totals = _Totals()
-        # The reasons why the choice ended. `stop_string` and `_end_reasons` are None until then.
+        # `stop_string` is the stop string that was found in the text; None if no stop string was
+        # found yet. `_end_reasons` is None until the choice has ended.
         self.stop_string: str | None = None
         self._end_reasons: _EndReasons | None = None
-        # Whether the model itself has ended the choice with a stop token.
+        # Whether the choice ended because the model generated a stop token.
         self._has_model_ended = False
         self.is_finished = False
 
@@ -173,9 +175,9 @@ class Choice:
         text_ids = _without_stop_token(list(delta.token_ids), delta.ending)
         num_output_tokens = self._add_text_of_tokens(text_ids)
         if self.stop_string is None and len(text_ids) < len(delta.token_ids):
-            # The sequence ends with a stop token. The stop token has no text, but it belongs to the
-            # output. If the reasoning has not ended, the stop token is a reasoning token. (The call
-            # of `_add_text_of_tokens` has counted all other reasoning tokens.)
+            # The last token of the sequence is a stop token. A stop token has no text, but it
+            # counts as a token of the output. It also counts as a reasoning token if the reasoning
+            # has not ended. `_add_text_of_tokens` has already counted the other reasoning tokens.
             num_output_tokens += 1
             self._totals.num_reasoning_tokens += self._message.is_reasoning
         self._record_tokens(num_output_tokens, delta)
@@ -189,9 +191,11 @@ class Choice:
         """
         if self.is_finished:  # The last output has already been returned.
             return None
-        # The finish reason and the stop reason are None until the choice has ended.
+        # `_end_reasons` is set when the choice has ended. The output is then the last one of the
+        # choice.
         is_last = self._end_reasons is not None
-        # Streamed output is sent if it contains text, log-probabilities or requested token ids.
+        # If the request is streaming, return new output at once: text, log-probabilities, or token
+        # ids that the client has requested.
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None
@@ -221,7 +225,7 @@ class Choice:
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
 
     def _add_text_of_tokens(self, token_ids: list[int]) -> int:
-        """Add the text of `token_ids`, until a stop string is complete.
+        """Add the text of `token_ids`. Ignore the tokens after the first stop string.
 
         Example: for the tokens "Hi", " END" and " you" and the stop string "END", the text "Hi " is
         added and 2 is returned. The third token has no effect.
@@ -237,7 +241,7 @@ class Choice:
             self._add_text(self._detokenizer.feed(token_ids))
             return len(token_ids)
         for index, token_id in enumerate(token_ids):
-            # The first `min_tokens` tokens of the output cannot complete a stop string.
+            # Do not search for stop strings in the first `min_tokens` tokens of the output.
             can_stop = self._totals.num_tokens + index >= self.context.min_tokens
             self._add_text_of_token(token_id, can_stop=can_stop)
             if self.stop_string is not None:
@@ -278,14 +282,15 @@ class Choice:
         self._message.feed(text)
 
     def _record_tokens(self, num_output_tokens: int, delta: SequenceDelta) -> None:
-        """Record the first `num_output_tokens` tokens of `delta`, and their log-probabilities.
+        """Record the first `num_output_tokens` tokens of `delta` and their log-probabilities.
 
         The remaining tokens of the step do not belong to the output.
         """
         self._totals.num_tokens += num_output_tokens
         self._unsent.token_ids += delta.token_ids[:num_output_tokens]
         if num_output_tokens:
-            # Item i is the sum of the log-probabilities up to token i of the step.
+            # Item i of `cumulative_logprobs` is the sum of the log-probabilities of all tokens of
+            # the choice, up to and including token i of this step.
             self._totals.cumulative_logprob = delta.cumulative_logprobs[num_output_tokens - 1]
         if delta.logprobs is not None:
             self._unsent.logprobs += delta.logprobs[:num_output_tokens]
@@ -319,8 +324,9 @@ class Choice:
         """
         message = self._message.take()
         if self._checked_message is not None:
-            # Collect the parts of the message, because only the whole message can be validated. A
-            # message that ends early, such as at a length limit, need not match the schema.
+            # Store each part of the message, because only the complete message can be validated. A
+            # message that ends early, for example at a length limit, need not match the schema, so
+            # it is not validated.
             self._checked_message.add(message)
             if self._has_model_ended:
                 self._checked_message.validate()

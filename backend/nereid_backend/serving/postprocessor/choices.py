@@ -42,13 +42,14 @@ class Choices:
         self.context = context
         self._slots = slots
         self._choices = list(choices)
-        # Times by time.monotonic(). Before the first response, the stream counts as just answered.
+        # Times of `time.monotonic()`. The initial value of `last_response_at` is the time at which
+        # the stream was opened, although no response has been sent yet.
         self.opened_at = time.monotonic()
         self.last_response_at = self.opened_at
-        # The value 0 makes the first check for a disconnected client due immediately.
+        # Because of the value 0, the first check for a disconnected client is due immediately.
         self.last_cancel_check_at = 0.0
         self.is_cancelled = False
-        # The seconds that decoding and parsing of the output have taken so far.
+        # The time in seconds that was spent so far on decoding and parsing the output.
         self.parsing_s = 0.0
 
     def add(self, state: StepState) -> None:

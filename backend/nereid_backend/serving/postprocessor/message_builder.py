@@ -74,13 +74,15 @@ class ParsedMessage:
                 of the prompt, and the options for reasoning and tool calls are used.
         """
         self._context = context
-        # The adapted format leaves reasoning or tool calls in the content if the request wants so.
+        # Depending on the options of the request, the format `adapted` leaves reasoning or tool
+        # calls in the content.
         adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
-            # The client forbids tool calls, so text that looks like a call must stay in the
-            # content. With the format `adapted`, the parser leaves calls of unknown tools in the
-            # content. Therefore the parser gets a list of tools that no model can call.
+            # The client forbids tool calls, so text that looks like a tool call must stay in the
+            # content. With the format `adapted`, the parser leaves a call of an unknown tool in the
+            # content. Give the parser a list with only one tool, which no model can call. Every
+            # call is then a call of an unknown tool.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -89,12 +91,15 @@ class ParsedMessage:
         # tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
-        # The marker of the prompt, such as "<think>", that the parser adds to the beginning of the
-        # content; "" if the parser adds none. `_add` removes this marker.
+        # Some prompts end with a marker such as "<think>", which the parser copies to the beginning
+        # of the content. `_add` removes this marker. If the parser copies no marker,
+        # `_prompt_marker` is "".
         self._prompt_marker = self._marker_copied_from_prompt(adapted)
 
     def _marker_copied_from_prompt(self, fmt: Format) -> str:
-        """Return the marker that the parser copies from the prompt into the content; "" for none.
+        """Return the marker that the parser copies from the prompt into the content.
+
+        Return "" if the parser copies no marker.
 
         Example: the prompt ends with the opening marker "<think>", and the model generates
         "a</think>b". If reasoning stays in the content (`separate_reasoning` is False), the parser
@@ -106,8 +111,8 @@ class ParsedMessage:
         """
         if self._context.separate_reasoning:
             return ""
-        # There is no output yet. If the parser is already inside reasoning, the prompt must have
-        # opened the reasoning.
+        # The model has not generated any output yet. Therefore, if the parser is already inside
+        # reasoning, the prompt must have opened the reasoning.
         is_opened_by_prompt = self.is_reasoning
         return _opening_marker(fmt) if is_opened_by_prompt else ""
 
@@ -153,10 +158,11 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
-                    # Reasoning reaches this case only if it stays in the content. Then some prompts
-                    # end with a marker such as <think>, and the parser adds this marker to the
-                    # first text. The model did not generate the marker, so remove it. In all other
-                    # cases, `_prompt_marker` is empty.
+                    # A ReasoningDelta reaches this case only if `separate_reasoning` is False. The
+                    # reasoning then stays in the content. If the prompt ends with a marker such as
+                    # "<think>", the parser has copied this marker to the beginning of the first
+                    # text. The model did not generate the marker, so remove it. If the parser has
+                    # copied no marker, `_prompt_marker` is "".
                     self._new_texts["content"].append(text.removeprefix(self._prompt_marker))
                     self._prompt_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):

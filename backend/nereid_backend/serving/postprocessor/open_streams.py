@@ -41,7 +41,7 @@ class OpenStreams:
         return state.serial > self._serials.get(state.slot, 0)
 
     def assign_slot(self, state: StepState) -> None:
-        """Record that the stream of a step uses the memory slot `state.slot` from now on.
+        """Record that the stream of `state` now uses the memory slot `state.slot`.
 
         If the previous stream of the slot is still open, because it had no last step, remove the
         previous stream. The new stream is opened later by `open`.
@@ -50,7 +50,7 @@ class OpenStreams:
         self._streams.pop(state.slot, None)
 
     def open(self, state: StepState, choices: Choices) -> None:
-        """Store the choices of a stream, to which `assign_slot` has assigned a slot."""
+        """Store the choices of a new stream. Call `assign_slot` for the stream first."""
         self._streams[state.slot] = choices
 
     def get(self, state: StepState) -> Choices | None:

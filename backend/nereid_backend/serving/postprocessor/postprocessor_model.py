@@ -79,7 +79,8 @@ class PostprocessorModel:
                         "a step of request %s failed in the postprocessor", request.request_id()
                     )
                 response = tensors.error_response(error)
-            # `final` ends only the request of this step, not the stream.
+            # `final=True` ends the Triton request of this step. It does not end the stream, which
+            # can have further steps.
             tensors.send(sender, response, final=True)
 
     def finalize(self) -> None:
@@ -96,8 +97,8 @@ class PostprocessorModel:
         state = self._verify_step(request)
         if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
-        # Report the step as processed before it is processed, for two reasons. The executor can
-        # already send the next step, and a step that fails below is reported, too.
+        # Report the step as processed before it is processed. The executor can then send the next
+        # step earlier. The step is also reported if its processing fails below.
         self._feedback.report(state.slot, state.serial, state.step)
         try:
             if self._streams.is_new(state):
@@ -125,8 +126,9 @@ class PostprocessorModel:
         message = tensors.array(request, tensor_names.STATE).tobytes()
         previous_address = self._feedback.address
         packed_state = self._feedback.attach_and_verify(message)
-        # Each executor process has its own shared memory, and its messages contain the address. A
-        # client cannot forge the address of a new executor, because it contains a random number.
+        # The messages of an executor process contain the address of its shared memory. If a message
+        # contains a new address, the message comes from a new executor process. A client cannot
+        # forge an address, because the address contains a random number.
         is_from_restarted_executor = self._feedback.address != previous_address
         if is_from_restarted_executor:
             self._streams.clear()
@@ -145,9 +147,9 @@ class PostprocessorModel:
             self._streams.remove(state)
             self._record_span(choices)
         else:
-            # Tell the executor which sequences need no more tokens: all sequences of a disconnected
-            # client, and sequences that have reached a stop string. If the client has disconnected,
-            # Triton server marks the requests of later steps as cancelled.
+            # Tell the executor which sequences need no more tokens. These are all sequences of a
+            # disconnected client, and each sequence that has reached a stop string. If a client has
+            # disconnected, Triton server marks the requests of later steps as cancelled.
             self._check_cancel(choices, state, request)
             self._signal_stop_strings(choices, state)
         outputs = choices.take_outputs(is_last=state.is_last)
@@ -223,7 +225,8 @@ class PostprocessorModel:
             EngineError: `state` is not the first step of its stream, because the postprocessor was
                 restarted after the first step.
         """
-        # This comes first, so that the later steps of a stream that fails here are not new.
+        # Assign the slot first. If opening the stream fails below, the later steps of this stream
+        # must not count as steps of a new stream.
         self._streams.assign_slot(state)
         opening = state.opening
         if opening is None:
@@ -253,7 +256,8 @@ class PostprocessorModel:
             decode = self._decode_without_special_tokens
         else:
             decode = self._decode_with_special_tokens
-        # This function validates a complete message; None if the request has no strict schema.
+        # `check` is a function that validates a complete message. It is None if the request has no
+        # strict schema.
         check = strict_check(context)
         choices = []
         for index in range(context.n):

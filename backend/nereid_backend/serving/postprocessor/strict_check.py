@@ -78,7 +78,7 @@ class CheckedMessage:
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: dict[str, Any]) -> None:
-        """Add a delta (new parts of the message).
+        """Add a delta, which contains new parts of the message.
 
         A delta of a tool call contains a part of the arguments. Only the first delta of a call
         contains the name. Example: {"content": "Hi", "tool_calls": [{"index": 0, "name": "add",

@@ -5,9 +5,9 @@ import os
 import time
 from collections.abc import Callable
 
-# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `detect_hang`, the parent
-# process was probably paused, and the child process may have been paused, too. Therefore an
-# interval between two calls counts as at most `_LONGEST_INTERVAL_S` seconds without a message.
+# `detect_hang` is called several times a second. If more than `_LONGEST_INTERVAL_S` seconds pass
+# between two calls, the parent process was probably paused, and perhaps the child process, too.
+# Therefore at most `_LONGEST_INTERVAL_S` seconds of each interval count as time without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
 # CPU, the time limit of a busy process is `_BUSY_LIMIT_FACTOR` times the usual time limit.
@@ -42,13 +42,14 @@ class HangWatch:
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # `silent_s` is the number of seconds for which the process has worked without sending a
-        # message. `detect_hang` updates it. `_last_checked` is the time of the last update.
+        # `silent_s` is the time in seconds during which the process has had work but has sent no
+        # message. `_last_checked` is the time at which `detect_hang` last updated `silent_s`.
         self.silent_s = 0.0
         self._last_checked = clock()
-        # When half of the time limit has passed without a message, the CPU time that the process
-        # has used is stored here. At the limit, the CPU time since then shows whether the process
-        # is busy or hangs. Until half of the limit has passed, the value is None.
+        # `_cpu_at_half_limit_s` is the CPU time of the process in seconds, measured when half of
+        # the time limit has passed without a message. Before that, it is None. When the whole time
+        # limit has passed, the CPU time that was used since the measurement shows whether the
+        # process is busy or hangs.
         self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
@@ -70,7 +71,8 @@ class HangWatch:
                 while it only waits, so its CPU use is ignored.
         """
         self._measure_silence(is_working=is_working)
-        # `_is_busy` needs the CPU time at half of the limit: it measures the CPU load since then.
+        # When half of the time limit has passed, store the CPU time of the process. `_is_busy`
+        # measures the CPU load from then on.
         self._store_cpu_at_half_limit()
         has_limit = self._limit_s != 0
         if not has_limit or self.silent_s <= self._limit_s:
@@ -97,7 +99,7 @@ class HangWatch:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the CPU load has been high since half of the time limit has passed."""
+        """Return whether the CPU load has been high since the middle of the time limit."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

@@ -127,15 +127,16 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 
 
 def _run(service: Service, channel: Channel) -> int:
-    """Handle messages and compute steps until the message `stop` arrives, or a step fails.
+    """Handle messages and compute steps, until the message `stop` arrives or a step fails.
 
     Return the exit code of the process: 0 after `stop`, 1 if a step failed.
     """
     inbox = Inbox(channel)
     while True:
-        # If there is work, read only the messages that have already arrived. Otherwise, wait for a
-        # message. The wait is limited, because work can also begin without a message: if a process
-        # of tensor parallelism dies, `has_work` returns True, and `advance` raises the error.
+        # If there is work, read only the messages that have already arrived. If there is no work,
+        # wait for a message, but only for a limited time, because work can also begin without a
+        # message. For example, when a process of tensor parallelism has died, `has_work` returns
+        # True, so that `advance` raises the error.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
         for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":

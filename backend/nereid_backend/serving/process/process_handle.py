@@ -95,8 +95,9 @@ class ChildProcess:
         # The connection to the process, and the thread that sends messages over this connection.
         self._channel = Channel(parent_end)
         self._outbox = Outbox(self._channel)
-        # Detects that the process sends no message although it has work. On a CPU, the used CPU
-        # time distinguishes a long step from a process that hangs.
+        # `_hang_watch` detects a process that hangs: the process has work, but sends no message. If
+        # the model runs on a CPU, a long step can also take much time without a message. The CPU
+        # time that the process uses then shows whether the process is busy or hangs.
         hang_timeout_s = program.hang_timeout.value
         self._hang_watch = HangWatch(hang_timeout_s, lambda: cpu_seconds(pid))
         # The text of the message "fatal": the reason that the process gave before its end.
@@ -184,8 +185,8 @@ class ChildProcess:
         Raises:
             EngineDiedError: the process hung and was killed.
         """
-        # A step of a large model on a CPU can take minutes, so the time limit is longer there.
-        # `info` describes the loaded model. Before the model is loaded, `info` is empty.
+        # On a CPU, a step of a large model can take minutes, so the time limit is longer. `info`
+        # describes the loaded model. Before the model is loaded, `info` is empty.
         is_on_cpu = self.info.get("device") == "cpu"
         if not self._hang_watch.detect_hang(is_working=is_working, is_on_cpu=is_on_cpu):
             return
@@ -210,7 +211,8 @@ class ChildProcess:
             if not has_ended:
                 self._process.send_signal(number)
                 has_ended = self._wait_for_end()
-        # If sending has failed, the outbox has not closed the channel. Closing it again is allowed.
+        # The outbox closes the channel after it has sent all messages. If sending has failed, the
+        # channel is still open, so close it here. Closing a closed channel has no effect.
         self._channel.close()
         self._outbox.join(_STOP_TIMEOUT_S)
 

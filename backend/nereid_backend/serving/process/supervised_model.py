@@ -216,9 +216,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         packed = pack(message)
         process = self.processes[index]
         child = process.child
-        # Queue the request before the message is sent. Otherwise, the child process could answer
-        # before the loop has received the request. If the process is restarted until the loop
-        # receives the request, `process.child` is no longer `child`, and the loop ends the request.
+        # Queue the request before the message is sent, because the child process could answer at
+        # once. If the child process is replaced before the loop takes the request from the queue,
+        # `process.child` is no longer `child`, and the loop ends the request.
         self._arrivals.put(_Arrival(request_id, request, process, child))
         child.send_packed(packed)
 
@@ -285,7 +285,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         Returns:
             The value of `wait_s` for the next round: the time until periodic work is due again.
         """
-        # If the restart of a process has ended, use the new process or log the failure.
+        # A thread restarts a process that has died. If the thread has ended, use the new process,
+        # or log that the restart has failed.
         self._use_restarted_processes()
         received = self._receive(wait_s)
         # A received message can belong to a request that has just arrived. Therefore take the new
@@ -364,7 +365,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             # process has already been started, `process.child` is a different object.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
-                # `error` is the reason of the last death, and is not removed by a restart.
+                # `process.error` is the reason why the process last died. A restart does not remove
+                # this reason.
                 assert process.error is not None, "a process that has died has no error"
                 self.end(arrival.request, process.error)
         for sender, result in _drain(self._results):
@@ -416,7 +418,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         Therefore only the failure of the model's last process is logged with "error:".
         """
         if all(other.has_given_up for other in self.processes):
-            # `outage` is now the message that clients get, and names the reason.
+            # `outage` is the message that clients now get. It contains the reason of the failure.
             tensors.progress(f"error: {self.log_prefix}{self.outage}")
         else:
             tensors.progress(

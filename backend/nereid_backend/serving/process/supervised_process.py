@@ -52,8 +52,9 @@ class SupervisedProcess:
         self.child = ChildProcess.start(program, tensors.progress)
         self.is_running = True
         self.num_requests = 0
-        # The reason of the last death, the number of attempts to restart the process since it last
-        # worked, and the number of all successful restarts.
+        # `error` is the reason why the process last died. `num_attempts` counts the attempts to
+        # restart the process. The Triton model sets `num_attempts` to 0 when the process works
+        # again. `num_restarts` counts all successful restarts.
         self.error: EngineError | None = None
         self.num_attempts = 0
         self.num_restarts = 0
@@ -105,7 +106,7 @@ class SupervisedProcess:
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Start a new process. Repeat failed attempts at once until `max_restarts` is reached.
+        """Start a new process. If this fails, try again at once, until `max_restarts` is reached.
 
         The limit applies to all attempts since the process last worked, even if they belong to
         several deaths. This method runs in the restart thread. `error`, the reason of the death,

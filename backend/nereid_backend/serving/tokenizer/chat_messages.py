@@ -152,7 +152,7 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
             f"messages: item {index} has a content part {kind}, but this server supports only "
             f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
         )
-    # A part without the field `type` has the type of its other field, such as "file".
+    # If a part has no field `type`, the name of another field, such as "file", is the type.
     refused_type, reason = type_and_reason
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"

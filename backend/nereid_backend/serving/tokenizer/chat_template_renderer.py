@@ -32,7 +32,7 @@ class ChatTemplateRenderer:
         return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
 
     def source(self) -> str:
-        """Return the Jinja source of the chat template, in which callers search for variables.
+        """Return the Jinja source of the chat template. Callers search it for variables.
 
         A checkpoint can have several named templates, such as "default" and "tool_use". In this
         case, return one text that contains all sources. This text is not a template.

@@ -134,15 +134,17 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     """
     if not _is_image_part(part):
         return part
-    # The source of a video or of audio is a data URL, even if the part contains the plain data.
+    # Videos and audio always become data URLs. If the part contains the plain data, the data is
+    # converted to a data URL.
     if is_video_part(part):
         source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
     elif is_audio_part(part):
         source, placeholder = audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER
     else:
         source, placeholder = _image_source(part), IMAGE_PLACEHOLDER
-    # JSON can contain characters that are not valid in UTF-8, such as "\ud800". Encode them anyway.
-    # The function that reads the source later refuses them with a RequestError.
+    # JSON can contain characters such as "\ud800", which are not valid in UTF-8. The option
+    # "surrogatepass" encodes these characters anyway. The function that reads the source later
+    # raises a RequestError for them.
     images.append(source.encode("utf-8", "surrogatepass"))
     return placeholder
 
@@ -206,8 +208,9 @@ class ImagePrompts:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
-        # Base64 converts three bytes to four characters, so _MAX_FILE_BYTES is three quarters of
-        # MAX_IMAGE_BYTES. The sum is checked again below, because it also includes data URLs.
+        # Base64 converts three bytes to four characters, so _MAX_FILE_BYTES, the limit on files, is
+        # three quarters of MAX_IMAGE_BYTES, the limit on base64 texts. The total size is checked
+        # again below, because it also includes the images that the request contains as data URLs.
         images_in_base64 = self._sources.read(images, ImageLimits(), _MAX_FILE_BYTES)
         num_bytes = sum(map(len, images_in_base64))
         if num_bytes > MAX_IMAGE_BYTES:

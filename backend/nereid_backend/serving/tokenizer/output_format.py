@@ -112,7 +112,8 @@ def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - 
         return OutputFormat("response_format", _json_object_form(value))
     if kind == "json_schema":
         return OutputFormat("response_format", _json_schema_form(value))
-    # The type is "structural_tag". The engine reads this format without a conversion.
+    # The only remaining type is "structural_tag". The engine reads this format directly, so it is
+    # not converted.
     return OutputFormat("response_format", value)
 
 

@@ -46,9 +46,10 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    # If torch is installed, transformers imports torch. This import needs much memory and can
-    # crash. The entry None in sys.modules makes the import fail, and transformers then works
-    # without torch. If this process has already imported torch, nothing is saved, so torch stays.
+    # If torch is installed, transformers imports it. This import needs much memory and can crash.
+    # The entry None in sys.modules makes the import of torch fail, and transformers then works
+    # without torch. If this process has already imported torch, `setdefault` keeps torch, because
+    # nothing would be saved.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     with importing():  # The imports in this block are faster.
         from transformers import AutoTokenizer
@@ -98,7 +99,7 @@ class PromptBuilder:
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._renderer = ChatTemplateRenderer(tokenizer)
         self._check_template_defaults()
-        # The limits on the sizes of requests, such as the number of messages.
+        # The limits on the size of a request, such as the largest number of messages.
         self.limits = self._derive_limits(max_model_len, max_image_bytes)
 
     def _check_template_defaults(self) -> None:
@@ -153,9 +154,10 @@ class PromptBuilder:
         Raises:
             RequestError: the text is too long.
         """
-        # The limit on bytes always applies, because a huge text would take too long to tokenise.
+        # The limit on bytes always applies, because converting a huge text to tokens would take too
+        # long.
         self.limits.check_text(text)
-        # The limit on tokens does not apply if the surplus tokens are removed below.
+        # If surplus tokens are removed below, the limit on tokens does not apply.
         removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
             text, add_special_tokens=add_special_tokens, limit_length=not removes_surplus_tokens
@@ -218,8 +220,9 @@ class PromptBuilder:
         Raises:
             RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
         """
-        # The source of the template determines which variables exist. For example, the field
-        # `reasoning_effort` sets `enable_thinking` only if the template uses this variable.
+        # The source of the template shows which variables the template uses. For example, the field
+        # `reasoning_effort` sets the variable `enable_thinking` only if the template uses this
+        # variable.
         template_kwargs = read_template_kwargs(body, self._renderer.source())
         for name in template_kwargs:
             if name in self._renderer.reserved_variables:

@@ -104,16 +104,17 @@ def read_sampling(
         RequestError: a field has a wrong value or is not supported.
     """
     refuse_unsupported(fields)
-    # The fields that have the same name and the same form in a request and in the engine.
+    # These fields have the same name and the same type in a request and in CheckedSamplingParams.
     engine_fields = {**defaults, **select_and_parse(fields, ENGINE_FIELDS)}
     if engine_fields.get("allowed_token_ids") == []:
         # Some clients send [] if all tokens are allowed, but the engine refuses an empty list.
         del engine_fields["allowed_token_ids"]
-    # The fields that must be converted for the engine.
+    # The other fields of the request must be converted for the engine.
     checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
         **engine_fields,
-        # Only requests with the same salt share cached prefixes, which expire after the TTL.
+        # Two requests share cached prefixes only if they have the same salt. Cached prefixes expire
+        # after the time to live (TTL).
         cache_salt=_cache_salt(checked),
         prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),
@@ -170,7 +171,8 @@ def _options(fields: RequestFields) -> RequestOptions:
         skip_special_tokens=fields.skip_special_tokens,
         separate_reasoning=separate_reasoning,
         include_reasoning=fields.include_reasoning,
-        # Either field returns the token ids of the prompt and of the output.
+        # If either field is set, the response contains the token ids of the prompt and of the
+        # output.
         return_token_ids=fields.return_token_ids or fields.return_prompt_token_ids,
         timeout_s=fields.timeout,
         queue_timeout_s=fields.queue_timeout,

@@ -141,9 +141,8 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# `select_and_parse` returns the values of these fields unchanged. The first group contains fields
-# whose values are plain text. The second group contains fields whose values are parsed by other
-# modules.
+# `select_and_parse` does not parse the values of these fields. The fields of the first group have
+# text values. The values of the second group are parsed later by other modules.
 _TEXT_FIELDS = frozenset(
     {
         *(

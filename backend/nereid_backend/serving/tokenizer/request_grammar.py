@@ -119,13 +119,15 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` validates `form` and converts it to a node of a structural tag.
+    # `answer_node` validates `form`, and converts it to a node (a part of a structural tag). The
+    # node is used only if the type is "structural_tag".
     with _convert_errors(output):
         node = answer_node(form)
     if kind == "structural_tag":
         tag = {"type": "structural_tag", "format": node}
         return GrammarSpec("structural_tag", _to_json(tag), after)
-    # The engine accepts the other kinds in the valid `form`, without a structural tag.
+    # The remaining types are "regex", "grammar" and "choice". For these types, the engine reads the
+    # value in `form` directly, without a structural tag.
     if kind == "regex":
         return GrammarSpec("regex", form["pattern"], after)
     if kind == "grammar":

@@ -28,7 +28,8 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
-# A request may have this number of bytes in addition to its prompt, for example for a grammar.
+# The largest number of bytes that a request may have in addition to its prompt, for example for a
+# grammar.
 _NON_PROMPT_BYTES = 4 * 2**20
 # The largest size of a prompt is max_model_len times the size of the longest token, but at least
 # max_model_len times `_MIN_TOKEN_BYTES` bytes. The minimum is needed because some tokenizers
@@ -36,8 +37,8 @@ _NON_PROMPT_BYTES = 4 * 2**20
 # the text than the token itself has.
 _MIN_TOKEN_BYTES = 16
 _MIN_MAX_MESSAGES = 16
-# Some fields contain lists of token ids. A request may have enough values for this number of lists
-# with max_model_len token ids each.
+# Some fields contain lists of token ids, with up to max_model_len ids in each list. The limit on
+# the number of values in a request allows `_NUM_TOKEN_ID_LISTS` full lists.
 _NUM_TOKEN_ID_LISTS = 4
 _MIN_MAX_VALUES = 100_000
 # The largest depth of nested lists and objects. msgpack can pack 511 levels, and Python's recursion
@@ -83,17 +84,19 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
-        # Some tokenizers shorten a text before they split it, so that a token represents more bytes
-        # than it has. Therefore at least `_MIN_TOKEN_BYTES` bytes are allowed for each token.
+        # Some tokenizers shorten a text before they split the text into tokens. One token can then
+        # represent more bytes of the text than the token itself has. Therefore allow at least
+        # `_MIN_TOKEN_BYTES` bytes for each token.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
-        # A chat can be longer than its prompt, because a chat template can drop text, such as the
-        # reasoning of earlier answers.
+        # The messages of a chat can be longer than the rendered prompt, because a chat template can
+        # drop text, such as the reasoning of earlier answers.
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
         return cls(
             max_model_len=max_model_len,
             max_prompt_bytes=max_prompt_bytes,
             # JSON can write each byte of the chat as an escape sequence of `_ESCAPED_BYTES` bytes.
-            # A request also has fields that are not part of the prompt, such as a grammar.
+            # In addition, a request can have fields that are not part of the prompt, such as a
+            # grammar.
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES,
             # Each message adds at least min_message_tokens tokens. Therefore the prompt of a chat
             # with more than max_messages messages would have more than max_model_len tokens.
@@ -117,8 +120,9 @@ class RequestLimits:
         # bytes. Counting the characters is fast, because the text need not be encoded.
         min_bytes = len(text)
         if min_bytes > self.max_request_bytes:
-            # The error message gives the least number of tokens of the prompt. JSON may have
-            # written each byte of the prompt as an escape sequence, such as \u0041.
+            # The error message gives a minimum for the number of tokens of the prompt. The JSON
+            # text may contain each byte of the prompt as an escape sequence, such as \u0041, so the
+            # prompt can have fewer bytes than the JSON text.
             min_prompt_bytes = min_bytes // _ESCAPED_BYTES
             raise self._length_error(
                 f"{field}: the request has {min_bytes} bytes", min_prompt_bytes
@@ -160,11 +164,12 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` has chosen max_messages so that more messages exceed max_model_len tokens. This
-        # quotient is the least number of tokens of one message. Rounding can make it too low.
+        # `derive` has computed max_messages from max_model_len and the least number of tokens of
+        # one message. Therefore this quotient is approximately the least number of tokens of one
+        # message.
         min_message_tokens = self.max_model_len // self.max_messages
-        # The number in the message must exceed the limit, because the frontend recognises prompts
-        # that are too long by the numbers.
+        # The frontend reads the two numbers in this message to recognise a prompt that is too long.
+        # Therefore the number of tokens must exceed the limit.
         least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
         raise RequestError(
             f"messages: the request has {count} messages, which need at least {least_tokens} "
@@ -229,8 +234,9 @@ class RequestLimits:
         # max_prompt_bytes is the product of max_model_len and the largest number of bytes of a
         # token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
-        # The quotient can be too low. The number in the message must exceed the limit, because the
-        # frontend recognises prompts that are too long by the numbers.
+        # The quotient can be lower than the limit, but the number of tokens in the message must
+        # exceed the limit. The frontend reads these two numbers to recognise a prompt that is too
+        # long.
         least_tokens = max(min_bytes // max_token_bytes, self.max_model_len + 1)
         return RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "

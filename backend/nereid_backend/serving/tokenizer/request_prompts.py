@@ -33,7 +33,7 @@ class RequestPrompts:
         request: Any,  # noqa: ANN401 - the server's own type
         body: dict[str, Any] | None,
     ) -> list[bytes]:
-        """Return the images in the messages of a chat, or the images in the tensor `image`.
+        """Return the images of a request, from the messages of the chat or from the tensor `image`.
 
         Mutates: `body`. Each image in the messages is replaced by a placeholder.
 
@@ -125,7 +125,8 @@ class RequestPrompts:
             return self._prompts.from_text(
                 text, add_special_tokens=add_special_tokens, num_kept=num_kept
             )
-        # The request has token ids, so `ids` is not None.
+        # The prompt is neither a chat nor a text. Therefore the request has token ids, and `ids` is
+        # not None.
         if not ids:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, text=None)

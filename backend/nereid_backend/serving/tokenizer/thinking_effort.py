@@ -23,9 +23,9 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# A larger budget is replaced by `_LARGEST_BUDGET`, because a message to the engine cannot contain
-# arbitrarily large numbers. The output stays the same, because every output has fewer than
-# `_LARGEST_BUDGET` tokens.
+# If a request has a larger budget, `_LARGEST_BUDGET` is used instead, because a message to the
+# engine cannot contain arbitrarily large numbers. The output stays the same, because every output
+# has fewer than `_LARGEST_BUDGET` tokens.
 _LARGEST_BUDGET = 2**31 - 1
 # `_CODE` matches the Jinja code between {{ }} or {% %}. `_STRING` matches a string literal inside
 # that code.
@@ -135,10 +135,12 @@ def build_thinking_spec(
         )
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
-        # With an empty `start`, the engine never regards a token as reasoning.
+        # `start` is the marker that begins the reasoning. If the output cannot contain reasoning,
+        # `start` is empty, so that the engine never treats a token as reasoning.
         start=gate.start if can_contain_reasoning else "",
         end=gate.end,
-        # If reasoning is a separate message, these tokens also begin the next message.
+        # These tokens end the reasoning. In some formats, the reasoning is a separate message. In
+        # this case, the tokens also begin the next message.
         end_token_ids=tuple(encode(_end_of_reasoning(fmt, gate))),
         is_open=gate.is_open,
         budget=budget,
@@ -178,7 +180,8 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
         )
     turns_off = effort == _NO_EFFORT
     variables = _switch_variables(template, is_on=not turns_off)
-    # A switch that turns off the reasoning is enough. Many templates do not know the effort "none".
+    # If a variable of the template turns off the reasoning, the effort "none" is not passed to the
+    # template, because many templates do not support this effort.
     is_turned_off_by_switch = turns_off and bool(variables)
     if has_variable(template, _EFFORT) and not is_turned_off_by_switch:
         variables[_EFFORT] = effort

@@ -74,8 +74,8 @@ class TokenizerModel:
             # usually takes longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
-        # Requests with images or long texts run in other threads, so that short requests need not
-        # wait for them.
+        # Requests with images or long texts are handled by other threads, so that short requests
+        # need not wait for these requests.
         self._workers = RequestWorkers(self.respond, _is_long)
 
     def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
@@ -196,8 +196,9 @@ class TokenizerModel:
         returns = _requested_outputs(request)  # the names of the optional output tensors
         tools = None if body is None else read_tools(body)
         grammar = self._grammar(body, fields, prompt, tools)
-        # A request for the output tensor `logprobs` needs no field `logprobs`. The engine computes
-        # log-probabilities only if the field is set, so the field is added.
+        # If a request asks for the output tensor `logprobs`, it may omit the field `logprobs`. The
+        # engine computes log-probabilities only if this field is set, so the missing field is added
+        # here.
         logprobs_field = _missing_logprobs_field(fields, returns, is_chat=is_chat)
         params, options = read_sampling(
             fields | logprobs_field,
@@ -223,7 +224,7 @@ class TokenizerModel:
         return build_thinking_spec(budget, self._format, prompt.text or "", self._prompts.encode)
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
-        """Return the text of the token ids in a request that has the parameter `return_text`.
+        """If a request has the parameter `return_text`, return the text of its token ids.
 
         Return None if the request does not have this parameter.
 
@@ -260,8 +261,9 @@ def _make_envelope(
 ) -> RequestEnvelope:
     """Return the message to the executor: all data of a request except the prompt's token ids."""
     return RequestEnvelope(
-        # The packed parameters contain the grammar. The executor does not unpack them, so the
-        # values that the executor needs itself, such as `n`, are sent again.
+        # `params` contains all sampling parameters in packed form, including the grammar. The
+        # executor does not unpack `params`. Therefore the values that the executor itself needs,
+        # such as `n`, are also sent as separate fields.
         params=pack_params(checked.params),
         n=checked.params.n,
         context=stream_context(request, checked, traceparent).pack(),
@@ -341,7 +343,8 @@ def _missing_logprobs_field(
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return {}
-    # In a chat, the field is a boolean. In a completion, it is the number of alternative tokens.
+    # In a chat, the field `logprobs` is a boolean. In a completion, the field is the number of
+    # alternative tokens.
     return {"logprobs": True if is_chat else 0}
 
 

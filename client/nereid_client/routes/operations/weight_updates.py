@@ -74,17 +74,17 @@ async def reload_weights(request: Request) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
-    # `adapters` also replaces the weights, because the adapters must be loaded again afterwards.
+    # `reload_weights` replaces the weights, and then loads the LoRA adapters again.
     await context.adapters.reload_weights(body.path or "", body.running_requests)
     return {"id": context.settings.model_name, "object": "model", "reloaded": True}
 
 
 def _refuse_key_of_key_file() -> None:
-    """Raise an ApiError 403 if the current client uses an API key of the key file.
+    """Raise an ApiError 403 if the current client's API key is in the key file.
 
     Only the key in NEREID_API_KEY allows a client to replace the weights.
     """
-    # Only the keys in the key file have names.
+    # A client has a name only if its API key is in the key file.
     is_key_of_key_file = bool(current_client.get().name)
     if is_key_of_key_file:
         raise ApiError(
@@ -96,7 +96,7 @@ def _refuse_key_of_key_file() -> None:
 
 
 def _check_weight_updates_allowed(request: Request, action: str, *, code: str) -> None:
-    """Check that clients may change the weights of the language model, or its LoRA adapters.
+    """Check that clients may change the weights and the LoRA adapters of the language model.
 
     In spite of its name, the setting `allow_lora_updates` allows these two kinds of changes.
 

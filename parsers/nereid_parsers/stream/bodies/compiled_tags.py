@@ -76,12 +76,13 @@ class CompiledTag:
         """
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
-        # White space before the value, such as `\n` in `<p={key}>\n`. It is removed from the value.
+        # The declared white space before the value: `\n` in `<p={key}>\n`. It is not a part of the
+        # value.
         self.padding = declaration.open.removeprefix(opening_tag)
         self.close = declaration.close.strip()
-        # White space before the closing marker, such as the first `\n` in `\n</p>\n`. If the model
-        # writes this white space, the search matches it together with the marker, because it does
-        # not belong to the value.
+        # The declared white space before the closing marker: the first `\n` in `\n</p>\n`. The
+        # model may omit this white space. If the model writes it, the regex matches it together
+        # with the marker, because it is not a part of the value.
         optional_whitespace = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, optional_whitespace)
         self.find_end = end_search.complete.search
@@ -230,17 +231,15 @@ class CompiledTags:
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
-        # The next attributes are used by `role_of_stop_marker`, which examines the text after a
-        # stop marker, because a value may contain such a marker.
-
         # Finds closing tags, such as `</p>` (group "close"), and the start of opening tags, such as
-        # `<p=`. A closing tag shows that the value contains the stop marker.
+        # `<p=`. If a closing tag follows a stop marker, the value contains the stop marker.
         closes = _any_marker_regex(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_marker_regex(openings)}"
         ).finditer
-        # Match `</function></call><call>`, or the empty text, and then the header `<function=f>`.
-        # If another tool call starts in this way, the value ends before the stop marker.
+        # If another tool call follows a stop marker, the value has ended before the stop marker.
+        # This function matches the markers before the next header: `</function></call><call>` in
+        # `</function></call><call><function=f>`. It also matches the empty text.
         markers = _any_marker_regex(markers_between_calls)
         self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
         self._head = head
@@ -276,8 +275,8 @@ class CompiledTags:
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
         """
-        # If more text may follow, the caller has waited for this text. No text at `pos` therefore
-        # means that the message has ended.
+        # The caller waits until text has arrived or the message has ended. If there is no text at
+        # `pos`, the message has therefore ended.
         is_message_end = pos == len(text)
         has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
         if has_no_arguments:
@@ -317,7 +316,8 @@ class CompiledTags:
                 return MarkerRole.PART_OF_VALUE
             if self._starts_next_call(text, pos, opening_pos=match.start(), tools=tools):
                 return MarkerRole.AFTER_VALUE
-            # The opening tag may be a part of the value, so the search continues.
+            # No header of another tool call precedes this opening tag. The tag may be a part of the
+            # value, so the search continues.
         may_be_decided_later = not is_final and len(text) < search_end
         return MarkerRole.UNDECIDED if may_be_decided_later else MarkerRole.AFTER_VALUE
 
@@ -331,8 +331,8 @@ class CompiledTags:
         """
         markers = self._match_markers_between_calls(text, pos, opening_pos)
         assert markers is not None  # The regex also matches the empty text.
-        # Matches `<function=f>`. Text follows the header, namely the opening tag, so it makes no
-        # difference whether the message ends after this text (`is_final`).
+        # Match the header, such as `<function=f>`. The opening tag of an argument follows, so the
+        # header is complete, and the value of `is_final` makes no difference.
         head = self._head.match(text, markers.end(), is_final=False)
         if not isinstance(head, PatternMatch):
             return False

@@ -166,9 +166,9 @@ class NestedReader(StepReader):
         written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        # The value of an earlier child with the same name is stored until a child with another name
-        # opens or the parent closes. Both values are then written as one array, under the key that
-        # was written for the earlier child.
+        # The value of an earlier child with the same name may still be stored. The values of the
+        # two children then become items of one array. No key is written now, because the key has
+        # been written for the earlier child.
         continues_array = parent.has_stored_value_of(name)
         if not continues_array:
             self._write_key(parent, name)  # Writes the stored values of other children first.
@@ -208,7 +208,7 @@ class NestedReader(StepReader):
         Returns:
             `pos`, because no text is read. NEED_MORE if the kind is not known yet.
         """
-        # If no tag has arrived, `prefix_start` is the end of the text.
+        # If no tag prefix has arrived, `prefix_start` is the end of the text.
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
         if has_text:
@@ -217,7 +217,8 @@ class NestedReader(StepReader):
         if is_prefix_complete:  # Another tag follows the opening tag.
             is_decided = self._decide_kind_at_tag(element, text, prefix_start)
             return pos if is_decided else NEED_MORE
-        # After `pos` is only white space, or the beginning of a tag prefix.
+        # The text after `pos` is only white space or the beginning of a tag prefix. This text does
+        # not show what the element contains.
         if not self.is_final:
             return NEED_MORE
         self._start_text(element)
@@ -248,9 +249,9 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if may_be_completed:
             return False
-        # The tag is malformed, longer than `_MAX_TAG_CHARS`, or cut off, so its name is not known.
-        # The element becomes an object, or an array if the schema declares an array, because
-        # inside a container, the next step is `_read_tag`, which rejects such a tag.
+        # The tag of the child is malformed, too long or cut off, so the name of the child is not
+        # known. The element becomes an object or an array. The next step is then `_read_tag`, which
+        # rejects the tag.
         self._open_container(element, first_child="")
         return True
 
@@ -277,9 +278,10 @@ class NestedReader(StepReader):
             first_child: The name of the element's first child.
         """
         if not element.is_key_written:  # As for the second `a` in `~<a>1~</a>~<a>~<b>`.
-            # The key was omitted, because two elements `a` without children become one array. This
-            # element has a child, so it cannot be an item of the array. The array is completed, and
-            # the key is written a second time: `"a": 1, "a": {`.
+            # The previous element has the same name, here `a`. Two such elements become one array
+            # if they contain only text, so the key was not written a second time. This element
+            # contains a child, so it does not belong to the array. Its key is written now:
+            # `"a": 1, "a": {`.
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
@@ -362,7 +364,8 @@ class NestedReader(StepReader):
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = element.value_as_json()
         schema_allows_array = element.types is None or "array" in element.types
-        # If the parent is an array, its children are already the items of this array.
+        # Only a child of an object may become an item of a new array. A child of an array is
+        # already an item.
         may_become_item = parent.kind is ElementKind.OBJECT and schema_allows_array
         if may_become_item:
             parent.stored_values.append(value)

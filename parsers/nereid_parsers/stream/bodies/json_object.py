@@ -48,17 +48,17 @@ class ObjectReader(StepReader):
         self._is_confirmed = is_confirmed
         self._name_is_key = isinstance(keys, NameIsKey)  # As in `{"f": {..arguments..}}`.
         self._parts = CallParts()  # The name, the id and the arguments that have been read.
-        # Decides what each key means: the name, the arguments or another member. An unexpected key
-        # may be a deviation from the format, which is reported to the writer.
+        # Decides what each key means: the name, the arguments or something else. If a key deviates
+        # from the format, the deviation is reported to the writer.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
         # The keys of the enclosing objects, for example ["function"] inside `{"function": {"name":
         # ..`. A key that the format does not declare is stored as "", and `_path_of_key` omits it.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
-        # The members are read by one of these objects:
+        # `_string` and `_scanner` read the members of the object.
         self._string = JsonStringReader()  # Reads a key, or a value that is a string.
-        # At the end of a string, this method receives the decoded string. It stores the string, for
-        # example as the name of the function, and selects the next step.
+        # The method that receives each string after it has been read and decoded. It stores the
+        # string, for example as the name of the function, and selects the next step.
         self._on_string: Callable[[str], None] = self._set_key
         self._scanner = JsonScanner()  # Finds the end of any other value.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
@@ -124,8 +124,9 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # If the arguments are missing, the tool call may not have started yet. If the name is
-        # missing, the tool call cannot start, so the object is content.
+        # If the object contains no arguments, the tool call may not have started yet, so it is
+        # started now. This is impossible, for example, if the object contains no name. The object
+        # is then content.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -324,7 +325,8 @@ class ObjectReader(StepReader):
                 return self._reject(pos)
         if self._name_is_key:  # As in `{"f": {..arguments..}}`.
             self._parts.name = self._key
-        # If a marker has confirmed the tool call, its name has already started the tool call.
+        # The tool call may already be open: if a marker confirms a tool call, it starts when its
+        # name is read.
         can_start = self._parts.name is not None and not self.writer.is_open
         if can_start and not self._start_call():
             return self._reject(pos)  # The request does not offer a function of this name.
@@ -345,7 +347,7 @@ class ObjectReader(StepReader):
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return
-        # In both of the next steps, the scanner finds the end of the arguments.
+        # `_read_null` and `_copy_arguments` use the scanner to find the end of the arguments.
         self._scanner = JsonScanner()
         if first_char == "n":
             self._word_pieces = []

@@ -98,7 +98,7 @@ class TaggedReader(StepReader):
         return self._reject(pos)  # Text between the arguments is not valid.
 
     def _is_incomplete_tag_or_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is the beginning of an opening tag or of a stop marker.
+        """Return whether the text at `pos` is an incomplete opening tag or stop marker.
 
         Examples: the result is True for `<param` and for `</func`, and False for `Paris`. It is
         also True at the end of the message, when no more text can complete the tag.
@@ -163,8 +163,9 @@ class TaggedReader(StepReader):
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         match = find_marker(text, pos)
-        # The group "close" matches the closing marker of the value, and the group "early" matches
-        # any other marker that may end the value. No group matches an incomplete marker.
+        # If the match is the closing marker of the value, its group is "close". If it is another
+        # marker that may end the value, its group is "early". If it is an incomplete marker, it has
+        # no group.
         while match is not None:
             text_end = match.start()  # The match starts with the white space before the marker.
             if match.lastgroup is None:  # Only the beginning of a marker has arrived.

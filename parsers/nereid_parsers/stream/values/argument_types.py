@@ -43,11 +43,11 @@ class Tools:
             tools: The tools list, or None. A member is `{"type": "function", "function": {...}}`,
                 or only the inner object.
         """
-        # If the list is missing or empty, any function may have been offered.
+        # If `tools` is None or empty, it is not known which functions the prompt offers.
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}  # By the name of the function.
-        # The cached results of `argument_types`. The keys are the name of a function and the name
-        # of an argument. None means that the argument may have any type.
+        # The cached results of `argument_types`. A key consists of the function's name and the
+        # argument's name. A value of None means that the argument may have any type.
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         if tools is None:
             return
@@ -302,8 +302,9 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False  # Each integer is a number.
     if allows_string:
         return True
-    # The value cannot have an allowed type, and a string is not allowed, either. A number, or a
-    # boolean, becomes a string like any other unexpected word. All other values are kept.
+    # Neither the type of the value nor a string is allowed. A word such as `12` or `true` becomes a
+    # string, like any other unexpected word. `null`, arrays and objects are kept. A fraction is
+    # kept if an integer is allowed.
     is_fraction_for_integer = json_type == "number" and "integer" in types
     return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
 

@@ -95,8 +95,9 @@ class JsonScanner:
         last closing bracket sets the status DONE. A bracket that does not match the open bracket
         sets the status BROKEN.
         """
-        # If no bracket is open, the value is a number or a word such as `true`, so white space ends
-        # the value. The caller of `scan` has skipped the white space before the value.
+        # If no bracket is open, the value is a number or a word such as `true`, and ends at the
+        # next white space. The caller of `scan` has already skipped the white space before the
+        # value.
         skip_chars = _match_chars_in_container if self._missing_brackets else _match_scalar_chars
         match = skip_chars(text, pos)
         assert match is not None  # The regex also matches the empty text.

@@ -66,8 +66,8 @@ class LiteralReader:
         # for the text `{'a': [1, 'b`.
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
-        # The last key, such as `'a'`, until its colon is read. Without a colon, it is not a key,
-        # but the first item of a set, as in `{'a', 'b'}`.
+        # The last key, such as `'a'`, is stored until its colon arrives. If no colon arrives, it is
+        # not a key, but the first item of a set, as in `{'a', 'b'}`.
         self._key: KeyOrItem | None = None
         # The JSON types that the schema allows for the value after the last key. None if any type
         # is allowed.
@@ -133,11 +133,13 @@ class LiteralReader:
         """
         if self._expected is Expected.VALUE:
             return "null"
-        # The colon is expected as soon as a key starts, even if its string is still open.
+        # `_expected` becomes COLON as soon as a key starts, so the string of the key may still be
+        # open.
         is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
         if is_key_incomplete:
-            # `{` is written only together with the first key, because only the colon after the key
-            # shows that the brace starts an object, and not a set, which becomes a JSON array.
+            # The brace `{` opens an object or a set, and a set becomes a JSON array. The colon
+            # after the first key shows that the brace opens an object. Therefore, the brace is
+            # written together with this key.
             return "" if self._containers[-1].num_written_keys else "{"
         string = self._string
         if string is None:
@@ -262,9 +264,9 @@ class LiteralReader:
             The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
-        # A closing bracket may replace an item or a key, as in `[]` and `{'a': 1,}`. It may not
-        # replace the whole literal or the value after a colon (Expected.VALUE). Items and keys are
-        # inside brackets, so `_containers` is then not empty.
+        # A closing bracket may replace an item or a key, as in `[]` and `{'a': 1,}`. It is not
+        # allowed where a value is required (Expected.VALUE): at the start of the literal and after
+        # a colon. In all other cases, a bracket is open, so `_containers` is not empty.
         may_close = self._expected is not Expected.VALUE
         if may_close and char == self._containers[-1].close:
             self._close_container()
@@ -305,7 +307,7 @@ class LiteralReader:
         return pos + 1
 
     def _begin_value_or_key(self) -> None:
-        """If JSON requires a comma before the item, write the comma. Store what may come next.
+        """Write the comma before an item, if necessary. Store which token must follow.
 
         A comma is written before an item that follows another item, as `2` in `[1, 2]`. The comma
         before a key is written later, by `_write_key`. A colon is expected after a key. A comma or
@@ -366,8 +368,8 @@ class LiteralReader:
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
         too, if the schema requires a number.
         """
-        # The role is a key, a value, or a value that will be converted to another type. It depends
-        # on `_expected`, which `_begin_value_or_key` changes.
+        # The role of the string depends on `_expected`. Therefore, the role is determined before
+        # `_begin_value_or_key` changes `_expected`.
         role = self._role_of_string()
         self._begin_value_or_key()
         if role is StringRole.VALUE:
@@ -375,9 +377,10 @@ class LiteralReader:
             string_parts = self._json_parts  # The reader writes the text of the string directly.
         else:
             string_parts = []  # The text is stored until the whole string has been read.
-        # A quote such as `'` may also be a part of the string. It closes the string only if the
-        # function `can_follow` matches the text after the quote. A literal is the value of an
-        # argument, as in `f(a='x')`, so a string outside all brackets is a whole argument.
+        # The second quote of `'it's'` is a part of the string. A quote closes the string only if
+        # `can_follow` matches the text after the quote. This text depends on whether the string is
+        # a key, an item or a whole argument. If no bracket of the literal is open, the string is a
+        # whole argument, such as `'x'` in `f(a='x')`.
         can_follow = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
@@ -410,8 +413,9 @@ class LiteralReader:
             case StringRole.CONVERTED_VALUE:
                 self._json_parts.append(self._convert_string(string))
             case StringRole.KEY:  # The key is written together with the colon that must follow.
-                # As the key of an object or as the item of a set, the string is the same JSON text.
-                # Only a key without quotes differs: `1` is the key `"1"` or the item `1`.
+                # For a string in quotes, the JSON text of a key and the JSON text of an item are
+                # equal. For a word without quotes, they differ: `1` becomes the key `"1"` or the
+                # item `1`.
                 json_text = string.whole_json()
                 self._key = KeyOrItem(key_json=json_text, item_json=json_text)
 

@@ -190,9 +190,10 @@ class StringReader:
         if text_after_quote is None:  # The quote is a part of the string.
             self._output.append(escape_json(self._quote))
             return quote_end
-        # In `'x',`, the match `,` is only the beginning of `, b=`. Later text may show that the
-        # quote is a part of the string, as in `'x', or not'`. The quote closes the string if the
-        # match ends before the end of `text`, or if the maximum number of characters has arrived.
+        # In `'x', b=`, the second quote closes the string. In `'x', or not'`, it is a part of the
+        # string. If only `'x',` has arrived, more text is needed to decide. No more text is needed
+        # if the match ends before the end of `text`, or if the maximum number of characters has
+        # arrived.
         may_match_more = text_after_quote.end() == len(text)
         has_whole_lookahead = len(text) >= max_end
         if may_match_more and not has_whole_lookahead and not is_final:
@@ -210,7 +211,8 @@ class StringReader:
         """
         is_cut_off = pos + 1 == len(text)  # Only the backslash has arrived.
         if is_cut_off:
-            # If the output ends here, the backslash is dropped, because it has no meaning alone.
+            # If the model's output ends with this backslash, the backslash is dropped, because it
+            # has no meaning alone.
             return len(text) if is_final else pos
         letter = text[pos + 1]
         if letter in _NUM_HEX_DIGITS:

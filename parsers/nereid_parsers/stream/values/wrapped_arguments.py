@@ -149,7 +149,8 @@ class WrapperFilter:
             return self._stop_filtering(text)
         self._waits_for = _WaitsFor.FIRST_KEY
         whitespace, brace, after_brace = text.partition("{")
-        # The key may have arrived, too. `_read_key` returns "" if the text must be stored.
+        # The text after the brace may already contain the key. If this text must be stored,
+        # `_read_key` returns "".
         text_from_key = self._read_key(after_brace)
         return whitespace + brace + text_from_key
 
@@ -173,8 +174,9 @@ class WrapperFilter:
         key_start = text.lstrip()
         num_whitespace_chars = len(text) - len(key_start)
         if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
-            # This method reads the stored text again for each new piece. Storing white space
-            # without a limit would make the parsing time quadratic.
+            # Whenever a new piece arrives, this method reads all stored text again. Therefore, the
+            # amount of stored white space is limited. Otherwise, the parsing time could become
+            # quadratic.
             return self._stop_filtering(text)
         self._stored_text = [text]  # `text` contains all earlier pieces after the brace.
         is_wrapper_key = key_start.startswith(_QUOTED_KEYS)

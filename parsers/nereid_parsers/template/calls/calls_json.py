@@ -68,8 +68,8 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     if json_of_call is None:
         return None
     if isinstance(json_of_call.value, list):  # `[{"name": "f", ..}]`
-        # The message has one tool call, so the first member of the array is assumed to be this
-        # call. In an array such as `["v1", {"name": ..}]`, the first member is something else.
+        # The message has one tool call, so the first item of the array should be this tool call. In
+        # an array such as `["v1", {"name": ..}]`, the first item is not a tool call.
         first_member = json_of_call.value[0]
         if not isinstance(first_member, dict):
             return None
@@ -125,7 +125,7 @@ def _compare_with_two_calls(
 def _declare_object_and_array(
     keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
-    """Describe a template that writes one tool call as an object, and several as an array.
+    """Describe a template that writes one tool call as an object, but several calls as an array.
 
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
@@ -140,8 +140,8 @@ def _declare_object_and_array(
         array: The array in a message with two tool calls.
     """
     array_format = _read_one_array(keys, array)
-    # The marker that is declared before the list of all tool calls. "" if there is no such marker,
-    # or if the marker has been declared as a part of the array's `Call`.
+    # The opening marker of the list of all tool calls. It is "" if the list has no opening marker,
+    # or if this marker is declared in the `Call` of the array instead.
     marker_before_list = array_format.markup.open.strip()
     is_object_in_list = json_object.before.strip() == marker_before_list
     if is_object_in_list:  # The markers around the list, if there are any, enclose the object too.
@@ -196,10 +196,12 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
         call_with_marker = Call(JsonArray(keys), open=array.before)
-        # No markers and no separators surround the single array, so the markup is empty.
+        # The marker is already a part of the `Call`, and a single array needs no separator.
+        # Therefore, the `ListMarkup` is empty.
         return CallFormat("JSON array", (call_with_marker,), ListMarkup())
-    # The body `JsonArray` already contains the commas between its members. The parser skips the
-    # declared separator if a model writes a comma between two arrays or objects.
+    # `JsonArray` already includes the commas inside an array. The separator ", " is declared
+    # because a model may also write a comma between two arrays or objects. The parser skips such a
+    # comma.
     markup = ListMarkup(open=array.before, separator=", ", close=array.after)
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
@@ -302,8 +304,8 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=before_name, item_close=json_of_call.after)
     if markup is None:
         return None
-    # The result has one declaration for each form of the header. Only a header with an id such as
-    # "functions.f:0" has several forms.
+    # Usually, the result has one declaration. If the header contains an id, as in "functions.f:0",
+    # the header has several forms, and the result has one declaration for each form.
     calls = calls_with_head(markup, after_name, JsonArguments())
     return CallFormat("name, then JSON", calls, markup)
 

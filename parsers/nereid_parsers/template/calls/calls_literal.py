@@ -54,7 +54,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
     if not has_markers_around_each:
         return _declare_python_section(markup, suffix)
-    # Between the markers is a single call, so there are no brackets of a list and no separator.
+    # Each pair of markers encloses a single call, so no list brackets and no separator are needed.
     one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
     call = Call(one_call, open=markup.item_open, close=markup.item_close)
     return CallFormat("Python calls, each marked", (call,), markup)
@@ -95,8 +95,9 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # The caller has checked that no markers enclose a single call, so `markup.item_open` is only
-    # white space. It precedes the first call, so it is added to the text before all calls.
+    # The caller has checked that no markers enclose a single call. Therefore, `markup.item_open` is
+    # only white space. This white space precedes the first call, so it becomes a part of the text
+    # before all calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
@@ -124,7 +125,7 @@ def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
 
 
 def _python_call_format(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
-    """Return the format of a list of Python calls, such as `f(a="x")`, between two markers.
+    """Return the format of a list of Python calls, such as `<calls>f(a="x"), g(b="y")</calls>`.
 
     Example: for `<calls>f(a="x")</calls>`, the result declares `<calls>` and `</calls>` as the
     markers around all tool calls.
@@ -138,9 +139,9 @@ def _python_call_format(around: _SectionMarkers, bodies: list[PythonCalls]) -> C
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
-    # The text `<calls>f(a="x")` has no closing marker. A list of tool calls can be declared only
-    # with a closing marker, so `<calls>` is declared as the opening marker of a single tool call.
-    # Such a format accepts only the form that the template writes, not the forms of related models.
+    # The text `<calls>f(a="x")` has no closing marker, but a list of tool calls must have one.
+    # Therefore, `<calls>` is declared as the opening marker of a single tool call. Only the form
+    # that the template writes is declared, not the other forms in `bodies`.
     written_form = bodies[0]
     call = Call(written_form, open=around.open)
     return CallFormat("Python calls", (call,), ListMarkup())

@@ -63,8 +63,8 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
-    # In `~<c>f .. ~</c>~<c>g .. ~</c>`, the comparison assigns the marker `~` between the two calls
-    # to the end of the first call. The marker belongs to the tag `<c>` after it.
+    # In `<c>f .. ~</c>~<c>g ..`, the marker `~` between the two calls belongs to the tag `<c>`
+    # after it. But the comparison assigns this marker to the end of the first call.
     markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
     calls = calls_with_head(markup_of_calls, call.after_name, NestedTags(call.tag_marker))
     return CallFormat("nested elements", calls, markup_of_calls)
@@ -82,11 +82,11 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     pieces = split_at_words(two_arguments, FIRST_TOOL, *argument, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    # In the example, these texts are `<c>`, ` ~`, `~` and `</c>`. The text before the value and the
-    # second argument are not needed.
+    # In the docstring's example, `before_name` is `<c>`, `before_opening_tag` is ` ~`,
+    # `before_closing_tag` is `~`, and `after` is `</c>`. The other texts are not needed.
     before_name, before_opening_tag, _, before_closing_tag, _, after = pieces
-    # Only the marker is between the value and the closing tag. Other text may precede the marker
-    # before the opening tag.
+    # The text between the value and the closing tag consists only of the marker. The text before
+    # the opening tag ends with the marker, but may start with other text.
     tag_marker = before_closing_tag.strip()
     after_name = before_opening_tag.removesuffix(tag_marker)
     return _NestedCall(before_name, after_name, tag_marker, after)
@@ -118,7 +118,7 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move each `marker` at the end of a text in `calls` to the start of the next text.
+    """If a text in `calls` ends with `marker`, move the marker to the start of the next text.
 
     Some templates write a marker, such as `~`, before every tag, so each text must start with the
     marker. In `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. But
@@ -131,7 +131,8 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """
     if not marker or not calls.item_close.endswith(marker):
         return calls  # Each text already starts with its own marker.
-    # `separator` stays unchanged, because a marker directly precedes the next tag.
+    # The marker directly precedes the next tag. No separator is between them, so `separator` stays
+    # unchanged.
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

@@ -76,8 +76,8 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     if around_names_and_values is None:
         return None
     after_last_value = around_names_and_values.item_close  # `</arg></call>`
-    # In `arguments`, `item_close` is `</arg>`, which closes an argument, and `close` is `</call>`,
-    # which closes the list of arguments and thus the tool call.
+    # In `arguments`, `item_close` is `</arg>`, which closes an argument. `close` is `</call>`,
+    # which closes the list of arguments, and thus the tool call.
     arguments = list_markup(
         before=call.before_first_key, between=call.between_arguments, after=after_last_value
     )
@@ -109,7 +109,7 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 
 
 def _markup_around_names_and_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the texts before the names, and after the last values, of tool calls with tags.
+    """For tool calls with tags, return the texts before the names and after the last values.
 
     Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
     `item_close` is `</k></c>` and `separator` is `;`. Each list item extends from the name to the
@@ -195,7 +195,8 @@ def _infer_value_tags(
     open_with_type = _open_pattern_with_type(around_string, around_number)
     if open_with_type is not None:  # Case 2: the opening tag contains the type.
         return replace(string_tags, open=open_with_type)
-    # `</json>` in case 3, or "" if the closing tag of a number is the same as that of a string
+    # The closing tag of a number, such as `</json>` in case 3. It is "" if a string has the same
+    # closing tag.
     own_close = _closing_tag_of_number(around_number, around_string)
     number_tags = TaggedArguments(_open_pattern(around_number), own_close or close)
     if number_tags == string_tags:  # Case 1
@@ -236,8 +237,9 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     # `after_name` consists of `arguments.open`, here `>`, and the text before the key.
     before_key = after_name.removeprefix(arguments.open)
     if not before_key:
-        # In `<call f>a=41`, no text precedes the key of the number. The parser finds an argument
-        # only by the text before its key, so the text before the key of a string is assumed.
+        # In `<call f>a=41`, no text precedes the key `a`. But the parser can find an argument only
+        # by the text before its key. Therefore, the text before the key of a string is used
+        # instead.
         before_key = arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 
@@ -315,8 +317,8 @@ def _type_field(string_word: str, number_word: str) -> str | None:
     """
     if string_word == "true" and number_word == "false":
         return "{string}"
-    # Templates have many words for the type of the number 41, such as "number", "int" and "float".
-    # Therefore, each word is accepted.
+    # Templates use many words for the type of the number 41, such as "number", "int" and "float".
+    # Therefore, any word is accepted.
     if string_word in ("string", "str") and number_word.isalnum():
         return "{type}"
     return None
@@ -371,8 +373,8 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     # `unquoted.also` is empty.
     unquoted = replace(tags, also=())
     return TaggedArguments(
-        # Only the opening tag is a pattern, in which `{key}` is a field and other braces are
-        # doubled. The closing tag is a fixed text.
+        # In the opening tag, `{key}` is a field, so all other braces are doubled. The closing tag
+        # has no fields, so its braces are not doubled.
         open=tags.open + escape_braces(quotes.open),
         close=quotes.close + tags.close,
         also=(unquoted, *tags.also),

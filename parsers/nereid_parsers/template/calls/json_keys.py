@@ -91,8 +91,9 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    # In {"function": {"id": .., "name": ..}, "args": ..}, one outer key leads to the id and to the
-    # name. The order then contains only the name.
+    # If the id and the name have the same outer key, the order contains only the name. Example: in
+    # {"function": {"id": .., "name": ..}, "args": ..}, the outer key of the id and the name is
+    # "function".
     id_key = paths.id[0] if paths.id is not None else None
     if id_key is not None and id_key not in member_by_key:
         member_by_key[id_key] = "id"

@@ -266,7 +266,7 @@ class _Reader:
             element = self.read_element()  # The alternatives of the next element.
             if _QUANTIFIER.fullmatch(self.peek_token()):
                 element = self.apply_quantifier(element, quantifier=self.take_token())
-            # `start` and `end` are tuples of pieces. Their sum is the concatenation.
+            # `start` and `end` are tuples of pieces. `start + end` concatenates the tuples.
             combinations = [start + end for start, end in product(combinations, element)]
             if len(combinations) > _MAX_ALTERNATIVES:
                 raise self.error(
@@ -383,11 +383,12 @@ class _Reader:
             FormatError: The quantifier repeats a literal, as in `a+`, because a format cannot
                 declare a marker of unlimited length.
         """
-        # One literal in any alternative of the element, as in `(a|\s)*`, is enough.
+        # The element contains a literal if one of its alternatives does. Example: `(a|\s)*`
+        # contains the literal `a`.
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
-            # Optional white space and variable text stand for texts of any length, even for the
-            # empty text, so the quantifier changes nothing.
+            # Optional white space and variable text already match texts of any length, including
+            # the empty text. Therefore, the quantifier has no effect.
             return element
         is_optional = quantifier.startswith("?")
         if is_optional:

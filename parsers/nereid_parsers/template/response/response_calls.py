@@ -66,7 +66,8 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
     Raises:
         FormatError: The declaration is incomplete, or a format cannot express the declaration.
     """
-    # A `Call` has only one closing marker, so other spellings of this marker are not declared.
+    # A `Call` can declare only one closing marker. If the field contains several spellings of this
+    # marker, only the first is declared.
     closes = marker_spellings(field, "close")
     close = closes[0] if closes else ""
     return ToolSection(tuple(_declare_call(field, start, close) for start in _call_starts(field)))
@@ -210,8 +211,8 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     Raises:
         FormatError: The declared form is unknown, or its options are invalid.
     """
-    # In a response template, a field without `content` is text. A tool call cannot be text, so the
-    # value "text" is rejected below.
+    # In a response template, the default value of `content` is "text". A tool call must not be
+    # text, so a field without `content` is rejected below.
     content = field.get("content", "text")
     options = field.get("content_args") or {}
     if not isinstance(options, Mapping):
@@ -222,8 +223,9 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
         raise FormatError(
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
-    # A format can declare unquoted keys only together with the marker around strings. A single one
-    # of the two options is ignored, and the body is declared as usual JSON with quoted keys.
+    # A format can declare unquoted keys only together with the marker around strings. If only one
+    # of these two options is set, it is ignored, and the body is declared as normal JSON with
+    # quoted keys.
     if options.get("unquoted_keys") and options.get("string_delims"):
         return _unquoted_key_arguments(options["string_delims"])
     is_name_in_header = "{name}" in head
@@ -305,7 +307,7 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
         )
     value_index = pieces.index(VariableText("value"))
     # The parser searches for the opening tag, so the tag must start with visible text. White space
-    # before the closing tag is not a part of the value, so it stays in the closing tag.
+    # before the closing tag belongs to the closing tag, not to the value, so it is kept.
     opening_tag = _without_leading_whitespace(pieces[:value_index])
     closing_tag = pieces[value_index + 1 :]
     # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.

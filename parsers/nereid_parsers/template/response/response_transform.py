@@ -50,7 +50,7 @@ def keys_of_transform(transform: object) -> Keys:
         rule = transform[0]
     if rule is None:  # The model writes the JSON in the form that transformers returns.
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    # `_function_of_rule` raises FormatError if `rule` is still a list.
+    # `rule` may still be a list. For a list, `_function_of_rule` raises FormatError.
     function = _function_of_rule(rule)
     if isinstance(function, str):  # `{content.call}`: the keys are `call.name`, `call.arguments`.
         return _default_keys_in(_path(function))

@@ -66,7 +66,7 @@ class CompiledTemplate:
             raise LimitError(
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
-        # Only a template that calls these methods may change lists.
+        # A template may change lists only if its source calls `append` or `pop`.
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
         env = self._new_environment(budget)  # reads `changes_lists` and `_now`
@@ -79,7 +79,8 @@ class CompiledTemplate:
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }
         self._literal_size = recorded.literal_size  # the number of characters outside the tags
-        # This reads `_code` and `_literal_size`, and stores the template that `render` executes.
+        # `_load_code_into` reads `_code` and `_literal_size`, and stores the template that `render`
+        # executes.
         self._load_code_into(env)
 
     def _new_environment(self, budget: Budget) -> LimitedEnvironment:
@@ -120,8 +121,9 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # The rendering writes the literal text of the template at least once. Each loop item
-            # and each macro call may write this text again, and counts it in a step of its own.
+            # The rendering writes the literal text of the template at least once. Therefore, the
+            # first step counts the size of this text. Each loop item and each macro call counts the
+            # size again, because it may write the text again.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.
@@ -154,11 +156,13 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCountin
     """
     add_counting = AddCounting(env.budget)
     try:
-        # Parsing, visiting and generating check the time in `env.budget`, and raise LimitError.
+        # The next three calls check the time limit in `env.budget`. If the limit is exceeded, they
+        # raise LimitError.
         tree = env.parse(source)
         add_counting.visit(tree)
         python_code = _generate_python(env, tree)
-        # jinja2 has no public method that compiles Python code which it has already generated.
+        # jinja2 has no public method that compiles generated Python code, so this private method is
+        # called.
         code = env._compile(python_code, "<template>")
     except LimitError:  # A LimitError is a ValueError, which the last handler would catch.
         raise
@@ -179,8 +183,8 @@ def _generate_python(env: LimitedEnvironment, tree: nodes.Template) -> str:
     Raises:
         LimitError: The program is too long, or takes too long to generate.
     """
-    # jinja2 has no public method that generates the Python program of a syntax tree. This method
-    # calls the code generator of `env`, which checks the time and may raise LimitError.
+    # jinja2 has no public method that converts a syntax tree to Python code. The private method
+    # `_generate` calls the code generator of `env`, which checks the time and may raise LimitError.
     python_code = env._generate(tree, name=None, filename=None)
     if len(python_code) > MAX_CODE:
         raise LimitError(

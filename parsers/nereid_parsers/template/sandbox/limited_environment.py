@@ -78,9 +78,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.literal_size = 0  # `CompiledTemplate` sets this size after compiling the template.
         self._is_immutable = is_immutable
         self._now = now
-        # The constructor of the base class has set `filters` to the filters of jinja2. The inserted
-        # filters, such as `_count_items`, are not used by templates themselves: `AddCounting` adds
-        # calls of these filters to a template, to count its loop items and check its values.
+        # The constructor of the base class has set `self.filters` to the filters of jinja2.
+        # `AddCounting` adds calls of the inserted filters, such as `_count_items`, to each
+        # template, in order to count loop items and to check values.
         self.filters = {**self._allowed_filters(self.filters), **self._inserted_filters()}
         self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
@@ -98,7 +98,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         functions count each call as one step, and reject large results. Filters that are slow or
         random are removed. The filter `tojson` is replaced, because that of jinja2 escapes HTML.
         """
-        # `tojson` calls its argument `default` for a value that is not JSON, such as an iterator.
+        # `tojson` passes each value that is not JSON, such as an iterator, to the function
+        # `default`.
         own_tojson = partial(tojson, default=self._iterator_to_list)
         functions: dict[str, Callable[..., Any]] = {**jinja_filters, "tojson": own_tojson}
         return {
@@ -108,7 +109,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def _inserted_filters(self) -> dict[str, Callable[..., Any]]:
-        """Return the filters that the sandbox itself inserts into the syntax tree of a template.
+        """Return the filters with which the sandbox counts and checks a template's operations.
 
         The filters count and check the operations of a rendering. Examples:
 
@@ -122,7 +123,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             "_count_items": self._count_items,
             "_count_step": self._count_step,  # at the start of a recursive loop's body
             "_concatenate": self._concatenate,
-            # `self.budget.check` would be bound to the present budget, which `render` may replace.
+            # `render` may replace `self.budget` later. The bound method `self.budget.check` would
+            # still use the old budget, so a lambda is needed.
             "_check_size": lambda value: self.budget.check(value),
         }
 
@@ -175,14 +177,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         # `(1).to_bytes(10**9)`.
         may_return_large_text = isinstance(owner, str | bytes | int | float)
         if may_return_large_text:
-            # `check_method` needs the number of items for `join`, but an iterator has no length.
+            # To check `join`, `check_method` needs the number of items. An iterator has no length,
+            # so it is converted to a list.
             args = tuple(__self._iterator_to_list(argument) for argument in args)
             # The order of keyword arguments does not matter for the checks.
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
-            # A method such as `append` makes the list larger. Methods do not change a tuple, and a
-            # template cannot make a set.
+            # A method such as `append` may enlarge the list or dict, so its size is checked again.
+            # Methods cannot change a tuple, and a template cannot create a set.
             budget.check(owner)
         return budget.check(result)
 

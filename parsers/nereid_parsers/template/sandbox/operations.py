@@ -22,8 +22,9 @@ _CHARACTERS_PER_BIT_OF_POWER = 200
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 # Matches a field of a format string whose width is given by an argument, as in `{:{}}`.
 _NESTED_FIELD = re.compile(r"\{[^{}:]*:[^{}]*\{")
-# Matches the start of a field with a name or an index, such as `{name`, `{0` or `%(name`. A field
-# without a name, such as `{}` or `%s`, writes each value only once.
+# Matches the start of a field with a name or an index, such as `{name`, `{0` or `%(name`. Several
+# such fields may write the same value. Fields without a name, such as `{}` or `%s`, write each
+# value only once.
 _NAMED_FIELD = re.compile(r"(?:\{|%\()[^{}().\[:!]+")
 # Matches the start of a field, up to its width and precision: `%5.2` in `%5.2f`, `{:>5` in `{:>5}`.
 _FIELD_WITH_WIDTH = re.compile(r"%(?:\([^()]*\))?[-+ #.\d]*|\{[^{}:]*:[^{}]*")
@@ -53,8 +54,8 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
     elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
         check_format(budget, left, values=[right])
         if isinstance(right, tuple):
-            # A number of the tuple may be a width, as in `'%*d' % (9, 1)`. Large numbers are
-            # rejected.
+            # A number in the tuple may be the width of a field. In `'%*d' % (9, 1)`, the width is
+            # 9. Large numbers are rejected.
             check_numbers(right)
 
 
@@ -247,8 +248,9 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
-    # The starts of the fields with a name or an index, such as `{name`, `{0` and `%(name`. A field
-    # without a name, such as `{}` or `%s`, writes each value only once, so the default is 1.
+    # Several fields with the same name or index, such as `{name`, `{0` or `%(name`, write the same
+    # value several times, so they are counted. A field without a name, such as `{}` or `%s`, writes
+    # each value only once, so the default is 1.
     num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
     max_repetitions = max(num_fields_by_name.values(), default=1)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)

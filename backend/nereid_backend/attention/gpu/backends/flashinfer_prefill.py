@@ -56,8 +56,8 @@ class FlashInferPrefill:
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Compute all prefills of a step in one call; see `AttentionBackend.attend`."""
         spec = inputs.call.spec
-        # `shared` contains values of this step. The wrapper is planned once per step, for the first
-        # layer with the properties `spec`.
+        # `shared` contains values that are computed once per step. All layers with the same `spec`
+        # use one wrapper. The first of these layers plans the wrapper.
         shared = inputs.rows.shared
         wrapper = shared.get(("flashinfer", spec))
         if wrapper is None:
@@ -118,8 +118,8 @@ class FlashInferPrefill:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             flashinfer = import_module("flashinfer")
-            # "HND" is the layout of the KV cache: the dimensions of a block are heads, tokens, and
-            # the size of a vector.
+            # "HND" is the layout of the KV cache: the dimensions of a block are [heads, tokens,
+            # vector size].
             self._wrappers[spec] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, kv_layout="HND"
             )

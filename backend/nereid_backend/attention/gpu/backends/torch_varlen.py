@@ -81,8 +81,8 @@ class TorchVarlen:
         """
         for group in inputs.batch.decodes:
             count, width = group.blocks.shape
-            # Each decode has one query, so decode i starts at query i. The last number is `count`,
-            # the end of the last decode.
+            # Each decode has one query, so decode i starts at query i. The last number is the end
+            # of the last decode. Example: three decodes give [0, 1, 2, 3].
             query_starts = torch.arange(count + 1, dtype=torch.int32, device=group.lens.device)
             sequences = _Sequences(
                 blocks=group.blocks.to(torch.int32),
@@ -102,7 +102,8 @@ class TorchVarlen:
         Mutates: out, and `inputs.rows.shared`.
         """
         prefills = inputs.batch.prefills
-        # `shared` contains values of this step, which the first layer computes for all layers.
+        # `shared` contains values that the first layer of a step computes and the other layers
+        # reuse.
         shared = inputs.rows.shared
         sequences = shared.get("varlen")
         if sequences is None:

@@ -158,8 +158,9 @@ class ForkServer:
         # After its request, the Triton model sends nothing over this connection. Therefore the only
         # later event is that the Triton model has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
-        # The first number that the stub receives is the process id of the child. The second number
-        # is the exit code (`_reap`).
+        # The process that requested the child receives two numbers. The first number is the process
+        # id of the child, and is sent here. The second number is the exit code of the child, and is
+        # sent by `_reap`.
         self._send_to_requester(child=pid, number=pid)
 
     def _fork(self, request: Request) -> int | None:
@@ -194,8 +195,8 @@ class ForkServer:
             # that imported libraries have set, so these variables stay.
             for name in self._environment:
                 del os.environ[name]
-            # The module ends this process itself with `os._exit`, so the lines below are reached
-            # only after an error.
+            # When the requested module is done, it ends this process with `os._exit`. Therefore the
+            # lines below are reached only after an error.
             _run_module(request)
         except BaseException:  # noqa: BLE001 - the process ends here
             traceback.print_exc()
@@ -229,7 +230,9 @@ class ForkServer:
         connection.close()
 
     def _send_to_requester(self, child: int, number: int) -> None:
-        """Send `number` to the process that requested the child process with the id `child`.
+        """Send a number to the process that requested the child process `child`.
+
+        `child` is the process id of the child process.
 
         The number is the process id or the exit code of the child process. Do nothing if the
         process that requested the child has died.
@@ -375,9 +378,9 @@ def _reason_against_forks() -> str | None:
     A forked process has only one thread. If another thread of its parent owns a lock during the
     fork, the forked process can wait for this lock forever.
     """
-    # OpenBLAS (a library that numpy uses) starts threads during its import, but ends them before
-    # each fork, so they make no fork unsafe. Fork once, so that these threads end now and are not
-    # counted below.
+    # OpenBLAS is a library that numpy uses. It starts threads when it is imported, but it ends
+    # these threads before each fork, so they do not make forks unsafe. Fork once here, so that the
+    # threads of OpenBLAS have ended before the threads of the process are counted below.
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -399,8 +402,8 @@ def main(argv: list[str]) -> int:
         argv: the name of the program, the file descriptor of the listening socket, and the names of
             the modules.
     """
-    # Ctrl-C sends SIGINT to all processes of the group, but only the parent decides when this
-    # process stops.
+    # Ctrl-C sends SIGINT to this process and to its parent. Ignore the signal here, because the
+    # parent process decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(argv[1]))
     # Copy the variables before the imports, because imported libraries set further variables.

@@ -105,7 +105,7 @@ type: setup ## Check types (mypy, strict)
 	@$(BIN)/mypy parsers/nereid_parsers backend/nereid_backend client/nereid_client client/nereid
 
 kernels: setup ## Build the kernels for this processor now; otherwise the first server or test builds them
-	-@$(BIN)/python -c 'from nereid_backend.attention.cpu.cpu_build import load_library; load_library()'
+	-@$(BIN)/python -c 'from nereid_backend.attention.cpu.load_kernels import load_library; load_library()'
 
 collect: kernels ## Import all tests once, which compiles their modules; otherwise each process of `make test` compiles them
 	@output=$$($(BIN)/python -m pytest -m "not gpu and not long" --collect-only -q -q 2>&1) || { echo "$$output"; exit 1; }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FOLDER = Path("nereid_backend", "attention", "cpu")
 # Compiling the kernels for one instruction set takes 20 seconds of CPU time.
 _INSTRUCTION_SETS = ("avx2", "avx512_vnni", "avx512_bf16", "amx")
-# The kernels use OpenMP, but the library does not name a file of OpenMP; see cpu_build.py. The
+# The kernels use OpenMP, but the library does not name a file of OpenMP; see load_kernels.py. The
 # wheel must be the same on every machine that builds it.
 _FLAGS = ("-mtune=generic", "-fopenmp")
 

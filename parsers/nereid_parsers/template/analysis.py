@@ -49,7 +49,8 @@ differs between the two probes, and what the analysis finds for the template of 
                      T3  another function            the key `name` contains the name
                      T4 to T7  other arguments       the key `arguments` contains the arguments
                      T8  content before a call       a message can have content and calls
-    proof.py       Parse the renderings with the format. The result must be equal to the probes.
+    parse_renderings.py
+                   Parse the renderings with the format. The result must be equal to the probes.
     report.py      Show the comparisons, the format and the samples.
 
 The module checked_format.py combines the findings into a format. For the example, the format has

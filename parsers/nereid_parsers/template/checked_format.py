@@ -7,7 +7,7 @@ from typing import NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
-from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
+from nereid_parsers.template.parse_renderings import ONE_CALL_PROOF, Proof, parse_renderings
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import ToolFindings
 

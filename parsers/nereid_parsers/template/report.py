@@ -18,7 +18,7 @@ from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.format_lines import part_lines
-from nereid_parsers.template.proof import Proof
+from nereid_parsers.template.parse_renderings import Proof
 from nereid_parsers.template.report_data import as_data
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference

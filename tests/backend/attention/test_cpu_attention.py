@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nereid_backend.attention.cpu import compile_kernels, cpu_attention, cpu_build
+from nereid_backend.attention.cpu import compile_kernels, cpu_attention, load_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
@@ -159,16 +159,16 @@ def test_the_error_for_a_failing_compiler_contains_its_output(monkeypatch, tmp_p
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
     monkeypatch.setattr(compile_kernels, "SOURCES", (broken,))
-    monkeypatch.setattr(cpu_build, "SOURCES", (broken,))
+    monkeypatch.setattr(load_kernels, "SOURCES", (broken,))
     with pytest.raises(compile_kernels.KernelBuildError, match="failed"):
-        cpu_build.load_library()
+        load_kernels.load_library()
     assert not list((tmp_path / "nereid").iterdir())
 
 
 def test_without_a_compiler_the_error_names_the_supported_compilers(monkeypatch):
     monkeypatch.setattr(compile_kernels.shutil, "which", lambda name: None)
     with pytest.raises(compile_kernels.KernelBuildError, match=r"g\+\+"):
-        cpu_build.load_library()
+        load_kernels.load_library()
 
 
 def test_the_library_uses_the_openmp_library_of_torch():
@@ -186,5 +186,5 @@ def test_of_several_openmp_libraries_that_of_torch_is_chosen(monkeypatch):
     site = Path(torch.__file__).parent.parent
     own = f"{site}/torch/lib/libgomp-1.so.1"
     maps = f"0-1 r-xp 0 0 0 {site}/scikit_learn.libs/libgomp-2.so.1\n0-1 r-xp 0 0 0 {own}\n"
-    monkeypatch.setattr(cpu_build.Path, "read_text", lambda self, **_: maps)
-    assert cpu_build._openmp_path() == own
+    monkeypatch.setattr(load_kernels.Path, "read_text", lambda self, **_: maps)
+    assert load_kernels._openmp_path() == own

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the C++ kernels for CPUs, and links them to a shared library.
 
-The kernels are compiled either when a server starts (cpu_build.py) or when the wheel is built
+The kernels are compiled either when a server starts (load_kernels.py) or when the wheel is built
 (hatch_build.py). When the wheel is built, torch is not installed. Therefore, this module imports
 only modules of the standard library.
 """

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
-from nereid_backend.attention.cpu.cpu_build import load_library
 from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
+from nereid_backend.attention.cpu.load_kernels import load_library
 
 
 class NativeShape(ctypes.Structure):

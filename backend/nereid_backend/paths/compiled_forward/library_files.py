@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nereid_backend.attention.cpu.cpu_build import processor
+from nereid_backend.attention.cpu.load_kernels import processor
 from nereid_backend.cache_folder import cache_folder
 from nereid_backend.linear import grouped_linear, native_linear
 from nereid_backend.paths.model_call import UnfitError

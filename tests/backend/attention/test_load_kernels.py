@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from nereid_backend.attention.cpu import compile_kernels, cpu_build
+from nereid_backend.attention.cpu import compile_kernels, load_kernels
 from nereid_backend.attention.cpu.instruction_sets import usable_instruction_sets
 
 HAS_COMPILER = any(map(shutil.which, compile_kernels.COMPILERS))
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
 
 def test_the_kernels_are_built_if_there_is_a_compiler():
     # Everything that needs them is skipped where they can't be built.
-    assert cpu_build.load_library().nereid_has_linear() in (0, 1)
+    assert load_kernels.load_library().nereid_has_linear() in (0, 1)
 
 
 @pytest.fixture
 def precompiled(tmp_path, monkeypatch):
     """The path of the library in the package for the best instruction set, without a compiler."""
-    built = cpu_build.load_library()._name
-    monkeypatch.setattr(cpu_build, "_PRECOMPILED", tmp_path)
+    built = load_kernels.load_library()._name
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
     monkeypatch.setattr(compile_kernels, "COMPILERS", ())
     path = tmp_path / f"{usable_instruction_sets()[0].name}.so"
     shutil.copy(built, path)
@@ -29,7 +29,7 @@ def precompiled(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_the_library_of_the_package_is_used(precompiled):
-    library = cpu_build.load_library()
+    library = load_kernels.load_library()
     assert library._name == str(precompiled)
     assert library.nereid_has_linear() in (0, 1)
 
@@ -39,27 +39,27 @@ def test_a_library_of_the_package_that_cannot_be_loaded_is_ignored(
 ):
     precompiled.write_bytes(b"no library")
     with pytest.raises(compile_kernels.KernelBuildError, match="no C\\+\\+ compiler was found"):
-        cpu_build.load_library()
+        load_kernels.load_library()
     monkeypatch.undo()
     with caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(cpu_build, "_PRECOMPILED", precompiled.parent)
-        assert cpu_build.load_library()._name != str(precompiled)
+        monkeypatch.setattr(load_kernels, "_PRECOMPILED", precompiled.parent)
+        assert load_kernels.load_library()._name != str(precompiled)
     assert "The precompiled CPU kernels cannot be used" in caplog.text
 
 
 def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_build, "_PRECOMPILED", tmp_path)
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     builds = []
 
     def build(compiler, instruction_set, path):
         builds.append(path)
         time.sleep(0.2)
-        path.symlink_to(cpu_build._TORCH_LIBRARY)  # any library will do
+        path.symlink_to(load_kernels._TORCH_LIBRARY)  # any library will do
 
-    monkeypatch.setattr(cpu_build, "_build", build)
+    monkeypatch.setattr(load_kernels, "_build", build)
     instruction_set = usable_instruction_sets()[-1]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(cpu_build._load, 3 * [instruction_set]))
+        list(pool.map(load_kernels._load, 3 * [instruction_set]))
     (path,) = builds
     assert list(path.parent.iterdir()) == [path]

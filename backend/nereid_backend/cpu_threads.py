@@ -18,9 +18,9 @@ import torch
 # The number of threads changes at most once in this number of seconds. The kernel counts CPU time
 # in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely.
 _WINDOW_S = 1.0
-# If this process has used less than this fraction of one CPU since the last measurement, it has
-# computed hardly any steps. The use of the CPUs during such a pause is ignored, because it says
-# little about the next steps.
+# If this process has used less than this fraction of one CPU since the last measurement, it was
+# almost idle. In this case, the CPU time of other processes is ignored, because it says little
+# about their CPU time during the next steps.
 _MIN_OWN_USE = 0.25
 
 
@@ -48,7 +48,7 @@ def set_num_threads(num_threads: int | None) -> "CpuThreads":
     max_threads = num_threads or max(1, usable_cpus() - 1)
     torch.set_num_threads(max_threads)
     # The quota of a container reduces `usable_cpus`, but the threads may run on all allowed CPUs.
-    # Other processes are therefore measured on all these CPUs.
+    # Therefore, the CPU time of other processes is measured on all allowed CPUs.
     cpus = _allowed_cpus()
     return CpuThreads(max_threads, len(cpus), partial(cpu_time_of_others, cpus))
 

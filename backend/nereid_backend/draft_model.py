@@ -155,9 +155,9 @@ class DraftModel:
             self._is_broken = True
             self._proposals = {}
             if self._mtp is not None:
-                # The draft model is a layer of the large model, and reads the large model's hidden
-                # states, which are stored after each step. Stop storing these states, because they
-                # are no longer needed.
+                # The draft model is a layer of the large model, and reads the hidden states that
+                # the large model stores after each step. Stop storing these states, because the
+                # draft model will not be used again.
                 self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:

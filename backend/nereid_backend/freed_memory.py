@@ -127,7 +127,8 @@ def _are_unchanged_file_pages(pages: range) -> bool:
     except OSError:
         return False  # Only Linux has this file.
     is_copy = (flags & _IS_PRESENT != 0) & (flags & _IS_FILE_PAGE == 0)
-    # A page in the swap space is always a changed copy. Linux does not write an unchanged page of a
-    # file to the swap space, because Linux can read the page from the file again.
+    # If a page is in the swap space, this process has changed the page. Linux never writes an
+    # unchanged page of a file to the swap space, because Linux can read the page from the file
+    # again.
     is_swapped_copy = flags & _IS_SWAPPED != 0
     return len(flags) == len(pages) and not is_copy.any() and not is_swapped_copy.any()

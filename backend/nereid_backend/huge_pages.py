@@ -59,8 +59,8 @@ def move_weights(model: nn.Module) -> None:
     mapped = _allocate_pages(total_bytes)
     start = 0  # the first unused byte of `mapped`
     freed = FreedMemory()  # returns freed memory to the operating system
-    # The earlier stages of loading have freed memory, too. Return this memory to the operating
-    # system before new memory is used.
+    # Loading the model has already freed some memory. Return this memory to the operating system
+    # before the loop below uses new memory.
     freed.give_back()
     while groups:
         num_bytes = _move_group(groups.popleft(), mapped, start)
@@ -81,9 +81,9 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
         start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
-    # If only `tensors` refer to the storage, no other code reads the old memory. Each page of the
-    # old memory can then be freed as soon as the page has been copied. `_num_references` does not
-    # count the local variable `storage`.
+    # If only the tensors in `tensors` use the storage, no other code reads the old memory. Each old
+    # page can then be freed as soon as it has been copied. `_num_references` does not count the
+    # local variable `storage` as a reference.
     can_discard = _num_references(storage) <= len(tensors)
     _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:
@@ -141,10 +141,10 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8. It begins at the start of a memory page.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `set_` needs the index of the new tensor's first item, counted from the start of the storage.
-    # The storage may begin some pages before `mapped`. Example: an item has 4 bytes, `mapped`
-    # begins at byte 4096 of its storage, and `start` is 64. The copy then begins at byte 4160,
-    # which is item 1040.
+    # `set_` needs the position of the new tensor's first item in the storage of `mapped`, counted
+    # in items. `mapped` may begin some pages after the start of its storage. Example: `mapped`
+    # begins at byte 4096 of the storage, and `start` is 64, so the copy begins at byte 4160. If an
+    # item has 4 bytes, this is item 1040.
     start_byte = mapped.storage_offset() + start  # `mapped` is uint8, so its offset is in bytes
     copy_start = start_byte // tensor.itemsize
     # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new

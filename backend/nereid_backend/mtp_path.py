@@ -316,8 +316,9 @@ class MtpPath:
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]
         hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
-        # The MTP layer skips token 0 of `target`, so token i of its sequence is token i + 1 of
-        # `target`. The token before the chunk therefore has the index `chunk.start` in `target`.
+        # The MTP layer skips token 0 of `target`. The first token of the chunk is therefore token
+        # `chunk.start + 1` of `target`, and the token before the chunk is token `chunk.start`. The
+        # first row of `hidden_states` gets the hidden state of the token before the chunk.
         self.hidden.take(target, chunk.start, hidden_states)
         return hidden_states
 

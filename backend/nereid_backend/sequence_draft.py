@@ -57,9 +57,10 @@ class SequenceDraft:
         Mutates: `num_known`, and the tokens and `num_computed_tokens` of `sequence`.
         """
         own = self.sequence  # the known tokens, followed by the draft tokens
-        # The tokens that the large model has chosen since the last update. `own` already contains
-        # the first `num_known` tokens. It begins with `target.token_ids[start_in_target]`, because
-        # an MTP layer leaves out the first token of the target.
+        # The tokens that the large model has chosen since the last update. The draft model's
+        # sequence `own` begins with the token `target.token_ids[start_in_target]`, because an MTP
+        # layer leaves out the first token of the target. The first `num_known` tokens of `own` were
+        # copied from the target earlier.
         chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
         # The draft model's KV cache stays valid for this number of tokens at the beginning of the
         # sequence.

@@ -228,7 +228,7 @@ def _describe_problem(problem: ErrorDetails) -> str:
     # Remove the beginning and the end of pydantic's message, so that only a phrase such as "a valid
     # integer" remains.
     expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
-    # Replace phrases by simpler ones, such as "a valid integer" by "an integer".
+    # Replace phrases of pydantic by simpler ones. Example: "a valid integer" becomes "an integer".
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)
     return f"the value must be {expected}, but it is {problem['input']!r}."

@@ -326,9 +326,9 @@ def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
             f"response_format.triggers, but is {shorten(begin)}"
         )
     schema = structure.get("schema", {})
-    # A member of the request's list `structures` has no key `strict`, so its schema is not strict.
-    # If xgrammar does not enforce a keyword of the schema, the log contains a warning, and no error
-    # is raised.
+    # A member of the request's list `structures` cannot set `strict`, so none of the schemas in
+    # this list is strict. If xgrammar does not enforce a keyword of the schema, a warning is
+    # logged, and no error is raised.
     report_unenforced(schema, is_strict=False, field=f"{path}.schema")
     return {"type": "tag", "begin": begin, "content": json_schema(schema), "end": end}
 

@@ -110,19 +110,19 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         schema: The JSON schema of the argument. If it lists the allowed strings, the node matches
             only these strings. Otherwise the value may be any text.
     """
-    # `pattern_node` uses only the values of fields that the opening tag contains. Example: the tag
-    # `<p name="a" string="true">` contains the fields `key` and `string`, but no `type`.
+    # `pattern_node` ignores fields that are not in the opening tag. Example: the tag
+    # `<p name="a" string="true">` contains the fields `key` and `string`, but no field `type`.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:
-        # The node uses only the declared form of the tags. Each other form would repeat all
-        # choices, which would make the grammar larger.
+        # The node matches only the declared form of the tags. Every further form would repeat the
+        # list of allowed strings, which would make the grammar larger.
         opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
         return sequence(opening, value, const(declaration.close))
-    # The declared form may enclose the value in quotes or CDATA: `<p><![CDATA[..]]></p>`. In this
-    # case, `declaration.also` may contain the form without quotes, `<p>..</p>`, and the node
-    # matches both forms. No other forms are needed, because the declared form accepts any text.
+    # Some declared forms enclose the value in quotes or CDATA: `<p><![CDATA[..]]></p>`. If
+    # `declaration.also` contains the unquoted form, `<p>..</p>`, the node matches this form, too.
+    # No other forms are needed, because the declared form accepts any text.
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
     ]
@@ -155,7 +155,7 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def _is_quoted_form(form: TaggedArguments, *, unquoted: TaggedArguments) -> bool:
-    """Return whether `form` is the form `unquoted` with quotes or CDATA around the value.
+    """Return whether `form`, unlike `unquoted`, encloses the value in quotes or CDATA.
 
     Some templates write a string in quotes or in CDATA only if the string contains special
     characters, so there are two forms of an argument. Example: `<p><![CDATA[..]]></p>` is the
@@ -180,8 +180,8 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    # `pattern_node` uses only the values of fields that the opening tag contains. Example: the tag
-    # `<p name="a" string="false">` contains the fields `key` and `string`, but no `type`.
+    # `pattern_node` ignores fields that are not in the opening tag. Example: the tag
+    # `<p name="a" string="false">` contains the fields `key` and `string`, but no field `type`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
     if types <= _SCALARS:  # The value is a number, a boolean or null, which needs no quotes.
@@ -207,7 +207,7 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_of_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Of all `forms`, return the forms that models use for numbers, booleans and null.
+    """Return only the forms that models use for numbers, booleans and null.
 
     Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
     returned, because models quote only values with special characters.
@@ -291,7 +291,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     if types == frozenset({"null"}):
         return const("None")
     if types is not None and "null" in types:
-        # If another keyword, such as `enum`, allows null, the node also matches JSON's `null`.
+        # The schema of this node does not list the type null. If another keyword, such as `enum`,
+        # still allows null, the node also matches the JSON word `null`.
         other_types = sorted(types - {"null"})
         return one_of(const("None"), json_schema({**schema, "type": other_types}))
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
@@ -324,8 +325,8 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
         return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
     types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
-        # A schema may allow other types in addition to strings. The grammar then allows only
-        # strings, because a string is always a valid value.
+        # If the schema allows strings and other types, the grammar matches only strings, because a
+        # string is valid for such a schema.
         return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
     if types == frozenset({"array"}):
         declared_schema = schema.get("items")

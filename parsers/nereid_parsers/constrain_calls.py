@@ -82,8 +82,8 @@ def section_node(section: ToolSection, request: Request) -> Node:
     else:
         items = [call_node(call, tool) for tool in request.tools]
         may_repeat = True
-    # The parser skips white space between tool calls. If the declared separator is only white
-    # space, such as a line break, the grammar therefore allows any short white space.
+    # The parser skips white space between tool calls. If the declared separator contains only white
+    # space, such as one line break, the grammar matches up to two spaces or line breaks instead.
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
     allows_several = may_repeat and not request.is_single
     content = one_or_more(items, separator) if allows_several else one_of(*items)

@@ -75,7 +75,7 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
 
 
 def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) -> Node:
-    """Return the grammar node for one reasoning message and the start of the next message.
+    """Return a grammar node that matches a reasoning message and the start of the next message.
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
@@ -209,9 +209,9 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         ConstraintError: The text of the first header is not known.
     """
     first, *others = routes
-    # The grammar needs the text of at least one header. If the text of the first header is not
-    # known, `header_text` raises an error. Each other header is left out if its text is not known
-    # (`written` is empty).
+    # The grammar needs at least one header. Therefore `header_text` raises an error if the text of
+    # the first header is not known. Any other header whose text is not known (`written` is empty)
+    # is omitted.
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -73,7 +73,7 @@ def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = F
 
 
 def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
-    """Return a copy of a schema without descriptions. Omit patterns that cause invalid JSON.
+    """Copy a schema, but omit descriptions and patterns that cause invalid JSON.
 
     Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
     Unless `keeps_patterns` is true, a pattern is removed if xgrammar would let the model write a
@@ -97,8 +97,8 @@ def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
         if is_description or is_harmful:
             continue
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            # The keys are names, for example the names of properties. They are not keywords, even
-            # if a property is called `title`.
+            # Each key of this dict is a name, such as the name of a property. A property called
+            # `title` is not the keyword `title`, so it is not removed.
             kept[key] = {
                 name: _grammar_schema(inner, keeps_patterns=keeps_patterns)
                 for name, inner in value.items()

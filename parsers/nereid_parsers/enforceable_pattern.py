@@ -97,7 +97,7 @@ class PatternToken:
 
 
 def check_pattern(regex: str) -> PatternError | None:
-    """Return an error if xgrammar does not enforce a regular expression, otherwise None.
+    """If xgrammar does not enforce a regular expression, return an error. Otherwise return None.
 
     xgrammar matches the whole string, even if the expression has no anchors. A string that xgrammar
     accepts therefore also matches the expression.
@@ -185,7 +185,7 @@ def _problem_of_character(character: str) -> str:
 
 
 def _problem_of_set(text: str) -> str:
-    r"""If xgrammar does not enforce a set such as `[a-z]`, return the reason, otherwise "".
+    r"""If xgrammar does not enforce a set such as `[a-z]`, return the reason. Otherwise return "".
 
     A set is refused if JSON writes all its characters with a backslash, as in `["\n]`. The set
     `["a]` is accepted, because the model can write the `a`. The model then never writes the

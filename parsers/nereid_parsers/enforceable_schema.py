@@ -88,15 +88,15 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            # The keys are names, for example the names of properties. They are not keywords, even
-            # if a property is called `enum`.
+            # Each key of this dict is a name, such as the name of a property. A property called
+            # `enum` is not the keyword `enum`, so its schema is rewritten, too.
             rewritten[keyword] = {
                 name: _rewrite(inner, merged.scope, depth + 1) for name, inner in value.items()
             }
         else:
-            # `merged.scope` lists the references that have been replaced. If an inner schema
-            # contains one of these references again, the schema is recursive. The reference is then
-            # not replaced a second time.
+            # `merged.scope` lists the references that have been replaced by their definitions. If
+            # an inner schema contains such a reference again, the definition is recursive. The
+            # reference in the inner schema is then not replaced.
             rewritten[keyword] = _rewrite(value, merged.scope, depth + 1)
     return rewritten
 
@@ -118,7 +118,8 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     if not isinstance(parts, list):
         return _SchemaInScope(schema, scope)
     if "$ref" in keywords and not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"}):
-        # xgrammar would ignore the keywords next to the reference, so the definition is inserted.
+        # xgrammar ignores keywords next to a `$ref`. Therefore the `$ref` is treated as a member of
+        # `allOf`, and is merged with these keywords below.
         parts = [{"$ref": keywords.pop("$ref")}, *parts]
     if not parts:
         return _SchemaInScope(schema, scope)

@@ -81,8 +81,8 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     if merged.get("enum") == []:
         raise CannotMergeError("no value of enum matches both schemas")
     if ignored_keywords(merged):
-        # After this error, the caller keeps the `allOf`, which xgrammar does not enforce. A strict
-        # request is then rejected.
+        # If this error is raised, the caller leaves the `allOf` in the schema. xgrammar does not
+        # enforce `allOf`, so a strict request with this schema is rejected.
         raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
     return merged
 

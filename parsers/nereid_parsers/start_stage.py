@@ -66,8 +66,9 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The prompt contains no declared text that starts an answer.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The parser starts in the stage CONTENT. It reads first the prefill and then the output. A
-        # prefill such as `<think>` changes the stage to REASONING.
+        # The prompt contains the beginning of the answer (the "prefill"). The parser starts in the
+        # stage CONTENT, and parses the prefill before the output. A prefill such as `<think>`
+        # changes the stage to REASONING.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
 
@@ -129,8 +130,8 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
     prefill = _open_message(fmt, layout, prompt)
     if prefill.strip():
         # The prompt ends with an unfinished message, the "prefill". The parser starts in the stage
-        # CONTENT. It reads first the prefill and then the output. If the prefill starts with the
-        # start marker of a message, the parser leaves this stage and reads the header.
+        # CONTENT, and parses the prefill before the output. If the prefill starts with the start
+        # marker of a message, the parser leaves this stage and reads the header of the message.
         return StartPoint(Stage.CONTENT, prefill)
     return StartPoint(stage=None)  # None means that the output starts with a header.
 

@@ -118,7 +118,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Describe each `multipleOf`, `allOf` and `oneOf` of a schema that xgrammar does not enforce.
+    """List each `multipleOf`, `allOf` or `oneOf` that xgrammar does not enforce in `schema`.
 
     xgrammar enforces these keywords only in some cases: `multipleOf` only for integers without
     bounds, `allOf` only for a single schema, and `oneOf` only for schemas of which each value
@@ -213,8 +213,9 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_by_type.setdefault(json_type, []).append(option)
-    # `_single_type` treats "integer" as "number". Therefore, schemas of different types never match
-    # the same value. Several schemas of the same type must declare different constants.
+    # Schemas of different types never match the same value, because `_single_type` returns "number"
+    # for integers, too. If several schemas have the same type, they must declare different
+    # constants, so that each value matches at most one of them.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()

@@ -263,8 +263,8 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
         return 0
     _, _, block_size, _ = cache.values[0].shape
     distinct_layers = tuple(dict.fromkeys(layers))
-    # `_fastest_backends` caches its results, so its arguments must be hashable. Classes are
-    # hashable, but the type checker reports an error for `type(cache)`.
+    # `_fastest_backends` caches its results, so its arguments must be hashable. A class such as
+    # `type(cache)` is hashable, but the type checker reports an error here.
     cache.backends = _fastest_backends(
         type(cache),  # type: ignore[arg-type]
         layers=distinct_layers,

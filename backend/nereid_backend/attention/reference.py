@@ -198,8 +198,8 @@ def _attend_prefill(
         # A token attends to itself and to all earlier tokens, so the lower triangle of the mask is
         # True.
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
-    # The scores of all queries together would need much memory, so only a few queries are computed
-    # at a time.
+    # Computing the attention scores of all queries at once would need much memory, so only a few
+    # queries are processed at a time.
     return _attend_in_query_slices(inputs, mask, spec, scale, sinks)
 
 
@@ -221,8 +221,9 @@ def _attend_in_query_slices(
     num_queries = query.shape[2]
     num_keys = key.shape[2]
     num_cached = num_keys - num_queries
-    # A slice has at most `_MAX_SCORES` scores. Their shape is [num_heads, slice_size, num_keys].
-    # Short slices also save time, because a slice does not read the keys after its last query.
+    # The attention scores of a slice have the shape [num_heads, slice_size, num_keys]. Their number
+    # is limited to `_MAX_SCORES`. Short slices also save time, because the keys after the last
+    # query of a slice are not read.
     scores_per_query = spec.num_heads * num_keys
     slice_size = max(1, min(_MAX_SLICE_QUERIES, _MAX_SCORES // scores_per_query))
     parts = []

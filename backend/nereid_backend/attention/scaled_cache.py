@@ -56,10 +56,10 @@ class ScaledKVCache(KVCache):
             groups=groups,
         )
         self.dtype = dtype
-        # The place of a layer is its number in its group of layers. Layers with the same place
-        # share a tensor, so one tensor is created for each place and then assigned to the layers.
-        # The additional block with the number `num_blocks` is the null block, which always contains
-        # zeros.
+        # The place of a layer is its number in its group of layers. All layers with the same place
+        # share one tensor. Create one tensor for each place, and then assign the tensors to the
+        # layers. Each tensor has one additional block: the null block, which has the number
+        # `num_blocks` and always contains zeros.
         shapes = [
             (num_blocks + 1, layers[index].num_kv_heads, block_size)
             for index in self._first_layer_of_each_place()

@@ -82,7 +82,7 @@ def _four_bit_layout(state_suffix: str) -> Layout:
 
 
 def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-    """Return an 8-bit weight: weight = integer * SCB / 127.
+    """Return an 8-bit weight: weight = integer * SCB / 127. SCB has one number for each row.
 
     SCB contains the largest absolute weight of each output. `dtype` is not used.
     """
@@ -115,9 +115,9 @@ def _decode_four_bits(
         )
     number_by_code = tensors[_MAP].float()
     weight = torch.empty(shape.numel(), dtype=dtype)
-    # Decode one part of the weight at a time, because float32 numbers for the whole weight would
-    # need much memory. Each part consists of whole blocks. The block sizes of bitsandbytes are
-    # even, so each part starts with the first of the two codes in a byte.
+    # Decode the weight in parts, because float32 numbers for the whole weight would need much
+    # memory. A part consists of whole blocks. Each block has an even number of weights, so the two
+    # codes in a byte always belong to the same part.
     part_size = max(1, PART_NUMBERS // block_size) * block_size
     for start in range(0, len(weight), part_size):
         part = weight[start : start + part_size]

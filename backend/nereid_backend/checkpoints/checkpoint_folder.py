@@ -22,5 +22,6 @@ def checkpoint_folder(model: str) -> str:
     # Only GGUF files need the gguf library.
     from nereid_backend.checkpoints.gguf.gguf_folder import create_gguf_folder
 
-    # The folder contains a link to the GGUF file, because the weights are loaded from the folder.
+    # The weights are loaded from the returned folder, so this folder contains a link to the GGUF
+    # file.
     return str(create_gguf_folder(Path(model), link_name=GGUF_LINK))

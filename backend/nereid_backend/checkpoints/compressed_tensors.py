@@ -194,10 +194,10 @@ def _decode_packed(
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
-    # The integers of different layers may have different sizes, so the number of bits is computed
-    # from the number of words in a row. Up to 31 bits of the last word are unused, but a quantised
-    # layer has more than 31 inputs, so rounding down gives the exact number. Example: 40 integers
-    # of 3 bits (120 bits) are stored in 4 words (128 bits), and 128 // 40 is 3.
+    # The size of the integers can differ between layers, so compute the number of bits from the
+    # number of 32-bit words in a row. Example: 40 integers of 3 bits (120 bits) are stored in 4
+    # words (128 bits), and 128 // 40 is 3. Rounding down gives the exact number, because at most 31
+    # bits of the last word are unused, and a quantised layer has more than 31 inputs.
     bits = packed.shape[1] * 32 // max(1, num_inputs)
     if not 1 <= bits <= 8 or len(packed) != num_rows:
         raise ValueError(

@@ -190,7 +190,8 @@ def _from_pretrained(
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except ModelError:
         # transformers reads quantised weights through `LazyWeight`. If a weight cannot be read,
-        # `LazyWeight` raises a ModelError, which needs no conversion.
+        # `LazyWeight` raises a ModelError. This error is already an error of this package, so it is
+        # not converted.
         raise
     except Exception as error:
         attention = arguments["attn_implementation"]
@@ -215,9 +216,9 @@ def _convert_error(
     """
     if isinstance(error, ValueError | KeyError | ImportError):
         # If a class does not use the attention interface, transformers raises a general exception,
-        # such as a ValueError. The message contains the name of the refused implementation. No
-        # other message contains this name, because this package has generated it. Example:
-        # "nereid_paged_0".
+        # such as a ValueError. This exception is recognised by its message, which contains the name
+        # of the refused implementation. Example of a name: "nereid_paged_0". This package has
+        # generated the name, so no other message contains it.
         has_refused_attention = attention in str(error)
         if has_refused_attention:
             return _OwnAttentionError()
@@ -287,8 +288,9 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
         # transformers has no class for the model. Return True, so that the caller calls
         # `from_pretrained`, which raises an error that contains the reason.
         return True
-    # At least one of the two classes must use the attention interface. In a model with images, the
-    # class of the decoder is sufficient, because only the attention of the decoder is replaced.
+    # `classes` contains the class of the whole model and the class of its decoder. At least one of
+    # them must use the attention interface. In a model with images, the class of the decoder is
+    # sufficient, because only the attention of the decoder is replaced.
     return any(candidate._can_set_attn_implementation() for candidate in classes)
 
 
@@ -302,7 +304,7 @@ def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
     def create_bar(
         bar_class: object, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Iterator[Any]:
-        """Return an iterator over the items of a progress bar, so that no bar is shown.
+        """Return an iterator over some items, which transformers uses instead of a progress bar.
 
         transformers only iterates over the bars that it creates while it reads weights.
         """

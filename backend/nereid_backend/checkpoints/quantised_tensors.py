@@ -162,8 +162,9 @@ def lazy_weights(
         # `ignored` contains suffixes of tensors that are not needed, such as scales of activations.
         if name in used_names or name.endswith(chosen_format.ignored):
             continue
-        # No complete weight uses this tensor. If its suffix or its data type is typical of a
-        # quantised weight, other tensors of that weight are missing or not supported.
+        # This tensor does not belong to a complete quantised weight. If its suffix or its data type
+        # is typical of a quantised weight, the other tensors of that weight are missing or not
+        # supported.
         if settings is not None and _is_part_of_quantised_weight(tensor):
             raise ModelError(
                 f"{tensor.file} contains the tensor {name} of a quantised weight. The other "

@@ -78,8 +78,8 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
                 f"the file {name} of the new checkpoint differs from the file that the server has "
                 f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
             )
-    # If the checkpoints have no vocabulary file in common, the loop has not compared their
-    # vocabularies.
+    # The loop compares only files that exist in both checkpoints. If the checkpoints have different
+    # vocabulary files, the loop has therefore not compared the vocabularies.
     _check_common_vocabulary(old, new)
 
 

@@ -104,9 +104,9 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     num_groups = scales.shape[1]
     if num_inputs % num_groups != 0:
         raise ValueError(f"{num_inputs} inputs cannot be divided into {num_groups} groups")
-    # If all weights of a group equal w, the file may contain the scale 0 and the zero w: weight =
-    # integer * 0 + w. Convert such a group to the scale 1, the zero -w and integers of 0: weight =
-    # (0 - (-w)) * 1 = w.
+    # If all weights of a group equal w, the file may contain the scale 0 and the zero point w:
+    # weight = integer * 0 + w. Convert such a group to the scale 1, the zero point -w, and integers
+    # that are all 0: weight = (0 - (-w)) * 1 = w.
     group_size = num_inputs // num_groups
     is_constant = scales == 0
     values = values.masked_fill(is_constant.repeat_interleave(group_size, dim=1), 0)

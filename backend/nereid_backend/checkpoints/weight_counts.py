@@ -49,9 +49,10 @@ def count_weights(folder: Path) -> WeightCounts:
         UnsupportedModelError: if the quantisation method is not supported.
     """
     weights = _weights(folder)
-    # The model is not created, so the layers are recognised by the names of the weights. All
-    # weights except embeddings and experts can belong to linear layers. The two lists below leave
-    # out vectors, such as the weights of norms, because vectors are neither quantised nor matrices.
+    # The model is not created, so only the name of a weight shows whether it can belong to a linear
+    # layer. `linear` contains all weights except embeddings and experts. The two lists after it
+    # contain no vectors, such as the weights of norms, because a vector is neither quantised nor a
+    # matrix.
     linear = [weight for name, weight in weights.items() if _can_be_linear(name)]
     quantised_linear = [weight for weight in linear if weight.has_integers]
     unquantised_linear = [weight for weight in linear if _is_unquantised_matrix(weight)]

@@ -83,8 +83,8 @@ class ActiveRequests:
         request.is_prepared = is_prepared
         self._requests[first_sequence.request_id] = request
         self.num_sequences += len(sequences)
-        # The queue divides the computing time among the clients with unfinished sequences.
-        # Therefore, register the new sequences before one of them enters the queue.
+        # Register the new sequences before one of them enters the queue, because the queue divides
+        # the computing time among the clients with registered sequences.
         self.waiting.register(first_sequence, len(sequences))
         if is_prepared:
             self._enqueue(request)
@@ -148,10 +148,10 @@ class ActiveRequests:
         if is_follower:
             self._remove_from_followers(request, sequence)
         elif request.waits_for_prompt:
-            # The leader has ended, so the first follower becomes the leader. There is at least one
-            # follower, because `waits_for_prompt` is true. While the grammar is being compiled,
-            # `waits_for_prompt` is false, because `_enqueue` selects the leader after the
-            # compilation.
+            # The leader has ended before the prompt was computed, so the first follower becomes the
+            # leader. There is at least one follower, because `waits_for_prompt` is true. (Before
+            # the grammar is compiled, a request has no leader and no followers, and
+            # `waits_for_prompt` is false.)
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 

@@ -35,9 +35,9 @@ class PendingPlans:
     def __init__(self) -> None:
         self.is_planning = False
         self.ended_sequences: dict[Sequence, None] = {}
-        # If a step was planned while the previous step was running, this list contains the plans of
-        # both steps. A plan is removed when its step is committed. If no step was planned ahead,
-        # the list is empty.
+        # `plan_next` plans a step while the previous step is running, and stores the plans of these
+        # two steps in this list. A plan is removed when its step is finished or discarded. If no
+        # step is planned ahead, the list stays empty.
         self._unfinished: list[StepPlan] = []
 
     def __bool__(self) -> bool:
@@ -85,9 +85,8 @@ class PendingPlans:
             plan = plan_step()
         finally:
             self.is_planning = False
-            # Remove the placeholders, because `commit` will append the sampled tokens.
-            # `num_computed_tokens` keeps its new value, because the running step computes all
-            # tokens of its chunks.
+            # Remove the placeholders, because `commit` will append the sampled tokens. Do not reset
+            # `num_computed_tokens`, because the running step will compute all tokens of its chunks.
             for sequence in sampling_sequences:
                 sequence.token_ids.pop()
         if plan.chunks:
@@ -134,8 +133,8 @@ class PendingPlans:
         if not corrected:
             return plan
         settled = _with_chunks(plan, corrected)
-        # The plan of the previous step was removed when that step was committed. The list therefore
-        # contained only `plan`, which is replaced now.
+        # The list contains only `plan`, because the plan of the previous step was removed when that
+        # step was committed. Replace `plan` with the corrected plan.
         self._unfinished = [settled]
         return settled
 

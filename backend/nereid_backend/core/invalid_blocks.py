@@ -61,8 +61,8 @@ class InvalidBlocks:
         # A request with several sequences keeps the blocks of its prompt for the sequences that
         # have not started yet. Release these blocks if one of them is invalid.
         self._tables.kept_prompts.drop_with(invalid_blocks)
-        # One pass is enough, because sequences share only leading blocks: a sequence that shares a
-        # block after an invalid block also shares the invalid block.
+        # One loop finds all affected sequences. Sequences share only leading blocks, so a sequence
+        # that shares any block after an invalid block also shares the invalid block.
         for sequence in list(self._running):
             # An ended sequence computes no more tokens, so it need not be preempted.
             has_ended = sequence in self._pending_plans.ended_sequences

@@ -60,8 +60,8 @@ class PrefillShares:
             # budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # If `divide` has set no share for this client, the first call allows all `num_tokens`
-        # tokens, and each later call allows one token.
+        # If `divide` has set no share for this client, the share is `num_tokens`. The first call
+        # therefore allows all `num_tokens` tokens, and each later call allows one token.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
         # The number can become negative, because one token is always allowed. Like 0, a negative

@@ -202,7 +202,8 @@ class Scheduler:
             is_refused: True if the client caused the error with an invalid grammar, which is the
                 usual case. False if the server has failed.
         """
-        # `sequences_of` returns a copy of the list, because `end` removes the sequences.
+        # `sequences_of` returns a new list, so the loop can call `end`, which removes a sequence
+        # from the request.
         self._unreported_updates += [
             self._endings.end(sequence, "error", error=error, is_refused=is_refused)
             for sequence in self._requests.sequences_of(request_id)
@@ -312,7 +313,8 @@ class Scheduler:
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
         for chunk in plan.chunks:
-            # If a sequence was aborted while the step was running, its last update already exists.
+            # If a sequence was aborted while the step was running, its last update has already been
+            # created.
             has_ended_before = chunk.sequence in self._pending_plans.ended_sequences
             if not has_ended_before:
                 updates.append(self._endings.end(chunk.sequence, "error", error=error))
@@ -332,10 +334,10 @@ class Scheduler:
         """
         if self.drafter is None:
             return
-        # A step needs the logits of the last known token and of each draft token. If a chunk has as
-        # many logits as tokens, it therefore has only one known token. This is not true for prompts
-        # whose log-probabilities were requested, so chunks that start before the last prompt token
-        # are excluded.
+        # A chunk consists of known tokens and draft tokens. The step computes logits for the last
+        # known token and for each draft token. If a chunk has as many logits as tokens, it
+        # therefore has only one known token. A prompt whose log-probabilities were requested has
+        # logits for all its tokens, so chunks that start before the last prompt token are excluded.
         has_one_known_token_per_chunk = all(
             chunk.num_tokens == chunk.num_logits
             and chunk.start >= chunk.sequence.num_prompt_tokens - 1

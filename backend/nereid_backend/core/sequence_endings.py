@@ -84,7 +84,7 @@ class SequenceEndings:
             self._planner.release(sequence)
 
     def release_unused(self) -> None:
-        """Release the rows and the blocks of the ended sequences that no unfinished step uses.
+        """Release the row and the blocks of each ended sequence that no unfinished step uses.
 
         The other ended sequences keep their rows and blocks, because a running step still uses
         them.

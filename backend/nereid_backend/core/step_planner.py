@@ -175,7 +175,8 @@ class StepPlanner:
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
             # No chunk was planned. If an overdue prompt could not be started, the running sequences
-            # have not been planned yet. In any other case, this second attempt does no harm.
+            # have not been planned yet, so plan them now. In any other case, they were planned
+            # without success, and a second attempt does no harm.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -221,10 +222,9 @@ class StepPlanner:
             needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
             chunk: Chunk | None
             if needs_one_token and self.tables.has_block(sequence, start):
-                # Most sequences need only one token and no new block. Their chunks are created
-                # here, because a call of `_plan_next_tokens` and keyword arguments would take more
-                # time. The arguments after `start` are num_tokens, samples, is_first and
-                # num_logits.
+                # Most sequences need only one token and no new block. To save time, their chunks
+                # are created here with positional arguments, without a call of `_plan_next_tokens`.
+                # The arguments after `start` are num_tokens, samples, is_first and num_logits.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -268,8 +268,9 @@ class StepPlanner:
         num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
-                # Either this sequence itself was preempted, or no sequence can be preempted while
-                # the previous step is running.
+                # `_free_some_blocks` returns False in two cases: this sequence itself was
+                # preempted, or no sequence can be preempted because the previous step is still
+                # running.
                 return None
         has_last_known_token = num_tokens == num_remaining
         if self.drafter is not None and has_last_known_token:
@@ -446,5 +447,5 @@ class StepPlanner:
 
 
 def _has_several_tokens(chunk: Chunk) -> bool:
-    """Return whether a chunk has several tokens. Sorting by this key puts such chunks last."""
+    """Return whether a chunk has several tokens. This function is a sort key: False comes first."""
     return chunk.num_tokens > 1

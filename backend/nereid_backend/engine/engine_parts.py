@@ -200,9 +200,9 @@ def _make_scheduler(
 
     `report` is called with a line of text if speculative decoding was requested but is impossible.
     """
-    # `loaded.spec` describes the forward path. If the blocks of a sequence contain its whole state,
-    # sequences can share blocks (`shares_blocks`). Some paths must compute each prompt in one pass
-    # (`whole_prefill`). `num_states` is the number of recurrent states that fit into the memory.
+    # `shares_blocks` is true if sequences can share KV cache blocks. `whole_prefill` is true if the
+    # forward path must compute each prompt in one pass. `num_states` is the number of recurrent
+    # states that fit into the memory.
     return Scheduler(
         pool,
         block_size=loaded.info.block_size,

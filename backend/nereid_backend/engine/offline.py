@@ -126,7 +126,7 @@ def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutpu
     text_token_ids = token_ids
     if last.finish_reason == "stop":
         # The engine uses the reason "stop" only for stop tokens, so the last token is a stop token.
-        # Only servers search answers for stop texts.
+        # Stop strings do not matter here, because only the servers search answers for stop strings.
         text_token_ids = token_ids[:-1]
     logprobs = None
     if any(update.logprobs is not None for update in updates):

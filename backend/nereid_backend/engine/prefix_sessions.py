@@ -70,7 +70,7 @@ class PrefixSessions:
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
-        """Retain sessions for at least `seconds` seconds. Return the number of retained sessions.
+        """Retain the matching sessions for at least `seconds` seconds, and return their number.
 
         A session that expires later anyway is not changed.
 

@@ -75,9 +75,9 @@ class StepLoop:
         self._is_async = is_async
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The value of time.perf_counter() when `_run` last started a step. The scheduler needs the
-        # start time to measure the cost of draft tokens. `_start_next` does not store its start
-        # times, because it is used only with async scheduling, which excludes draft tokens.
+        # The time (time.perf_counter()) at which `_run` last started a step. The scheduler needs
+        # this time to measure the cost of draft tokens. `_start_next` does not set this attribute,
+        # because it runs only with async scheduling, which does not support draft tokens.
         self._start_time = 0.0
         # With async scheduling, a step can still be running when the method `step` returns. This
         # attribute contains the running step. If it is None, the next call of `step` plans a step.
@@ -151,9 +151,9 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             return self._fail(step.plan, error), None
         self._num_failures = 0
-        # The scheduler uses the duration only to compute the cost of draft tokens. With async
-        # scheduling, `_start_time` can be too old, so the duration can be wrong. However, there are
-        # no draft tokens then, and the scheduler ignores the duration.
+        # With async scheduling, `_start_time` can be too old, and the duration is then too long.
+        # This has no effect: the scheduler uses the duration only to compute the cost of draft
+        # tokens, and async scheduling has no draft tokens.
         duration = time.perf_counter() - self._start_time
         self._scheduler.add_time(step.plan, duration)
         return self._scheduler.commit(step.plan, result), result

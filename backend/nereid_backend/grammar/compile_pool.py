@@ -115,8 +115,8 @@ class CompilePool(Generic[T]):
             return
         # If `result` is cancelled, cancel the job, because no request needs the grammar any more.
         _forward_cancellation(source=result, target=job)
-        # The job is also cancelled when the pool is closed. Requests then still wait for `result`,
-        # so store an error in `result`.
+        # If the pool is closed, the job is cancelled while requests still wait for `result`. In
+        # this case, store an error in `result`.
         job.add_done_callback(partial(_fail_if_pool_closed, result))
 
 

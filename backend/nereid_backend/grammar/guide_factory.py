@@ -94,15 +94,15 @@ class Guides:
         # The compiled grammars, and the token masks that were computed from these grammars.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
-        # A future for the grammar libraries; None until the first call of `warm_up`. The lock
-        # prevents two threads from starting to load the libraries at the same time.
+        # The future of the grammar libraries. It is None before the first call of `warm_up`.
+        # `_lock` prevents two threads from starting to load the libraries at the same time.
         self._libraries: Future[Libraries] | None = None
         self._lock = threading.Lock()
         # The threads and processes that compile grammars. No lock is needed, because
         # `_load_libraries` sets this attribute before the first compilation starts.
         self._pool: CompilePool[_CompiledSpec] | None = None
-        # The compilations that are running. A request with a grammar that is already being compiled
-        # waits for the running compilation.
+        # The running compilations. If a grammar is already being compiled, a new request with this
+        # grammar waits for the running compilation.
         self._compilations: SharedCompilations[_CompiledSpec] = SharedCompilations()
 
     def warm_up(self) -> "Future[Libraries]":

@@ -86,7 +86,8 @@ def rules_for(
     grammar_mask = free_mask & ~forbidden_mask
     # White space is allowed between the marker and the text of the grammar.
     white_space_mask = mask_of(vocabulary.white_space_ids - stop_ids, size)
-    # Remove white space around the marker, because models do not always generate this white space.
+    # Models do not always generate the white space around the marker, so remove it from the marker.
+    # Example: "</think>\n" becomes "</think>".
     marker_bytes = marker.strip().encode()
     return GuideRules(
         vocabulary=vocabulary,

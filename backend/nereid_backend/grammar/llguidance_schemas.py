@@ -52,8 +52,9 @@ def replace_exclusive_bounds(schema: object) -> None:
         upper_bounds = _numbers(part, ("maximum", "exclusiveMaximum"))
         if not lower_bounds or not upper_bounds:
             continue
-        # If both conditions are true, the schema allows no number at all. It is then enough to
-        # correct one of the two bounds.
+        # If both conditions are true, "exclusiveMinimum" is at least 0 and "exclusiveMaximum" is at
+        # most 0, so no number satisfies the schema. It is then enough to replace one of the two
+        # bounds.
         if _allows_excluded_minimum(excluded_minimum, min(upper_bounds)):
             new_minimum = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
             part["minimum"] = max(*lower_bounds, new_minimum)

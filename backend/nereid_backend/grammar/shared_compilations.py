@@ -72,8 +72,8 @@ class SharedCompilations(Generic[T]):
             compilation.num_waiting -= 1
             is_unwanted = request_future.cancelled() and compilation.num_waiting == 0
             if is_unwanted:
-                # Remove the compilation before the lock is released. Otherwise, a new request could
-                # join the compilation, which is about to be cancelled.
+                # The compilation is about to be cancelled, so remove it before the lock is
+                # released. Otherwise, a new request could still join the compilation.
                 self._remove(spec, compilation)
         if is_unwanted:
             compilation.future.cancel()

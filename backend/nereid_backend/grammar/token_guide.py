@@ -76,8 +76,8 @@ class TokenGuide:
         # The last bytes of the answer in the phase BEFORE_MARKER. They may be the beginning of the
         # marker, after which the grammar applies.
         self._tail = b""
-        # The number of bytes of white space after the marker, in the phase WHITE_SPACE. The number
-        # is limited, because the model could otherwise generate only white space.
+        # The number of bytes of white space that follow the marker; used in the phase WHITE_SPACE.
+        # Without a limit on this number, the model could generate white space forever.
         self._num_white_space_after_marker = 0
         # The last tokens of the answer. `forced` needs these tokens to tokenise the text that must
         # follow, because the tokens of a text depend on the preceding text.
@@ -97,10 +97,10 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept_token(token_id)
             return
-        # There is no thinking budget, so only the grammar restricts the tokens. Most tokens arrive
-        # in the phase GRAMMAR. For these tokens, the first branch of the loop is faster than
-        # `_accept_token`, and has the same effect. Stop tokens and forbidden special tokens require
-        # `_accept_token`, so `grammar_bits` excludes them.
+        # Without a thinking budget, only the grammar restricts the tokens. Most tokens arrive in
+        # the phase GRAMMAR. For these tokens, the first branch of the loop has the same effect as
+        # `_accept_token`, but is faster. Stop tokens and forbidden special tokens need the second
+        # branch, so `grammar_bits` does not contain these tokens.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
@@ -214,8 +214,8 @@ class TokenGuide:
             return True
         self._tail = b""
         grammar_text = after_marker.lstrip(WHITE_SPACE)
-        # Count the white space after the marker. Its amount is limited, because the model could
-        # otherwise generate only white space.
+        # Count the white space after the marker, because its amount is limited. Without a limit,
+        # the model could generate white space forever.
         self._num_white_space_after_marker = len(after_marker) - len(grammar_text)
         if not grammar_text:
             self._phase = Phase.WHITE_SPACE
@@ -378,7 +378,7 @@ class TokenGuide:
         forced_bytes = self._matcher.forced()
         if len(forced_bytes) < _MIN_FORCED_BYTES:
             return []  # A single byte has only one token, and the last token is always left out.
-        # The recent tokens are needed, because the tokens of a text depend on the preceding text.
+        # The tokens of a text depend on the preceding text, so pass the recent tokens, too.
         token_ids = self._rules.vocabulary.encode_forced(list(self._recent_ids), forced_bytes)
         are_allowed = all(_has_bit(self._rules.grammar_bits, token_id) for token_id in token_ids)
         return token_ids if are_allowed else []

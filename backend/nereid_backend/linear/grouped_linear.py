@@ -413,8 +413,9 @@ def _used_group_size(group_size: int, in_features: int) -> int:
         padded_row = _divide_up(in_features, UNIT) * UNIT
         return min(_MAX_GROUP_SIZE, padded_row)
     num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
-    # Increase the number of equal parts until the size of a part is a multiple of `UNIT` (8). The
-    # loop ends, because `group_size` itself is a multiple of `UNIT`; see `_check_quantised_weight`.
+    # Divide the group into more parts until the size of a part is a multiple of `UNIT` (8). The
+    # loop ends at the latest when a part has `UNIT` inputs, because `group_size` is a multiple of
+    # `UNIT`; see `_check_quantised_weight`.
     while group_size % (num_parts * UNIT):
         num_parts += 1
     return group_size // num_parts

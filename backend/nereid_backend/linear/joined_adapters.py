@@ -87,8 +87,8 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
     # Convert each matrix to an `nn.Linear`, because linear layers can be packed for fast products
-    # on a CPU. The first layer contains the joined `down` matrices. Each other layer contains the
-    # joined `up` matrices of one linear layer of the model.
+    # on a CPU. `down` contains the matrices `joined_down`. Each item of `ups` contains the joined
+    # `up` matrices of one linear layer of the model.
     down, *ups = _linears_of_weights([joined_down, *joined_ups])
     ranks = tuple(
         tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)

@@ -142,8 +142,8 @@ class LoraLayers:
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
-            # The sum of the adapter's ranks over the layers in `for_torch`. `_ensure_joined` uses
-            # this sum to limit the size of the concatenated matrices.
+            # The sum of the LoRA ranks of all layers in `for_torch`. `_ensure_joined` uses this sum
+            # to limit the size of the concatenated matrices.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=[*for_torch, *kernel_hooks],
         )
@@ -188,8 +188,8 @@ class LoraLayers:
         chunk_lengths = [chunk.num_tokens for chunk in chunks]
         loaded = [self._loaded[adapter] for adapter in distinct]
         if any(one.weights for one in loaded):
-            # For some layers, torch (instead of a kernel) multiplies the inputs by the adapters'
-            # matrices. For this, the matrices of all adapters in the step are concatenated. The
+            # For layers without a suitable kernel, torch multiplies the inputs by the adapters'
+            # matrices. This requires the concatenated matrices of all adapters in the step. The
             # forward hooks of these layers read `_step`.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
@@ -201,7 +201,7 @@ class LoraLayers:
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """In the `with` block, let every forward pass apply the same adapter to all rows.
+        """In the `with` block, apply `adapter` to all rows of every forward pass.
 
         If `adapter` is None, the forward passes apply no adapter.
         """
@@ -214,8 +214,8 @@ class LoraLayers:
         # to all rows.
         row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
-        # The kernels get a step with a single chunk. They assign all rows of a layer to this chunk,
-        # whatever number `chunk_lengths` contains.
+        # The kernels get a step with a single chunk, and assign all rows of a layer to this chunk.
+        # The number in `chunk_lengths` therefore does not matter.
         try:
             with self._native.serving([adapter], chunk_lengths=[1]):
                 yield

@@ -81,10 +81,10 @@ class NativeAdapters:
         # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # The kernels find the adapters' matrices of a layer by a key. Usually, the key is the
-        # address of the layer's weight. If the kernels do not compute the layer, the key is
-        # arbitrary, and the layer's forward hook passes the key to a kernel. This dict contains
-        # only the layers with an arbitrary key. It maps their names to their keys.
+        # The key of each layer that the kernels do not compute. The kernels find the adapters'
+        # matrices of a layer by its key. If the kernels compute the layer, the key is the address
+        # of the layer's weight. The layers in this dict have arbitrary keys, which their forward
+        # hooks pass to the kernels.
         self._hook_keys = {
             name: _product_key(layer)
             for name, layer in layers.items()
@@ -234,8 +234,9 @@ class NativeAdapters:
         row_owners = chunk_owners.repeat(chunk_lengths)
         addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in distinct]
         pointers = (ctypes.c_void_p * len(distinct))(*addresses)
-        # If a layer computes one row for each token, the kernels use `owners`. Otherwise, the
-        # kernels divide the rows equally among the chunks, and use `chunk_owners`.
+        # If a layer computes one row for each token, the kernels read the adapter index of each row
+        # from `owners`. Otherwise, the kernels divide the layer's rows equally among the chunks,
+        # and read the adapter index of each chunk from `chunk_owners`.
         struct = NativeAdapterStep(
             products=ctypes.addressof(self._products),  # which layers each matrix product computes
             num_products=len(self._products),

@@ -133,9 +133,9 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     dim = x.shape[-1]
     if x.dtype != packed.dtype:
         raise ValueError(f"The input must be {packed.dtype}, but its dtype is {x.dtype}.")
-    # The first dimension of `packed` counts panels. A panel contains the weights of `LANES` outputs
-    # for all inputs. The stride of the first dimension is therefore `LANES` times the number of
-    # inputs.
+    # The first dimension of `packed` has one item for each panel. A panel contains the weights of
+    # `LANES` outputs for all inputs. The distance between two panels (the stride) is therefore
+    # `LANES` times the number of inputs.
     num_weight_features = packed.stride(0) // LANES
     if dim != num_weight_features:
         raise ValueError(f"The input has {dim} features, but the weight has {num_weight_features}.")

@@ -86,8 +86,8 @@ def read_adapter(
     config_file = root / _CONFIG_FILE
     weights_file = root / _WEIGHTS_FILE
     config_bytes = _read(config_file, max_bytes)
-    # The numbers in the file can have a wider type than the weights in memory, so the file may be
-    # larger than these weights.
+    # The file may be larger than the weights in memory, because the numbers in the file can have a
+    # wider type (such as float32 instead of bfloat16).
     weights_bytes = _read(weights_file, max_bytes, file_to_memory_ratio=_FILE_TO_MEMORY_RATIO)
     config = _parse_config(config_file, config_bytes)
     try:

@@ -266,10 +266,10 @@ def use_fastest_attention(
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
-    # An attention library can be faster than Nereid's kernels in some cases. A case is a kind of
-    # layer (such as layers with a sliding window) in a kind of step (such as decode steps). For
-    # each case, `choose_attention` measures the libraries. It returns the number of cases that use
-    # a library.
+    # For some kinds of layers and steps, an attention library is faster than Nereid's kernels.
+    # Example: layers with a sliding window in decode steps. `choose_attention` measures the
+    # libraries for each pair of a layer kind and a step kind. It returns the number of pairs for
+    # which a library is used.
     num_test_uses = test_path.choose_attention()
     if num_test_uses == 0:
         return
@@ -278,8 +278,9 @@ def use_fastest_attention(
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    # The measurements for the test path are cached, so this call does not measure again. It returns
-    # 0 if the KV cache stores 8-bit numbers, because the libraries do not support these numbers.
+    # `choose_attention` has already measured the libraries for `test_path`. The measurements are
+    # cached, so this call is fast. With an 8-bit KV cache, the call returns 0, because the
+    # libraries do not support 8-bit numbers.
     num_uses = path.choose_attention()
     progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
 
@@ -356,17 +357,18 @@ def _check_graphs(
     messages: list[str] = []  # the messages about failed captures
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, messages.append)
     path.graphs = graphs
-    # In the first round, each step is captured as a graph, and also computed without the graph.
-    # This computation stores correct keys and values, which could hide an error of the graph.
-    # Therefore, the second round starts with an empty cache and only replays the graphs.
+    # In the first round, each step is captured as a graph, and also computed without the graph. The
+    # keys and values that are computed without the graph are correct, so they could hide an error
+    # of the graph. Therefore, the second round starts with an empty cache, and only replays the
+    # graphs.
     is_rounded = sizes.kv_cache_dtype != "auto"
     for _ in range(2):
         path.empty()
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
-    # After each capture, the new graph is replayed once to compute the captured step. If there are
-    # more replays than captures, graphs have also computed later steps.
+    # Right after its capture, each graph is replayed once, for the captured step. More replays than
+    # captures therefore mean that graphs have also computed later steps.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if not has_replayed_later_steps:
         raise UnfitError(graphs.failure or "the check had no decode step")

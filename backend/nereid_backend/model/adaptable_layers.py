@@ -36,8 +36,8 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     for name, module in checkpoint.model.named_modules():
         sizes = _sizes_of(module)
         if sizes is not None:
-            # For each call of the layer, the hook appends a boolean to `computed_all_tokens`:
-            # whether the call has computed all tokens.
+            # Whenever the layer is called, the hook appends a boolean to `computed_all_tokens`. The
+            # boolean is true if the call has computed all tokens.
             layers[name] = _RecordedLayer(sizes, computed_all_tokens=[])
             hooks.append(module.register_forward_hook(_recorder(layers[name])))
     try:

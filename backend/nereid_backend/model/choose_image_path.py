@@ -134,7 +134,10 @@ def choose_image_path(
     candidates = _candidates(checkpoint, spec, features, attention)
 
     def measure(add_images: _AddImages, trial: Trial) -> float:
-        """Return the difference of the logits, or raise an exception if it is too large."""
+        """Return the difference between a candidate's logits and the expected logits.
+
+        Raise an exception if the difference is too large.
+        """
         return check_path(add_images(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
 
     chosen = _choose_candidate(candidates, trials, refused, measure)
@@ -220,7 +223,8 @@ def _choose_candidate(
                 f"no way to compute {kind} gives the same logits as transformers' generate: {error}"
             )
             continue
-        # The earlier kinds of media are in `refused`, so only the kinds after `kind` remain.
+        # All kinds of media before `kind` are in `refused`, so `later_trials` contains only the
+        # kinds after `kind`.
         later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
         return _check_other_kinds(choice, later_trials, refused, measure)
     return None

@@ -258,9 +258,9 @@ def _with_measurements(
         return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.
     if has_exact_snapshots(path, trial, difference, dtype):
         return replace(spec, has_snapshots=True)
-    # Without snapshots, there is no prefix cache. The log line about the path contains only one
-    # detail, and the missing cache is more important than the present detail (such as "keys and
-    # values are copied"). Therefore, replace the present detail.
+    # Without snapshots, there is no prefix cache. Users must learn this from the log line about the
+    # path. The line contains only one detail, so replace the present, less important detail (such
+    # as "keys and values are copied").
     return replace(spec, detail=NO_SNAPSHOTS)
 
 

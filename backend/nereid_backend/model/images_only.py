@@ -82,7 +82,7 @@ def choose_images_only(
     limit = model_limit(checkpoint.text_config, is_batched=False)
     # Without texts, there are no test sequences.
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
-    # The forward path of this spec refuses texts. The difference of the logits was therefore
-    # measured with prompts that contain images.
+    # The forward path refuses texts, so the difference of the logits was measured with prompts that
+    # contain images.
     chosen = ChosenPath(_IMAGES_ONLY_SPEC, images.difference, limit, trial)
     return chosen, replace(images, needs_images=True)

@@ -117,9 +117,9 @@ def block_shape(
         # scale.
         itemsize = torch.int8.itemsize
         scale_bytes = torch.float32.itemsize
-    # A block belongs to one group of layers. The first layer of the group uses the first memory
-    # area of the block, the second layer uses the second area, and so on. The areas are the same
-    # for all groups, so each area is counted only once.
+    # A block contains several memory areas, and belongs to one group of layers. The first layer of
+    # the group uses the first area, the second layer uses the second area, and so on. The size of a
+    # block is the sum of the sizes of its areas, so take only one layer for each area.
     layer_bytes = [
         layer.bytes_per_token(itemsize, scale_bytes)
         for layer in _one_layer_per_memory_area(spec.layers, groups)
@@ -201,9 +201,10 @@ def divide_layers(
         return groups.num_places * num_blocks
 
     # The first candidate is a single group of all layers. If the layers have different windows, the
-    # group needs every block that at least one of its layers needs.
+    # group keeps a block until no layer needs the block any more.
     candidates = [single_group(layers)]
-    # Try large groups first, so that candidates with few groups come first in `candidates`.
+    # Larger groups mean fewer groups. Begin with the largest groups, so that `candidates` is sorted
+    # by the number of groups.
     for max_group_len in range(len(layers), 0, -1):
         groups = _group_by_window(layers, max_group_len)
         if len(groups.windows) <= _MAX_GROUPS:

@@ -93,9 +93,9 @@ class BlockShape:
         )
         longest_length = max(0, num_fitting_lengths - 1)  # the lengths begin with 0
         num_tokens = longest_length * self.block_size
-        # If every group has an attention window, very long sequences need no more blocks than
-        # shorter sequences. Only then can a sequence with more than `num_blocks * block_size`
-        # tokens fit.
+        # If every group has an attention window, the number of blocks of a sequence stops growing
+        # at some length. In this case, even a sequence with more than `num_blocks * block_size`
+        # tokens can fit.
         if self.num_sequence_blocks(max_tokens) <= num_blocks:
             return max(num_tokens, max_tokens)
         return num_tokens
@@ -206,8 +206,8 @@ def _longest_request(
     configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, the memory must be enough for one block of tokens. If the model's
-    # own limit is shorter than a block, the memory must only be enough for this limit.
+    # If max_model_len is not set, the memory must be enough for `block_size` tokens, or for the
+    # longest sequence that the model accepts, whichever is shorter.
     required_len = configured_len or min(config.block_size, limit.num_tokens)
     if fitting_len < required_len:
         # One additional block is allocated for the padding tokens in the inputs of a step.
@@ -247,7 +247,8 @@ def _plan_without_blocks(
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
-    # At least one sequence of the largest length must fit.
+    # One sequence of the maximum length must fit, even if it needs more than `_MAX_EMPTY_BLOCKS`
+    # blocks.
     max_num_blocks = max(blocks_per_sequence, _MAX_EMPTY_BLOCKS)
     return MemoryPlan(
         num_blocks=min(max_num_seqs * blocks_per_sequence, max_num_blocks),
@@ -368,8 +369,8 @@ def _default_gpu_bytes(
     that no process uses.
     """
     _, total_bytes = torch.cuda.mem_get_info(device)  # the caller has already read the free memory
-    # torch reports only the memory of its own allocator. `_CONTEXT_BYTES` is an estimate of the
-    # remaining memory of this process: the CUDA context and the libraries.
+    # torch reports only the memory of its own allocator. `_CONTEXT_BYTES` is an estimate of all
+    # other GPU memory that this process uses: the CUDA context and the libraries.
     process_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     process_limit = int(total_bytes * config.gpu_memory_utilization)
     available_bytes = min(process_limit - process_bytes, free_bytes)

@@ -55,7 +55,8 @@ class OpenedDraft:
             progress: called with one line for each slow operation.
         """
         sizes = draft_sizes(config, memory, num_tokens, self.chosen.limit)
-        # The forward path needs only the sizes of the cache and of the block tables.
+        # `path_sizes` returns the sizes of the KV cache and of the block tables. The forward path
+        # needs no other sizes.
         path = self.chosen.spec.build(path_sizes(sizes))
         # If compile_forward is "auto" (the default), only the large model is compiled, not the
         # draft model.
@@ -110,8 +111,9 @@ def check_draft_folder(config: EngineConfig) -> None:
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."
         )
-    # Ignore a damaged config.json here, because the function that loads the checkpoint reports the
-    # damage later. A ConfigError is not ignored.
+    # If config.json is damaged, do nothing here, because the function that loads the checkpoint
+    # reports the damage later. `suppress` does not catch the ConfigError that `_check_architecture`
+    # raises.
     with suppress(OSError, ValueError, AttributeError):
         model_config = json.loads(path.read_text(encoding="utf-8"))
         for architecture in model_config.get("architectures") or []:

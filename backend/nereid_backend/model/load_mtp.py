@@ -61,8 +61,8 @@ class OpenedMtp:
         """
         limit = model_limit(self.checkpoint.text_config)
         sizes = draft_sizes(config, memory, num_tokens, limit)
-        # Create the KV cache of the MTP layer, and the object that builds the input tensors of each
-        # step. For this, only the sizes of the cache and of the block tables are needed
+        # `cache` is the KV cache of the MTP layer. `builder` creates the input tensors of each
+        # step. `make_blocks` needs only the sizes of the cache and of the block tables
         # (`path_sizes`).
         cache, builder = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
         model: Any = self.checkpoint.model

@@ -63,8 +63,8 @@ def load_weights(
         checkpoint = _load_prepacked(config, device, hook, progress)
     else:
         checkpoint = _load_with_settings(config, device, hook, progress)
-    # After this call, no weight is replaced any more. On a CPU, the call moves the weights into
-    # huge memory pages, because reading huge pages is faster.
+    # On a CPU, move the weights into huge memory pages, which are faster to read. This is done
+    # last, because the functions above replace weights.
     move_weights(checkpoint.model)
     return checkpoint
 
@@ -137,10 +137,9 @@ def _load_with_settings(
     If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
     number of bits while they are read.
     """
-    # Panels are blocks of a weight matrix. If quantised weights are stored in panels, the CPU
+    # A panel is a block of a weight matrix. If quantised weights are stored in panels, the CPU
     # kernels compute directly with the integers of the weights. Other devices have no such kernels.
-    # Weights that are rounded here are always stored in panels, because no other layout supports
-    # integers.
+    # If `rounded_bits` is set, the panels are required, because no other layout supports integers.
     rounds_weights = rounded_bits is not None
     use_panels = device.type == "cpu" and (config.prepack or rounds_weights)
     return load_checkpoint(
@@ -222,12 +221,13 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
     else:
         bits = 4 if weight_dtype == "int4" else 8
         num_layers = quantise_linears(checkpoint.model, bits, progress)
-        # The embedding stays unchanged and needs more memory if it cannot be rounded, or if the
-        # rounded embedding gives logits that are not finite.
+        # The embedding stays unchanged in two cases: it cannot be rounded, or the logits of the
+        # model with the rounded embedding are not finite. The embedding then needs more memory.
         pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
     after = _logits_of_test_tokens(checkpoint)
-    # `before` or `after` is None if the model cannot be called, or if its logits are not finite.
-    # This happens, for example, if the model's code reads the weights of linear layers directly.
+    # `_logits_of_test_tokens` returns None if the model cannot be called, or if its logits are not
+    # finite. Example: the model's own code reads the weights of its linear layers, but does not
+    # support quantised weights.
     if not num_layers or after is None or before is None:
         raise ConfigError(
             f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "

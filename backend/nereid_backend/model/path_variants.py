@@ -159,10 +159,10 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
         _check_sparse_limit(limit, max_model_len)
-        # Within this limit, sparse attention attends to every token of a sequence, so no mask is
-        # needed. However, the model's code requests a mask, and transformers then calls the mask
-        # function that is registered under `hook.name`. Register `_open_mask`, whose mask hides no
-        # token. Nereid's attention function itself hides later tokens.
+        # Up to this limit, sparse attention attends to every earlier token, so no mask is needed.
+        # However, the model's code requests a mask from the function that is registered under
+        # `hook.name`. Register `_open_mask`, which returns a mask that hides no token. Later tokens
+        # are hidden by Nereid's attention function itself.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -287,9 +287,9 @@ def _variants_with_chunked_or_whole_prompts(
     whole_detail = f"{detail}; {one_pass}" if detail else one_pass
     whole = replace(chunked, build=build_whole, detail=whole_detail, whole_prefill=True)
     yield whole
-    # Some models give other logits in one pass over a sequence than in token-by-token generation.
-    # The third variant is for these models. Its logits are therefore compared with transformers'
-    # generate, which generates token by token.
+    # For some models, one pass over a whole sequence gives other logits than token-by-token
+    # generation. The third variant is for these models. Its logits are compared with the logits of
+    # transformers' generate, which also generates token by token.
     yield replace(whole, build=build_replaying, uses_generated_trial=True)
 
 
@@ -401,7 +401,8 @@ def cache_class(
     """
     dtype = checkpoint.model.dtype
     fastest_class = cache_type(block_size, dtype, checkpoint.device)
-    # If kv_cache_dtype is "int8" or "fp8", `stored_class` stores 8-bit numbers on the same device.
+    # If kv_cache_dtype is "auto", `stored_class` is `fastest_class`. Otherwise, it is a class that
+    # stores 8-bit numbers on the same device.
     stored_class = stored_type(fastest_class, kv_cache_dtype)
     # Use a class with GPU kernels only if its results equal those of the reference implementation
     # in plain torch. Otherwise, return the class of the reference implementation.
@@ -409,7 +410,7 @@ def cache_class(
 
 
 def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:
-    """Create a KV cache for the model's own attention, which gets copies of keys and values.
+    """Create a KV cache from which the model's own attention gets copies of the keys and values.
 
     The cache needs no attention kernels. `sizes.kv_cache_dtype` selects its data type.
     """

@@ -128,9 +128,9 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
         "use_cache": False,
     }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
-        # Pass the index of the token whose logits are needed. The forward path `packed` later
-        # passes the index as a tensor. Pass a tensor here, too, so that a model that accepts only a
-        # number fails during this test.
+        # `logits_to_keep` selects the tokens whose logits are needed. The forward path `packed`
+        # passes a tensor of token indices. Pass a tensor here, too, so that a model that accepts
+        # only a number fails during this test.
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
     layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:

@@ -67,7 +67,7 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
 
 
 def _row_differences(logits: Tensor, expected: Tensor, *, unit: Tensor) -> Tensor:
-    """For each row of logits, return the root mean square difference, divided by `unit`.
+    """For each row, return the root mean square of `logits - expected`, divided by `unit`.
 
     `unit` is the standard deviation of all expected logits, a single number.
     """
@@ -80,11 +80,12 @@ def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
     The plan requests the logits of the last prompt token and of all later tokens.
     """
     tokens, prompt_len = test_sequence
-    # `max_total_tokens` allows one more token. Otherwise, the sequence would already have ended.
+    # A sequence ends as soon as it has `max_total_tokens` tokens, so allow one more token than the
+    # test sequence contains.
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
     sequence.row = 0  # The forward path stores the state of a sequence under the sequence's row.
-    # The constructor counts all tokens as prompt tokens, but the tokens from index `prompt_len` on
-    # are output tokens.
+    # The constructor counts all tokens as prompt tokens. However, the tokens from index
+    # `prompt_len` on are output tokens, so correct the number.
     sequence.num_prompt_tokens = prompt_len
     chunk = Chunk(
         sequence,
@@ -229,8 +230,8 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
     blocks_per_sequence = sizes.num_blocks // len(trial.sequences)
     sequences = []
     for index, (tokens, prompt_len) in enumerate(trial.sequences):
-        # `max_total_tokens` allows one token more than the test needs. Otherwise, the sequence
-        # would end during the test.
+        # A sequence ends as soon as it has `max_total_tokens` tokens. Allow one token more than the
+        # test needs, so that the sequence does not end during the test.
         sequence = Sequence(
             str(index), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )

@@ -88,7 +88,8 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
     All sequences that this function returns have the same blocks.
     """
     token_ids = trial.sequences[0][0]
-    # `max_total_tokens` allows one more token. Otherwise, the sequence would already have ended.
+    # A sequence ends as soon as it has `max_total_tokens` tokens, so allow one more token than the
+    # test sequence contains.
     sequence = Sequence("0", token_ids, SamplingParams(), max_total_tokens=len(token_ids) + 1)
     sequence.row = row
     sequence.block_table = list(range(math.ceil(len(token_ids) / trial.block_size)))
@@ -115,8 +116,8 @@ def _continue_from(
         The logits of the two passes, [2, vocab_size].
     """
     last = len(sequence.token_ids) - 1
-    # A sequence that is restored from a snapshot is new to the forward path. Therefore, the next
-    # chunk is the first chunk of this sequence.
+    # If the state is restored from a snapshot, the forward path must treat the sequence as new.
+    # Therefore, `middle_chunk` is marked as the first chunk of the sequence.
     is_new_sequence = restoring is not None
     middle_chunk = Chunk(
         sequence,

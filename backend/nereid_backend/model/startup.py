@@ -155,9 +155,9 @@ def open_model(
     try:
         chosen = choose_path(checkpoint, hook, config, progress)
     except UnsupportedModelError as error:
-        # Some models process only prompts with images. `choose_images_only` checks whether this
-        # model can process such prompts. If it cannot, the call raises an error that contains the
-        # message of `error`.
+        # This model cannot process texts, but it may be able to process prompts with images.
+        # `choose_images_only` checks this. If the check fails, `choose_images_only` raises an error
+        # whose message contains the message of `error`.
         chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)

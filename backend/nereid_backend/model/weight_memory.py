@@ -21,7 +21,7 @@ _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Check that the weights fit into the free memory. Return whether they must be rounded to fit.
+    """Check that the weights fit into the free memory. Return True if only rounded weights fit.
 
     Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."

@@ -182,7 +182,8 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
-    # If a layer such as q_proj or k_proj is divided, the query heads are divided.
+    # If a layer that computes attention heads (such as q_proj or k_proj) is divided, the ranks
+    # divide the query heads among themselves.
     divides_query_heads = bool(divided_layers & _LAYERS_OF_HEADS)
     # A fused layer, such as qkv_proj, computes queries, keys and values together.
     has_fused_layer = bool(divided_layers & _FUSED_LAYERS)

@@ -79,7 +79,7 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
 
     Mutates: the layers k_proj and v_proj of `model`.
     """
-    # If `rules` gives the style "replicate" to a layer, this process has loaded the whole layer.
+    # If `rules` contains the style "replicate" for a layer, every rank has loaded the whole layer.
     for _name, attention in _attention_with_style(model, rules, _REPLICATE):
         # The number of KV heads is a multiple or a divisor of the number of ranks.
         num_heads = _num_kv_heads(attention)

@@ -78,9 +78,10 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
-        # A block table never becomes shorter: new blocks are appended, and a freed block is
-        # replaced by the null block. The freed blocks are always the first blocks of the table, so
-        # the receiver needs only their number (`num_null_blocks`).
+        # New blocks are appended to a block table. Freed blocks are always the first blocks of the
+        # table, and are replaced by the null block, so a block table never becomes shorter. The
+        # message therefore contains only the new blocks and the number of freed blocks
+        # (`num_null_blocks`).
         self._num_sent[row] = len(sequence.block_table)
         return ChunkMessage(
             row=row,

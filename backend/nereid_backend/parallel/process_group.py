@@ -87,8 +87,8 @@ class Rank:
         with (
             _without_warnings(),
             # With tensor parallelism, transformers creates a device map, which contains only the
-            # device of this rank. transformers refuses any device map if the library accelerate is
-            # not installed, although a map with a single device does not need accelerate.
+            # device of this rank. If the library accelerate is not installed, transformers refuses
+            # every device map. However, a map with a single device does not need accelerate.
             # Therefore, make transformers treat accelerate as installed.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             # transformers reads the number of the rank from this environment variable.

@@ -39,9 +39,9 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     if num_engines == 1:
         return config
     _restrict_gpus(config, index)
-    # The setting prefix_cache_disk_bytes can be a text such as "10GiB". prefix_cache_disk_size
-    # contains the size as a number. The result is at least 1, because the settings do not accept
-    # the size 0.
+    # Each process gets an equal part of the disk cache: at least 1 byte, because the setting must
+    # not be 0. The setting prefix_cache_disk_bytes can be a text such as "10GiB".
+    # prefix_cache_disk_size contains the same size as a number of bytes.
     disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
     return replace(
         config,

@@ -47,10 +47,10 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         ModelError: if the weights are damaged.
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
-    # transformers' plan for dividing the layers cannot give the same KV head to several ranks. If
-    # there are fewer KV heads than ranks, `rules` therefore changes the plan: each rank loads all
-    # KV heads, and `keep_own_heads` then deletes the heads of other ranks. Otherwise, `rules` is
-    # empty, and `keep_own_heads` deletes nothing.
+    # In transformers' plan for dividing the layers, every rank gets different KV heads. If there
+    # are fewer KV heads than ranks, this is impossible. `rules` then changes the plan: each rank
+    # loads all KV heads, and `keep_own_heads` deletes the heads that this rank does not compute.
+    # Otherwise, `rules` is empty, and `keep_own_heads` deletes nothing.
     rules = _replication_rules(config, rank.size)
     with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(

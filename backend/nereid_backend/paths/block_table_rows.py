@@ -79,9 +79,9 @@ class BlockTableRows:
             row = sequence.row
             assert row is not None
             rows.append(row)
-            # `table_version` changes whenever a block table of the sequence changes. If `is_first`
-            # is true, the sequence is new in this row, which still contains the blocks of an
-            # earlier sequence. In both cases, `_fill_row` must update the row.
+            # The row must be updated in two cases. If `is_first` is true, the sequence has just got
+            # this row, which still contains the blocks of an earlier sequence. If `table_version`
+            # has changed, a block table of the sequence has changed.
             if is_first or sequence.table_version != versions[row]:
                 versions[row] = sequence.table_version
                 for group in range(self.num_groups):

@@ -125,8 +125,8 @@ def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN40
     if getattr(layer, "indexer_keys", None) is not None:
         indexer_index = len(specs)
         specs.append(_indexer_spec(layer))
-    # The shape of `positions` is [num_positions, num_seqs, num_tokens]. Here, it is [num_positions,
-    # 1, 1], because the layer contains one token of one sequence.
+    # The dimensions of `positions` are [num_positions, num_seqs, num_tokens]. This layer contains
+    # one token of one sequence, so the last two sizes are 1.
     positions = getattr(layer, "indexer_position_ids", None)
     num_positions = 0 if positions is None else positions.shape[0]
     return LayerParts(keys_index, indexer_index, num_positions)
@@ -172,7 +172,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes in which blocks store the keys of a sparse indexer; see `LayerParts`."""
+    """Return the shapes of a sparse indexer's keys in the KV cache blocks; see `LayerParts`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -224,7 +224,8 @@ class GatheredStep:
         blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
         # [num_seqs, num_tokens], the positions of the new tokens. In the example: [[5], [2]].
         new_positions = starts[:, None] + torch.arange(num_tokens)
-        # For each new token, the number of the block that contains it. In the example: [[3], [8]].
+        # For each new token, the number of the block that contains the token. In the docstring's
+        # example: [[3], [8]].
         new_blocks = blocks.gather(1, new_positions // block_size)
         slots = new_blocks * block_size + new_positions % block_size
         lens = starts[:, None] + num_tokens
@@ -365,10 +366,11 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
-        # In `keys` and `values`, padding follows the tokens of each sequence. The model expects the
-        # padding before the tokens, so the tokens of shorter sequences are moved to the right.
-        # Example: if the sequences have 4 and 2 tokens, `step.positions` is [[0, 1, 2, 3], [0, 0,
-        # 0, 1]].
+        # `keys` and `values` contain padding after the tokens of each sequence, but the model
+        # expects the padding before the tokens. Therefore, move the tokens of shorter sequences to
+        # the right. Example: the sequences have 4 and 2 tokens. `step.positions` is [[0, 1, 2, 3],
+        # [0, 0, 0, 1]], so the second sequence [a, b, -, -] becomes [a, a, a, b], and the mask
+        # hides the first two tokens.
         token_index = step.positions[:, None, :, None]
         padded_keys = torch.take_along_dim(keys, token_index, dim=2)
         padded_values = torch.take_along_dim(values, token_index, dim=2)

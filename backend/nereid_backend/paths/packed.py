@@ -80,10 +80,11 @@ class PackedPath:
         self._cache = cache
         self._builder = builder
         # The following attributes are optional parts of this path. After the construction, the
-        # caller sets each part that the model and the device support. The method `use_compiled`
-        # sets `_compiled`. The caller assigns the other parts directly.
+        # caller sets each part that the model and the device support: `use_compiled` sets
+        # `_compiled`, and the caller assigns the other attributes directly.
 
-        # The compiled forward pass; None if the model's own code computes all steps.
+        # `_compiled` is the compiled forward pass. It is None if the model's own code computes all
+        # steps.
         self._compiled: CompiledForward | None = None
         # The CUDA graphs of decode steps.
         self.graphs: DecodeGraphs | None = None
@@ -129,9 +130,9 @@ class PackedPath:
         batch = self._builder.build(plan, self._cache.device, sampled)
         with self._adapters.serving(plan.chunks) as needs_hooks:
             if self.images is not None and has_images(plan):
-                # In this context, a hook of the decoder inserts the embeddings and positions of the
-                # images. CUDA graphs and the compiled forward pass do not call this hook, so the
-                # model's own code is run.
+                # Inside `self.images.injecting`, a hook of the decoder inserts the embeddings and
+                # positions of the images. CUDA graphs and the compiled forward pass do not call
+                # this hook, so the model's own code is run.
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
@@ -186,8 +187,8 @@ class PackedPath:
         """
         optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
         # Some embedding layers ignore the argument `position_ids`, and derive the positions from
-        # the length of a cache. Inside `_position_embeddings.using`, these layers use
-        # `position_ids` instead.
+        # the length of a cache. `_position_embeddings.using` passes the correct positions to these
+        # layers.
         with self._hook.serving(attention), self._position_embeddings.using(batch.position_ids):
             output = self._model(
                 input_ids=batch.input_ids,

@@ -110,8 +110,8 @@ class PaddedPath:
         # Request the logits of at least one token, because the model never returns fewer.
         num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
         # Some embedding layers ignore the argument `position_ids`, and derive the positions from
-        # the length of the cache. Inside `_position_embeddings.using`, these layers use `positions`
-        # instead.
+        # the length of the cache. `_position_embeddings.using` passes the correct positions to
+        # these layers.
         with self._adapters.serving(chunks), self._position_embeddings.using(positions):
             return self._call(
                 ids,

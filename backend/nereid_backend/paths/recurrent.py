@@ -68,7 +68,7 @@ class RowsPath:
         computes_from_start: bool,
         replays_preempted: bool = False,
     ) -> None:
-        """Create the object that runs the model's forward passes. No state is stored yet.
+        """Create the object that runs the model's forward passes. No sequence has a state yet.
 
         Args:
             checkpoint: the model.
@@ -247,9 +247,10 @@ class RowsPath:
             return None  # This model must compute the prompt in one pass, with the last chunk.
         if self._can_continue(chunk):  # The stored state covers exactly the tokens before `chunk`.
             return self._continue_state(chunk)
-        # The sequence must be computed again from its first token. There are three possible
-        # reasons: the stored state lacks some earlier tokens, the stored state covers draft tokens
-        # that were rejected, or the model cannot continue a state by several tokens.
+        # The stored state cannot be used, so compute the sequence again from its first token. There
+        # are three possible reasons: the state lacks some earlier tokens; the state covers draft
+        # tokens that were rejected; or the model can continue a state only by one token, but
+        # `chunk` has several tokens.
         whole = extend_to_start(chunk)  # a chunk that also contains all earlier tokens
         prompt_len = whole.sequence.num_prompt_tokens
         has_output_tokens = whole.num_tokens > prompt_len
@@ -306,8 +307,8 @@ class RowsPath:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.
         """
         row = _row(chunk)
-        # The merged cache of the last batch may contain the state of this sequence. Split this
-        # cache, so that `_states` contains the state of each sequence.
+        # The state of this sequence may be in the merged cache of the last batch. Split this cache,
+        # and store one state for each of its sequences in `_states`.
         self._split_batch_cache()
         # A forward pass that fails may leave a partly changed state. The state is therefore removed
         # from this object before the forward pass, and stored again only if the forward pass
@@ -345,8 +346,8 @@ class RowsPath:
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].
         """
-        # In this context, the attention layers can access the keys and values of `chunks`. `mask`
-        # is the attention mask; None if the model's attention needs no mask.
+        # Inside `_key_storage.serving`, the attention layers can access the keys and values of
+        # `chunks`. `mask` is the attention mask. It is None if the model's attention needs no mask.
         with self._key_storage.serving(chunks, cache) as mask, self._adapters.serving(chunks):
             return self._call(
                 ids,

@@ -153,9 +153,9 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
     not divided into rows is copied. If the batch has only one row, a tensor with rows is returned
     itself, not a copy.
     """
-    # A tensor whose first dimension is `num_rows` is assumed to have one row for each sequence.
-    # Another tensor could have this size by chance. The logits would then be wrong, and the
-    # self-test of the path at loading would detect the error.
+    # If the first dimension of a tensor is `num_rows`, assume that the tensor has one row for each
+    # sequence. A tensor without such rows could have this size by chance. The logits would then be
+    # wrong, and the self-test, which runs when the model is loaded, would fail.
     has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
     if has_rows:
         if num_rows == 1:

@@ -97,9 +97,9 @@ class HookedKeys:
             cache: the cache that is passed to the model. Mutated: the number of earlier tokens in
                 its attention layers.
         """
-        # The model builds an attention mask. Nereid does not use this mask, but it must be large
-        # enough for every chunk. The model derives the size of the mask from the number of earlier
-        # tokens in the cache.
+        # The model builds an attention mask, and derives its size from the number of earlier tokens
+        # in the cache. Nereid does not use the mask. Store the number for the chunk with the most
+        # earlier tokens, so that the mask is large enough for every chunk.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):

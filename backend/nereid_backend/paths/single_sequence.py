@@ -44,7 +44,7 @@ class SinglePath:
     """Computes the forward pass of one sequence at a time, and stores each sequence's state."""
 
     def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
-        """Create the object that runs the model's forward passes. No state is stored yet.
+        """Create the object that runs the model's forward passes. No sequence has a state yet.
 
         Args:
             checkpoint: the model.
@@ -107,10 +107,10 @@ class SinglePath:
         # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
         first_len = last_len - chunk.num_logits + 1
-        # The first call needs a stored state that covers all tokens of its prefix except the last
-        # token. If the stored state covers a different number of tokens, for example after a
-        # preemption, compute the state again. If the first call computes the prompt,
-        # `_restore_state` does nothing.
+        # Before the first call, the stored state must cover the first `first_len - 1` tokens. If it
+        # covers a different number of tokens, for example after a preemption, `_restore_state`
+        # computes it again. If the prompt has more than `first_len - 1` tokens, `_restore_state`
+        # does nothing, because the first call then starts from the first token.
         num_covered = first_len - 1
         if self._uses_cache and not self._covers(row, num_covered):
             self._restore_state(row, chunk.sequence, num_covered)
@@ -177,8 +177,8 @@ class SinglePath:
         num_new_tokens: int | None = 1
         if is_first_call:
             # If `_first_arguments` has created an empty cache, all tokens are new. Otherwise, the
-            # model creates a cache of its own class in this call, or uses no cache. In this case,
-            # transformers expects that `next_sequence_length` is None.
+            # model creates its own cache in this call, or works without a cache. transformers
+            # requires that `next_sequence_length` is None if there is no cache yet.
             has_cache = state.arguments.get(self._cache_name) is not None
             num_new_tokens = len(token_ids) if has_cache else None
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
@@ -190,7 +190,7 @@ class SinglePath:
         return inputs
 
     def _state_before_first_call(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the state before the model's first call: the arguments of this call, and 0 tokens.
+        """Return the arguments of the model's first call, as a state with 0 computed tokens.
 
         In an encoder-decoder model, the arguments contain the encoder's outputs for the prompt.
         Otherwise, the first call computes the first `num_tokens` tokens.
@@ -258,10 +258,11 @@ class SinglePath:
             ids, arguments, "input_ids", self._generation_config
         )
         if self._uses_cache:
-            # This method of transformers adds a new cache to the dict `arguments`. In
-            # cross-attention, the decoder attends to all tokens of the prompt, so the cache for
-            # cross-attention must not have a sliding window. DynamicCache(config) could create a
-            # cache with such a window. `length` is used only for caches of a fixed size.
+            # This method of transformers adds a new cache to the dict `arguments`.
+            # DynamicCache(config) is not used here, because it could create a cross-attention cache
+            # with a sliding window. In cross-attention, the decoder attends to all tokens of the
+            # prompt, so a window would be wrong. The argument `length` has an effect only on caches
+            # of a fixed size.
             batch_size = 1
             length = ids.shape[1]
             self._model._prepare_cache_for_generation(

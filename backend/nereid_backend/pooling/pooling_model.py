@@ -113,9 +113,9 @@ class PoolingModel:
         # Set the number with which this batch is expected to be fastest.
         self._cpu_threads.adjust()
         outputs: list[Value | None] = [None] * len(batch)
-        # Packed texts of any lengths form one part. If texts are not packed, texts of similar
-        # lengths form a part. Some vision-language models compute even texts one by one
-        # (`_computes_all_alone`).
+        # Each part is computed by one call of a method in `run_methods`. If texts are packed, one
+        # part can contain texts of different lengths. Otherwise, the texts of a part have similar
+        # lengths, so that they need little padding.
         parts = split_batch(
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
@@ -198,9 +198,10 @@ class PoolingModel:
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if loaded.spec.loader == MASKED:  # a SPLADE model
-            # A SPLADE model gives each vocabulary entry one weight. First, relu and then
-            # `num_log1p` times log1p are applied to the entry's logit at each token of the text.
-            # The weight is the maximum or the sum of the results (`strategy` is "max" or "sum").
+            # A SPLADE model gives each vocabulary entry one weight. For each token of the text,
+            # relu is applied to the entry's logit, and then log1p is applied `num_log1p` times. The
+            # weight is the maximum or the sum of these results over all tokens (`strategy` is "max"
+            # or "sum").
             strategy, num_log1p = loaded.spec.splade
             logits = token_logits(loaded.encoder, hidden)
             return splade_outputs(logits, batch, strategy, num_log1p)

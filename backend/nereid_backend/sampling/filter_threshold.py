@@ -45,10 +45,11 @@ def filter_threshold(
     # The threshold of min_p and top_k, which are applied before top_p.
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
-    # The total probability of the tokens that min_p and top_k keep. The parameter top_p is relative
-    # to this total. If the threshold is 0, the whole vocabulary is kept, and the total is 1.
-    # Otherwise, the total is the sum of the kept tokens in `probs`. If min_p and top_k may also
-    # keep tokens outside `probs`, this sum may be too small, and `floor.is_certain` is False.
+    # `total` is the total probability of the tokens that min_p and top_k keep. The parameter top_p
+    # is a share of this total. If the threshold is 0, the whole vocabulary is kept, so the total is
+    # 1. Otherwise, the probabilities of the kept tokens in `probs` are added. If min_p and top_k
+    # may also keep tokens outside `probs`, this sum may be too small, and `floor.is_certain` is
+    # False.
     total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
@@ -72,10 +73,11 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The
     # threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
-    # If min_p and top_k are off, the threshold 0 is certainly right. Otherwise, a threshold is
-    # certainly right if it removes the last token in `probs`, because it then removes all less
-    # likely tokens, too. Example: if min_p is off and top_k exceeds the number of tokens in
-    # `probs`, the threshold is 0. This threshold removes no token, so it is not certain.
+    # The threshold is certainly right in two cases. In the first case, min_p and top_k are off, and
+    # the threshold is 0. In the second case, the threshold removes the last token in `probs`. It
+    # then also removes all tokens outside `probs`, because they are not more likely. Example of an
+    # uncertain threshold: if min_p is off and top_k exceeds the number of tokens in `probs`, the
+    # threshold is 0, and removes no token.
     has_neither_filter = (threshold == 0) & (top_k <= 0)
     is_certain = has_neither_filter | _removes_all_unexamined(probs, threshold)
     return FilterThreshold(threshold, is_certain)

@@ -189,9 +189,8 @@ class LogitsProcessor:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
         vocab_size = logits.shape[1]
-        # For each row in `changed`, get the parameters of the row's request as arrays. The arrays
-        # are cached under the row number of the sequence, or under `i` if the sequence has no row
-        # number.
+        # For each index in `changed`, get the parameters of the request at this position, as
+        # arrays. `_logits_params_of` caches the arrays of a request for later steps.
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits

@@ -118,8 +118,8 @@ class TokenCounts:
             counted = self._reset_row(row, sequence)
         new_token_ids = sequence.token_ids[counted.num_counted :]
         if new_token_ids:
-            # If all new tokens are distinct, each of them needs a new column. `num_distinct` is the
-            # number of columns that are already used.
+            # In the worst case, all new tokens are distinct, and each of them needs a new column.
+            # `num_distinct` columns are already used.
             self._ensure_width(counted.num_distinct + len(new_token_ids))
             _count_tokens(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted += len(new_token_ids)
@@ -171,9 +171,10 @@ class TokenCounts:
             padding = ((0, 0), (0, max(missing, old_width)))
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
-            # Fill the new elements of each row with the row's first token and the count of this
-            # token. All copies of a token in a row then have equal counts and get the same logit,
-            # so `apply_penalties` can scatter the logits of a whole row.
+            # `apply_penalties` writes one logit for each element of a row. If a row contains
+            # several copies of a token, they must have equal counts, so that all of them give the
+            # same logit. Fill the new elements of each row with the row's first token and the count
+            # of this token.
             self._ids[:, old_width:] = self._ids[:, :1]
             self._counts[:, old_width:] = self._counts[:, :1]
 

@@ -71,7 +71,7 @@ class _RankedCopy(NamedTuple):
 
 
 class _UncertainCopy(NamedTuple):
-    """The uncertain rows of a slice. The tokens that were sampled for these rows may be wrong.
+    """The uncertain rows of a slice: the rows for which a wrong token may have been sampled.
 
     `rows` contains the indices of these rows in the slice. `is_certain` copies one flag for each of
     these rows from the device to the host. True means that the token is right.
@@ -285,7 +285,7 @@ class Sampler:
         return self._launch_without_kernel(model_logits, inputs, defers=defers)
 
     def _launch_with_kernel(self, model_logits: Tensor, inputs: SliceInputs) -> PendingSlice:
-        """Start the GPU kernel that samples a token for each row of the model's own logits."""
+        """Start the GPU kernel that samples a token for each row of `model_logits`."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
         settings = _kernel_settings(inputs)
@@ -296,7 +296,7 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Use torch or CPU kernels to sample a token for each row of the model's own logits.
+        """Use torch or CPU kernels to sample a token for each row of `model_logits`.
 
         `defers` states whether uncertain rows are sampled again only when the result is read.
         """
@@ -314,9 +314,9 @@ class Sampler:
         has_allowed = _logits_of(token_ids, processed) > float("-inf")
         sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # The token of an uncertain row was chosen from only some of the tokens, so the row may have
-        # to be sampled again later. The next forward pass may overwrite the logits before that, so
-        # copy the logits.
+        # For an uncertain row, the token was chosen from only some of the tokens. The row may
+        # therefore have to be sampled again later. By then, the next forward pass may have
+        # overwritten the logits, so copy the logits now.
         saved_logits = None if uncertain is None else model_logits.clone()
         return PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 

@@ -211,9 +211,9 @@ def sample_token(
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
     )
-    # The argument True or False is BY_COUNT. It determines what `search` compares with the wanted
-    # value: the number of kept tokens (True, for top_k), or the sum of their weights (False, for
-    # top_p).
+    # The argument before `TILE` is BY_COUNT, True or False. It determines which quantity `search`
+    # compares with the wanted value: the number of kept tokens (True, for top_k), or the sum of
+    # their weights (False, for top_p).
     if (top_k > 0) & (top_k < vocab_size):
         low, count, total = search(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE

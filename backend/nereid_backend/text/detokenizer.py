@@ -109,9 +109,9 @@ class Detokenizer:
             return ""
         if ends_within_character:  # Too many tokens have waited for the rest of a character.
             return self._return_decodable(returned_text)
-        # Return the text of all waiting tokens. (This text is "" if too many tokens without text
-        # have waited.) These tokens are then the context for the next tokens, and earlier tokens
-        # are removed.
+        # Return the text of all waiting tokens. If too many tokens without text have waited, this
+        # text is "". The returned tokens stay in the window as the context for the next tokens, and
+        # all earlier tokens are removed.
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]
 
@@ -141,9 +141,9 @@ class Detokenizer:
         Args:
             returned_text: the text of the tokens in the window whose text was returned earlier.
         """
-        # The window contains tokens whose text was already returned, and more than 8 waiting
-        # tokens. At most 4 tokens are left out at its end, so `text` always begins with
-        # `returned_text`.
+        # More than 8 tokens at the end of the window are waiting, and at most 4 of these are left
+        # out. The tokens before the waiting tokens are never left out. Their text was already
+        # returned, so `text` always begins with `returned_text`.
         num_decoded = len(self._window) - 1
         min_decoded = len(self._window) - _MAX_CHARACTER_TOKENS
         text = self._decode(self._window[:num_decoded])

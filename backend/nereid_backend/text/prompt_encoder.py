@@ -8,14 +8,14 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. If a text has more than
-# this number of characters for each allowed token, the text may be too long. In this case, its
-# tokens are first counted piece by piece, before the whole text is converted.
+# A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. A text may be too long
+# if it has more than `_USUAL_CHARS_PER_TOKEN` characters for each allowed token. Before such a text
+# is converted as a whole, its tokens are counted piece by piece.
 _USUAL_CHARS_PER_TOKEN = 8
 # To count the tokens of a long text, the text is divided into pieces of `_PIECE_CHARS` characters.
-# All pieces together can have more tokens than the undivided text, but at most `_SPLIT_FACTOR`
-# times as many. Therefore a text is rejected only if its pieces have more than `_SPLIT_FACTOR`
-# times the allowed number of tokens.
+# Dividing a text can increase the number of its tokens, but at most by the factor `_SPLIT_FACTOR`.
+# Therefore a text is rejected only if its pieces have more than `_SPLIT_FACTOR` times the allowed
+# number of tokens.
 _PIECE_CHARS = 32_768
 _SPLIT_FACTOR = 1.1
 
@@ -45,11 +45,12 @@ class PromptEncoder:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
-            # The two attributes have the same meaning. If the value is True, a special token in a
-            # text, such as "<|im_end|>", is split into normal tokens. If the value is False, the
-            # special token becomes one token id.
+            # `encode_special_tokens` and `split_special_tokens` have the same meaning. If the value
+            # is True, a special token in a text, such as "<|im_end|>", is split into normal tokens.
+            # If the value is False, the special token becomes one token id.
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
-        # Callers use this number to compute the largest number of bytes that a prompt may have.
+        # An upper bound for the number of bytes of a token. Callers use it to compute the largest
+        # allowed size of a prompt.
         self.max_token_bytes = _max_token_bytes(tokenizer, self._backend)
 
     def encode(
@@ -90,19 +91,19 @@ class PromptEncoder:
         until the pieces have more than 1.1 times `limit` tokens. A text of normal length is not
         checked here, and may have more than `limit` tokens.
         """
-        # A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. If the text is
-        # not much longer than `limit` tokens of this length, it is not checked here, because
-        # counting its tokens piece by piece would save no time.
+        # A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. A text that
+        # probably has at most `limit` tokens, or only slightly more, is not checked here. For such
+        # a text, counting the tokens piece by piece would save no time.
         if len(text) <= _USUAL_CHARS_PER_TOKEN * limit + _PIECE_CHARS:
             return
         num_piece_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
             num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
-            # A token of the text can be cut in two at the end of a piece. Therefore the pieces can
-            # have more tokens than the whole text. A piece has thousands of tokens, and only a few
-            # of these are at its end, so the pieces have at most `_SPLIT_FACTOR` (1.1) times as
-            # many tokens as the text.
+            # A token of the text can be cut in two at the end of a piece, so the pieces can have
+            # more tokens than the whole text. Only a few of the thousands of tokens in a piece are
+            # near its end. Therefore the pieces have at most `_SPLIT_FACTOR` (1.1) times as many
+            # tokens as the text.
             if num_piece_tokens > _SPLIT_FACTOR * limit:
                 min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
                 raise RequestError(

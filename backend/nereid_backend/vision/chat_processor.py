@@ -312,9 +312,9 @@ class ChatProcessor:
         Mutates: `media`. `read_images` removes each image file after decoding, to free its memory.
         """
         arguments: dict[str, Any] = {}
-        # `refused` contains the kinds of media that the processor does not accept. The caller has
-        # already refused such media. If `refused` contains "images", the processor has no argument
-        # `images`. If the processor has this argument, pass None when there are no images.
+        # Some processors have no argument `images`. For these processors, `refused` contains
+        # "images", and the caller has already refused messages with images. All other processors
+        # get the argument `images`. Its value is None if there are no images.
         if "images" not in self.refused:
             arguments["images"] = read_images(media, self.limits) or None
         videos = [item for item in media if isinstance(item, FoundVideo)]

@@ -61,8 +61,8 @@ class FeatureCache:
         # encoders in this block. The key of a result contains the hash and the number of the call.
         self._digest: bytes | None = None
         self._num_calls = 0
-        # Whether an encoder is currently running. A running encoder may call another method that
-        # uses the cache. Such an inner call does not use the cache.
+        # Whether an encoder is currently running. If the running encoder calls another method that
+        # normally uses the cache, this inner call does not use the cache.
         self._is_encoding = False
         self._replace_methods(model)
 

@@ -136,9 +136,10 @@ class ImageProcess:
                     [*command, self._model, str(_TIMEOUT_S)],
                     pass_fds=[child_end.fileno()],
                     stdin=subprocess.DEVNULL,
-                    # The process forks a child that handles the requests. A forked child does not
-                    # have the threads of its parent. Therefore OMP_NUM_THREADS prevents libraries
-                    # from starting threads in the parent.
+                    # The process forks a child that handles the requests. The child does not have
+                    # the threads of the process, so a library that has started threads before the
+                    # fork could hang in the child. OMP_NUM_THREADS prevents libraries from starting
+                    # threads.
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
             except OSError:

@@ -213,8 +213,8 @@ class ImageSources:
             )
         host = (url.hostname or "").rstrip(".")  # "example.org." is the same host as "example.org".
         port = url.port or default_port
-        # If an entry of the setting has no port, such as "example.org", only the default port is
-        # allowed.
+        # An entry of the setting image_url_hosts can have no port, such as "example.org". Such an
+        # entry allows only the default port.
         is_default_port = port == default_port
         is_allowed = any(
             _allows(allowed, host, port, is_default_port=is_default_port) for allowed in self._hosts

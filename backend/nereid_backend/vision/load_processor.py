@@ -90,9 +90,9 @@ def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | N
     except (ImportError, OSError, ValueError):
         component_names = _processor_class(folder, config).get_attributes()
         if "image_processor" not in component_names:
-            # If None were returned, the caller would try to load the processor without its
-            # component for videos. This attempt needs a component for images, so it would fail,
-            # too.
+            # Raise the error, because returning None would not help. The caller would try to load
+            # the processor without its component for videos. This attempt would also fail, because
+            # it needs a component for images.
             raise
         return None
     # If the checkpoint's files do not name the class of the processor, AutoProcessor returns only
@@ -187,7 +187,8 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
     processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
     settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
     # The constructor of `processor_class` checks the types of the components, and would refuse an
-    # object of `_NoVideo`. The constructor of the subclass does not check the video processor.
+    # object of `_NoVideo`. Therefore create an object of a subclass, whose constructor does not
+    # check the video processor.
     subclass = _class_accepting_no_video(processor_class)
     return subclass.from_args_and_dict(components, settings)
 

@@ -160,8 +160,8 @@ class PackedImages:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens
             if inputs is not None and is_done:
-                # `clone` copies the empty slices. Without the copy, each slice would keep the
-                # memory of the whole tensor.
+                # As long as a slice exists, the memory of the whole tensor is not freed. Therefore
+                # `clone` replaces the empty slice by a copy.
                 inputs.embeddings = inputs.embeddings[:0].clone()
                 inputs.deepstack = [rows[:0].clone() for rows in inputs.deepstack]
 
@@ -205,8 +205,9 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     axes). A token of a sequence without images has the same position on all axes. Return None if
     the decoder computes the positions itself.
     """
-    # A model passes positions to its decoder either for all prompts or for none. The number of axes
-    # is the same for all prompts. Therefore it is enough to look at the first chunk.
+    # Look only at the first chunk. If it has positions, all chunks have positions, because a model
+    # passes positions to its decoder either for all prompts or for none. All prompts also have the
+    # same number of axes.
     first_positions = chunks[0].inputs.positions
     if first_positions is None:
         return None

@@ -66,9 +66,8 @@ class PixelMemory:
             ValueError: the pixels do not have four bytes, or are not in one block of memory.
             AttributeError: this version of Pillow cannot export the memory.
         """
-        # Pillow raises a ValueError if the pixels are in several blocks of memory. Store the
-        # PyCapsule, because its deletion frees the exported structure and the reference to the
-        # pixels.
+        # If the pixels are in several blocks of memory, Pillow raises a ValueError. Store the
+        # PyCapsule, because the memory of the pixels may be freed when the PyCapsule is deleted.
         _, self._capsule = image.__arrow_c_array__()
         array_of_pixels = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
         # If a pixel has four bytes, Arrow's array of pixels has one child, which is the array of

@@ -135,8 +135,8 @@ class SplitPath:
         # `parts[True]` contains the logits of the sequences with images, and `parts[False]`
         # contains the logits of the sequences without images.
         parts: dict[bool, Tensor] = {}
-        # A snapshot is a stored copy of a recurrent state. If `text_plan` has snapshots, call
-        # `forward` even if all sequences have images, because `forward` also deletes snapshots.
+        # A snapshot is a stored copy of a recurrent state. `forward` also deletes snapshots.
+        # Therefore, if `text_plan` has snapshots, call `forward` even if all sequences have images.
         if text_plan.chunks or text_plan.snapshots is not None:
             parts[False] = self._text.forward(text_plan)
         parts[True] = self._image_logits(image_plan)
@@ -183,8 +183,8 @@ def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: b
     chunks = [chunk for chunk, has in flagged_chunks if has == with_images]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     # `plan.copies` lists the KV cache blocks to copy, and `plan.snapshots` refers to stored copies
-    # of recurrent states. Sequences with images need neither of them, because their forward path
-    # does not use the engine's cache.
+    # of recurrent states. Sequences with images do not use the engine's cache, so they need neither
+    # copies of blocks nor snapshots.
     copies = [] if with_images else plan.copies
     snapshots = None if with_images else _snapshots_without_images(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
@@ -225,5 +225,5 @@ def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor
             start = next_rows[has]
             next_rows[has] = start + chunk.num_logits
             rows.append(parts[has][start : start + chunk.num_logits])
-    # If no chunk has logits, return a tensor with 0 rows. `parts[True]` is such a tensor.
+    # If no chunk has logits, return `parts[True]`, which is then a tensor with 0 rows.
     return torch.cat(rows) if rows else parts[True]

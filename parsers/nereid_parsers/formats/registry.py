@@ -268,8 +268,8 @@ def _combine(
     """
     layout = _combined_layout(label, reasoning, tools)  # The markers of the two descriptions.
     entries = [entry for entry in (reasoning, tools) if entry is not None]
-    # `dict.fromkeys` removes duplicates, but keeps the order. The sources are the documents from
-    # which the entries were derived.
+    # A source is the document from which an entry was derived. `dict.fromkeys` removes duplicates
+    # and keeps the order.
     sources = dict.fromkeys(entry.source for entry in entries)
     ends = dict.fromkeys(token for entry in entries for token in entry.ends)
     return Format(label, layout, policy=policy, ends=tuple(ends), sources=tuple(sources))

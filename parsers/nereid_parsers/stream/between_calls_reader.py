@@ -42,7 +42,7 @@ class BetweenCallsReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # If true, a tool call is recognised only before the content, so all of `Hi<call>..` is
         # content.
         self._calls_must_come_first = context.calls_must_come_first
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
@@ -93,7 +93,7 @@ class BetweenCallsReader:
         return self._section.match_close(self._buffer, is_empty=self._is_after_opening_marker())
 
     def _is_after_opening_marker(self) -> bool:
-        """Return whether no tool call has followed the opening marker `<tool_calls>` yet.
+        """Return True after the opening marker `<tool_calls>`, until the first tool call starts.
 
         The opening marker is pending text until the first tool call starts, because it is content
         if no tool call follows. Between two tool calls, no text is pending.

@@ -83,8 +83,8 @@ def _match_first_marker(
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
         if end == NEED_MORE:
-            # More text may complete this marker. It takes precedence over the later markers, so
-            # they are not tried.
+            # More text may complete this marker. The later markers are not tried yet, because this
+            # marker takes precedence.
             return IncompleteMarker(text[pos:])
         if end != NO_MATCH:
             return ClosingMarker(end, later_markers=markers[index + 1 :])
@@ -128,8 +128,8 @@ class CallSection:
             The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the
             result is NEED_MORE, the caller removes the incomplete marker from the output.
         """
-        # If the message ends with `<calls></ca`, the whole text may be content. The caller handles
-        # this case, so the incomplete marker `</ca` is not matched here.
+        # If the message ends with `<calls></ca`, which contains no tool call, the whole text may be
+        # content. The caller decides this, so the incomplete marker `</ca` does not match here.
         accepts_incomplete = not (is_empty and buffer.is_final)
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)

@@ -70,14 +70,15 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
-        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # If true, a tool call is recognised only before the content, so all of `Hi<call>..` is
         # content.
         self._calls_must_come_first = context.calls_must_come_first
-        # Decides how a tool call may start: with a marker, with a header, or with its first
-        # character. The methods of this object return the value for `_expected`.
+        # This object determines how a tool call may start: with a marker, with a header, or with a
+        # character such as `{`. The methods of this object return the value for `_expected`.
         self._starts = CallStarts(context.format.calls, writer)
-        # The part of the message between `<tool_calls>` and `</tool_calls>`. This object stores
-        # whether this part is open, and matches the separators and the closing marker.
+        # This object stores whether the part of the message between `<tool_calls>` and
+        # `</tool_calls>` is open. It also matches the separators and the closing marker of this
+        # part.
         self.section = CallSection(context.format.tools)
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -237,9 +238,9 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:  # Never at the end of the message, where no more text can follow.
             return None
-        # No tool call starts here, or the message ends inside the start of a tool call. An
-        # incomplete start with a tag, such as `<tool_call>{`, is removed. An incomplete start
-        # without a tag, such as `{`, may be content.
+        # No tool call starts here, or the message ends inside the start of a tool call. If the
+        # incomplete start contains a tag, as in `<tool_call>{`, it is removed. Without a tag, as in
+        # `{`, it may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
@@ -271,9 +272,8 @@ class CallReader:
         self._begin_body(match)  # Creates the reader of the arguments.
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some readers can start or reject a tool call when only the header has been read. The
-        # parser calls `read_body` only if there is unread text. Therefore `read_body` is called
-        # here.
+        # Some readers can start or reject a tool call without any text after the header. The parser
+        # calls `read_body` only if there is unread text, so `read_body` must be called here.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
@@ -358,7 +358,7 @@ class CallReader:
             The next state, or None if more text is required.
         """
         buffer = self._buffer
-        # The match includes superfluous brackets before the marker.
+        # If superfluous brackets precede the marker, as in `}</call>`, the match includes them.
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
         if match is None:  # The unread text does not start with a marker or a part of a marker.
             next_state = self._start_second_object()  # None if no second object follows.
@@ -366,7 +366,7 @@ class CallReader:
         if isinstance(match, IncompleteMarker):
             if not buffer.is_final:
                 return None  # The rest of the marker may still arrive.
-            # `prefix` is "" if the message ends before the first character of a marker.
+            # If the message ends before the first character of a marker, `prefix` is "".
             return self.drop_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
         self._text_writer.drop_markup(buffer.take_until(match.end))
         self._closing_markers = match.later_markers
@@ -392,9 +392,8 @@ class CallReader:
         call = self._call
         if not call.variant.may_repeat_object:  # True for a JSON object between markers.
             return None
-        # A second object is possible only before a closing marker, as in `<call>{..}{..}</call>`.
-        # `_closing_markers` is empty after `</call>`, so an object after `</call>` is not a second
-        # object.
+        # A second object must precede the closing marker, as in `<call>{..}{..}</call>`. After
+        # `</call>` has been read, `_closing_markers` is empty, so no second object can follow.
         is_before_closing_marker = bool(self._closing_markers)
         if not is_before_closing_marker:
             return None
@@ -430,9 +429,9 @@ class CallReader:
         has_ended_incomplete_call = call.finish()
         if has_ended_incomplete_call:
             return State.CONTENT
-        # An incomplete tool call, such as `<call>{"na`, is removed. A text with a closing marker is
-        # not incomplete, and a text without a tag, such as `{"na`, may be ordinary JSON. These two
-        # kinds of text are content.
+        # If the message ends inside the start of a tool call, as in `<call>{"na`, the text is
+        # removed. A text with a closing marker is not cut off, so it is content. A text without a
+        # tag, such as `{"na`, may be ordinary JSON, so it is content, too.
         is_start_cut_off = call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()

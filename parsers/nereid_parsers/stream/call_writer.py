@@ -274,8 +274,8 @@ class CallWriter:
             log.warning(
                 "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
             )
-            # The descriptions of deviations in the discarded tool call must be deleted here.
-            # `_append_end` usually deletes them, but is not called for a discarded tool call.
+            # `_append_end` usually deletes the descriptions of deviations, but this method is not
+            # called for a discarded tool call. Therefore the descriptions are deleted here.
             self._deviations = []
             return
         self._append_start()
@@ -335,7 +335,7 @@ class CallWriter:
         return found_marker + after
 
     def renumbered_events_of_open_call(self, events: list[Event]) -> list[Event]:
-        """From `events`, return the events of the open tool call, and set their index to 0.
+        """Copy the events of the open tool call, and set the index of each copy to 0.
 
         Example: if `events` describe a call of `f` and the start of a call of `g`, as in
         `f(a=1), g(b=`, the result contains the events of `g`. The result is empty if no event of an
@@ -356,8 +356,8 @@ class CallWriter:
         not receive them. If a tool call is open at the end of the prompt, the output continues it.
         """
         self.num_started = 1 if self.is_open else 0  # Discarded tool calls count, too.
-        # A tool call gets its index when its start event is appended. After the value -1, the next
-        # start event gets the index 0.
+        # A tool call gets the next index when its start event is appended. If `last_index` is -1,
+        # the next index is 0.
         self.last_index = 0 if self._has_events_of_open_call() else -1
 
     def _has_events_of_open_call(self) -> bool:

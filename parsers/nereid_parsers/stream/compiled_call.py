@@ -75,12 +75,12 @@ class CompiledCall:
         self.end_of_broken = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
-        # The template of a tool call's id. Its fields come from the header:
-        # `functions.{name}:{number}`.
+        # The template of a tool call's id, such as `functions.{name}:{number}`. The values of the
+        # fields come from the header.
         self._id_template = call.id
-        # Matches arguments between tags, such as `<p=a>1</p>`. None if the arguments have another
-        # form. The pattern of the header helps to decide whether a text such as `</call>` is a part
-        # of a value.
+        # This object matches arguments between tags, such as `<p=a>1</p>`. It is None if the format
+        # declares arguments without tags. The pattern of the header is passed, because a header
+        # after `</call>` shows that `</call>` is not a part of a value.
         self._tags = _compile_tags(call, section, self._head_pattern)
         # Tests whether a body can start after the header. If not, the header is ordinary text.
         self._body_start_mismatch = (
@@ -109,8 +109,8 @@ class CompiledCall:
         mismatch = self.body_start_mismatch(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
-        # For example "functions.f:0". The id is "" if the header does not contain all fields of the
-        # template.
+        # An example of the id is "functions.f:0". If the header does not contain all fields of the
+        # template, the id is "".
         call_id = _fill_in_id(self._id_template, match.fields)
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
@@ -154,8 +154,9 @@ class CompiledCall:
             case BareKeyArguments(quote=quote):
                 return UnquotedKeyReader(writer, head, quote)
             case NestedTags(tag_prefix=prefix):
-                # The arguments end where the first closing marker, such as `</f>`, starts. A format
-                # with nested tags must declare a closing marker.
+                # The arguments end before the first closing marker: before `</f>` in `</f></call>`.
+                # A format with nested tags must declare a closing marker, so `closing_markers` is
+                # not empty.
                 return NestedReader(writer, head, prefix, stop_marker=self.closing_markers[0])
         assert self._tags is not None  # TaggedArguments is the only other type of a body.
         return TaggedReader(writer, head, self._tags)
@@ -269,8 +270,8 @@ def _compile_body_start(call: Call) -> _BodyStart:
             incomplete=re.compile(marker_prefix_regex(prefix)),
         )
     first_char, second_char = _first_char_regexes(call)  # "" allows any character.
-    # This regex matches a body of which only the first character has arrived. It never matches if
-    # one character is enough to recognise the body.
+    # This regex matches an incomplete body that consists of only the first character. If one
+    # character is enough to recognise a body, the regex never matches.
     only_first_char = rf"{first_char}\s*\Z" if second_char else _NEVER
     return _BodyStart(
         complete=re.compile(rf"{first_char}\s*{second_char}"),

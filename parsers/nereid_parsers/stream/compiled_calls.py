@@ -54,11 +54,11 @@ class CompiledCalls:
         """
         # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # A marker may be a key of several of these dicts. The last dict then determines its
-        # meaning. The opening markers are last, because no tool call is open in content. Therefore
-        # a marker that both opens and closes tool calls has the meaning "open" in content.
-        # `by_head` and `by_trigger` already contain all spellings of their markers. `marker_kinds`
-        # adds all spellings of the opening markers of a section.
+        # A marker may be a key of several of these dicts. The last dict that contains the marker
+        # determines its meaning. The opening markers are in the last dicts. In content, no tool
+        # call is open, so a marker that both opens and closes tool calls opens a tool call.
+        # `by_head` and `by_trigger` already contain all spellings of their markers. For
+        # `section_opens`, `marker_kinds` adds the other spellings.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             # Short closing markers, such as `}`, are omitted, because content often contains them.
@@ -94,8 +94,8 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     # If a marker such as `<calls>` precedes all tool calls, a tool call without a marker can only
     # follow `<calls>`. It cannot directly follow content.
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
-    # The declared tool calls, but without their opening markers. They must be compiled separately,
-    # because each member of `variants` includes the opening marker.
+    # `by_head` contains the declared tool calls without their opening markers. These tool calls are
+    # compiled separately, because the members of `variants` include the opening markers.
     by_head = _group_by_trigger(_variants_without_marker(tools))
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []

@@ -86,8 +86,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     # therefore searches only for the markers that start or end a message.
     message_kinds = ends | starts
     message_markers = Lexer(message_kinds)
-    # In this layout, the header shows that a message is a tool call. Therefore `{` in content does
-    # not start a tool call.
+    # In formats with message headers, the header shows whether a message is a tool call. Therefore
+    # `{` in content does not start a tool call.
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
     message_call = _compile_message_call(layout)  # Matches the arguments after a header.
@@ -136,16 +136,16 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # A marker may have several meanings: `<|end_message|>` may close reasoning, content and tool
-    # calls. If several dicts of an expression below contain the marker, the last dict determines
-    # its meaning.
-    # 1. Only content can follow. Markers around the content, and end markers, are removed.
+    # A marker such as `<|end_message|>` may close reasoning, content and tool calls. In each of the
+    # three expressions below, the last dict that contains the marker determines its meaning.
+    # 1. Text that can only be content. Markers around the content, and end markers, are removed.
     content_only_kinds = ends | wrapper_opens | wrapper_closes
-    # 2. Content in which reasoning or a tool call may start. The markers of case 1 take precedence,
-    #    because it is always correct to remove such a marker from content.
+    # 2. Content in which reasoning or a tool call may start. If a marker also belongs to case 1, it
+    #    is removed as in case 1, because it is never a part of the content.
     content_kinds = calls.kinds | closes | opens | content_only_kinds
-    # 3. Reasoning. Markers that close the reasoning take precedence, so `<|end_message|>` does not
-    #    end the model's turn. `wrapper_closes` is not needed, because the content is not open.
+    # 3. Reasoning. If a marker can close the reasoning, this meaning takes precedence, so
+    #    `<|end_message|>` does not end the model's turn. `wrapper_closes` is omitted, because no
+    #    content is open inside the reasoning.
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,
@@ -169,10 +169,10 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
-        # The same marker, such as `<|end|>`, closes reasoning and tool calls. In
-        # `<think>Hm<call>..<|end|>`, the meaning of `<|end|>` would be ambiguous if `<call>` ended
-        # the reasoning. Therefore `<call>` is treated as text, and `<|end|>` closes the reasoning.
-        # Only the markers in `interrupted_by` end the reasoning before a tool call.
+        # One marker, such as `<|end|>`, closes both reasoning and tool calls. In
+        # `<think>Hm<call>..<|end|>`, it is therefore unclear whether `<call>` starts a tool call or
+        # is quoted in the reasoning. The parser treats `<call>` as reasoning. Only the markers in
+        # `interrupted_by` end the reasoning and start a tool call.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

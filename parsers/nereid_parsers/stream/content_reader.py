@@ -45,7 +45,7 @@ class ContentReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # If true, a tool call is recognised only before the content, so all of `Hi<call>..` is
         # content.
         self._calls_must_come_first = context.calls_must_come_first
         # Maps each kind of marker to a method that handles the marker and returns the next state.
@@ -125,8 +125,8 @@ class ContentReader:
         Returns:
             The state CONTENT_ONLY after such a marker, or None if no marker has arrived.
         """
-        # This lexer finds only two kinds of markers: those that enclose the content, and those that
-        # end the message.
+        # This lexer finds only the markers that enclose the content, and the markers that end the
+        # message.
         text_end, marker = self._format.content_only_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
@@ -157,7 +157,7 @@ class ContentReader:
         return self._remove(marker)  # The marker ends the message. The next state is CONTENT.
 
     def drop_incomplete_marker(self, state: State) -> None:
-        """At the end of the message, remove an incomplete marker whose first tag is complete.
+        """At the end of the message, remove an incomplete marker such as `<|message|><|te`.
 
         Examples for the marker `<|message|><|text|>`, which consists of two tags:
 

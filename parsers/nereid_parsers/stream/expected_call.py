@@ -63,8 +63,8 @@ class ExpectedCall:
         for variant in self.variants:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if match == NEED_MORE:
-                # This variant takes precedence over the later variants. They are not tried until
-                # more text shows whether this variant matches.
+                # More text may complete the match of this variant. The later variants are not tried
+                # yet, because this variant takes precedence.
                 return NEED_MORE
             if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
                 return MatchedCall(variant, match, self.is_confirmed)

@@ -35,7 +35,7 @@ class HeaderReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # Whether tool calls are recognised only before the content. If so, all of `Hi<call>..` is
+        # If true, a tool call is recognised only before the content, so all of `Hi<call>..` is
         # content.
         self._calls_must_come_first = context.calls_must_come_first
         # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
@@ -64,7 +64,7 @@ class HeaderReader:
             if more text is required.
         """
         buffer = self._buffer
-        # Until the first start marker has been read, the parser is at the start of the output.
+        # If no start marker has been read yet, the parser is at the start of the output.
         is_output_start = not self._has_read_marker
         if is_output_start:
             marker = self._format.message_start
@@ -124,9 +124,9 @@ class HeaderReader:
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_must_come_first:
-            # With the policy CALLS_FIRST, a message after content cannot be a tool call, so its
-            # text is content. The header is content, too. It stays unread, and is read in the state
-            # CONTENT_ONLY.
+            # With the policy CALLS_FIRST, a message after content cannot be a tool call. The header
+            # and the text of the message are content. The header stays unread, and is read in the
+            # state CONTENT_ONLY.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
         return self._call_reader.start_message_call(head) if is_call else _body_state(route)

@@ -49,7 +49,7 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     regexes = [marker_prefix_regex(whitespace + first_part)]
     complete_parts = re.escape(whitespace + first_part)  # Matches all tags before `part`.
     for part in other_parts:
-        # The text ends after the complete tags (`\Z`), or inside the tag `part`.
+        # The text ends directly after the complete tags (`\Z`), or inside the next tag, `part`.
         text_end = rf"(?:\Z|{marker_prefix_regex(part)})"
         regexes.append(rf"{complete_parts}\s*{text_end}")
         complete_parts += rf"\s*{re.escape(part)}"
@@ -78,13 +78,13 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # This line adds regex 2 of the example in the docstring, which must precede regex 3. The
-        # last line below adds regex 2 again, together with the regexes of all other incomplete
-        # markers. The repetition does no harm.
+        # Add the regexes of incomplete longer markers before the regex of `marker`. In the
+        # docstring's example, regex 2 must precede regex 3. The last assignment of this function
+        # adds these regexes again, which does no harm.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # This line adds regexes for incomplete markers, such as regex 4 of the example. A marker of one
-    # character cannot be incomplete.
+    # Add the regexes of incomplete markers, such as regex 4 in the docstring's example. A marker of
+    # one character cannot be incomplete.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
     return regexes
 
@@ -125,8 +125,8 @@ class Lexer:
         # markers. Markers of the same length are sorted by their text, so that the regex is always
         # the same.
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        # Finds only complete markers, and is used if no more text follows. This function and the
-        # next function are None if there are no markers.
+        # If no more text follows, the lexer uses `_find_marker`, which finds only complete markers.
+        # If there are no markers, `_find_marker` and `_find_marker_or_prefix` are None.
         exact_regexes = [re.escape(marker) for marker in longest_first]
         self._find_marker = _search_function(longest_first, exact_regexes)
         # Finds complete markers, and also an incomplete marker at the end of the text, such as
@@ -152,8 +152,8 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        # If the match is at the end of the text, more text may follow: `<` may become `<a>`, and
-        # `<a>` may become the longer marker `<a><b>`. The lexer then waits for more text.
+        # A match at the end of the text may become a longer marker when more text arrives: `<` may
+        # become `<a>`, and `<a>` may become `<a><b>`. The lexer then waits for more text.
         is_at_text_end = match.end() == len(text)
         if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""

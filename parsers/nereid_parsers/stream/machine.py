@@ -152,8 +152,9 @@ class Machine:
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
-            # The output starts inside the reasoning, without an opening marker. `start_opened` has
-            # the effect of such a marker, and returns REASONING or INLINE_REASONING.
+            # The output starts inside the reasoning, so it contains no opening marker.
+            # `start_opened` has the same effect as an opening marker, and returns REASONING or
+            # INLINE_REASONING.
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
@@ -170,12 +171,12 @@ class Machine:
         self._call_writer.restart_numbering()
         if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
             self._reasoning_reader.write_opening_marker()
-        # The client must not receive text of the prompt. The last characters of the prompt may not
-        # have been written yet, so the TextWriter must omit them later. There are two cases:
-        # - These characters are unread: the prompt ends with `<th`, and `ink>` may follow.
-        # - These characters are stored: the prompt ends with a possible tool call in the reasoning,
-        #   as in `<think>Hm<call>{"name"`. A later `</think>` would show that this text is
-        #   reasoning.
+        # The client must not receive text of the prompt. If the last characters of the prompt have
+        # not been written yet, the TextWriter must omit them later. There are two cases:
+        # - The prompt ends with `<th`. These characters are unread, because `ink>` may follow.
+        # - The prompt ends inside a possible tool call in the reasoning, as in
+        #   `<think>Hm<call>{"name"`. The text `<call>{"name"` is stored, because a later `</think>`
+        #   would show that this text is reasoning.
         num_unread_chars = len(self._buffer.unread())
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         self._text_writer.forget_prompt(num_unwritten_chars=num_unread_chars + num_stored_chars)
@@ -213,8 +214,8 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # The name of each step mentions a state. The step does nothing if the parser is in any
-        # other state. The order is important, because a step may enter a state that a later step
+        # Most of these methods handle one or more states of the parser, and do nothing in other
+        # states. The order is important, because a method may enter a state that a later method
         # handles.
         self._finish_unclassified_text()  # Puts stored text back into the buffer.
         self._drop_incomplete_marker()  # Such as `<|message|><|te` at the end of the buffer.

@@ -76,9 +76,9 @@ class OpenCall:
         self._buffer = buffer
         self._text_writer = text
         self._call_writer = body.writer
-        # Whether `end_at_marker_in_arguments` may put the end of the arguments back into the
-        # buffer, where the parser reads this text again. This is possible only if the CallWriter
-        # stores the arguments. Once an event has been appended, it cannot be changed.
+        # Whether `end_at_marker_in_arguments` may put the last part of the arguments back into the
+        # buffer, so that the parser reads this part again. This is possible only if the CallWriter
+        # stores the arguments, because an appended event cannot be changed.
         self._may_reread_arguments = body.writer.stores_arguments
 
     def read(self) -> Outcome | None:
@@ -96,13 +96,14 @@ class OpenCall:
         was_call_open = self._call_writer.is_open  # The part may end this open tool call.
         part_start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, part_start)
-        # Pass the part to the TextWriter. If a tool call has started, the part is text of this tool
-        # call. Otherwise the part is pending text, which becomes content if no tool call starts.
+        # Pass the text that has just been read to the TextWriter. If a tool call has started, the
+        # text belongs to this tool call. Otherwise the text is pending text, which becomes content
+        # if no tool call starts.
         self._classify_part(part_start, was_call_open)
         return None if self._body_reader.status is MORE else self._leave_body()
 
     def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text just read as a part of a tool call, or as text that may be content.
+        """Classify the text just read, either as a part of a tool call or as possible content.
 
         The text is `buffer.text[part_start : buffer.pos]`. Text that may still be content becomes
         pending text. Examples of parts of one body:
@@ -119,8 +120,8 @@ class OpenCall:
         if self._call_writer.is_open:
             self._text_writer.classify_as_call(part, may_be_reread=self._may_reread_arguments)
         elif was_call_open or self._has_call_ended():
-            # A tool call has ended in this part. It was open before, or has also started in this
-            # part.
+            # A tool call has ended in this part of the text. It started in an earlier part or in
+            # this part.
             self._classify_ended_call(part_start)
         else:  # No tool call has started.
             self._text_writer.store_pending(part)
@@ -132,8 +133,8 @@ class OpenCall:
         ended. Example: the part `{"name": "f", "arguments": {}}, ` ends a member of a list.
         """
         has_body_ended = self._body_reader.status is DONE
-        # The body reader resets `last_call_end` to None before each part, so the value belongs to
-        # the last part.
+        # The body reader sets `last_call_end` to None before it reads a part. If `last_call_end` is
+        # not None, a tool call of the list has ended in the part that has just been read.
         has_list_item_ended = self._body_reader.last_call_end is not None
         return has_body_ended or has_list_item_ended
 
@@ -153,8 +154,9 @@ class OpenCall:
             call_end = part_end
         call_text = self._buffer.text[part_start:call_end]
         text_after_call = self._buffer.text[call_end:part_end]
-        # If the parser may read this text again (`may_be_reread`), the trace stores the pieces of
-        # the tool call. `end_traced_call` then passes all pieces to the trace function.
+        # If `may_be_reread` is true, the trace first stores the pieces of the tool call, because
+        # the parser may read them again. `end_traced_call` passes all stored pieces to the trace
+        # function.
         self._text_writer.classify_as_call(call_text, may_be_reread=self._may_reread_arguments)
         self._text_writer.end_traced_call()
         if text_after_call:
@@ -180,9 +182,10 @@ class OpenCall:
         if not has_call_started:
             return Outcome.NO_CALL  # The caller writes the pending text as content.
         if self._body_reader.writes_model_text:
-            # The arguments are the model's unchanged text. If a quote is missing, this text may
-            # contain the closing marker of the tool call. The tool call then ends at this marker.
-            # Without such a marker, `read_broken` copies the rest of the arguments.
+            # The arguments are the model's unchanged text. If a quote is missing, as in
+            # `{"a": "x}</call>`, the closing marker was read as a part of the arguments. The tool
+            # call then ends before this marker. If there is no such marker, `read_broken` copies
+            # the rest of the arguments.
             return Outcome.ENDED if self.end_at_marker_in_arguments() else Outcome.BROKEN
         # The body reader has created the JSON text of the arguments, so it can also complete this
         # JSON text, for example with closing brackets.
@@ -203,9 +206,8 @@ class OpenCall:
             Whether the tool call has ended. False if no stored arguments contain the marker.
         """
         closing_markers = self.variant.closing_markers
-        # If `writes_model_text` is false, the CallWriter stores JSON that the reader has created.
-        # The parser could not read this JSON again, because it is not the text that the model
-        # wrote.
+        # If `writes_model_text` is false, the stored arguments are JSON that the body reader has
+        # created. The parser cannot read this JSON again, because the model wrote a different text.
         if not closing_markers or not self._body_reader.writes_model_text:
             return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
@@ -232,8 +234,8 @@ class OpenCall:
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)
-            # If the parser may read this text again (`may_be_reread`), the trace stores this piece
-            # after the earlier pieces of the tool call.
+            # If `may_be_reread` is true, the trace appends this piece to the stored pieces of the
+            # tool call.
             self._text_writer.classify_as_call(piece, may_be_reread=self._may_reread_arguments)
         if not marker:  # The text contains no complete marker.
             return False

@@ -115,8 +115,8 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     start = find_start(fmt, prompt)
     if not start.prefill:
         # Without a prefill, only the format decides where the output starts. If the output starts
-        # with a header, `start.stage` is None. The header, which will show the stage, has not been
-        # read, so the result is CONTENT.
+        # with a header, the stage is not known before the header has been read (`start.stage` is
+        # None). In this case, the result is CONTENT.
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
     # The prompt contains the beginning of the message (the "prefill"). The parser must read the
     # prefill to find out whether it ends in reasoning, content or a tool call.

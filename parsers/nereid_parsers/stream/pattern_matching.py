@@ -102,7 +102,7 @@ class FieldStep:
         return end
 
     def _is_valid(self, value: str) -> bool:
-        """Return whether `value`, which the regex has matched, is a valid text for the field.
+        """Return whether the matched text `value` is valid for the field.
 
         Only the field `{rest}` may be empty, and a function's name must not consist of digits.
         """
@@ -226,7 +226,8 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
     for gap in _TAG_GAP.finditer(marker):  # A place between a tag and the adjacent tag or word.
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
-    # At white space inside the marker, a model may add a space, or write a line break and a space.
+    # If the marker contains white space, a model may add a space to it, or write a line break and a
+    # space instead.
     for space in _WHITESPACE_IN_MARKER.finditer(marker):
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
@@ -312,8 +313,8 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         next_literal: The fixed text after the field in the pattern, or "" if there is none.
     """
     if name == _REST_FIELD:
-        # Other fields cannot contain the first character of the literal that follows. `{rest}` can
-        # contain this character, but not the whole literal.
+        # The field `{rest}` may contain the first character of the next literal, but not the whole
+        # literal. Every other field ends before this character.
         return _rest_regex(next_literal)
     next_char = next_literal[:1]
     # White space in the pattern may be missing in the text, so it cannot show where the field ends.
@@ -339,8 +340,8 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
     spaces = r"[^\S\n]*"  # White space without line breaks.
     words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    # The second line can contain only words and spaces. It therefore ends before `stop`, which is a
-    # tag in all formats.
+    # The second line consists only of words and spaces, so it cannot contain `stop`, which is a tag
+    # in all formats.
     second_line = rf"\n{words}{spaces}"
     return re.compile(f"{rest_of_line}(?:{second_line})?")
 
@@ -362,7 +363,7 @@ def marker_parts(marker: str) -> tuple[str, ...]:
 
 
 def contains_first_tag(incomplete_marker: str, marker: str) -> bool:
-    """Return whether an incomplete marker contains the complete first tag of `marker`.
+    """Return whether `incomplete_marker` contains at least the first tag of `marker`.
 
     Example: for the marker `<|message|><|content|>`, the result is True for `<|message|><|con` and
     False for `<|mess`. It is also False for the complete marker. The caller must check that

@@ -28,7 +28,7 @@ class ReaderContext:
 
     @property
     def calls_must_come_first(self) -> bool:
-        """Whether tool calls are recognised only before content: all of `Hi<call>..` is content.
+        """Whether a tool call is recognised only before the content.
 
         This is the rule `TextRule.CALLS_FIRST` of the policy.
         """

@@ -71,9 +71,8 @@ class ReasoningReader:
         self._call_reader = calls
         self._header_reader = headers
         self._format = context.format
-        # The next four attributes are settings, which do not change during a message. The first
-        # setting is true if tool calls are recognised only before the content, and never inside the
-        # reasoning.
+        # The next four attributes do not change during a message. If `_calls_must_come_first` is
+        # true, a tool call is recognised only before the content, and never inside the reasoning.
         self._calls_must_come_first = context.calls_must_come_first
         reasoning = context.format.reasoning
         self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
@@ -81,15 +80,15 @@ class ReasoningReader:
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
         # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The next three attributes change during a message. The first one is NONE until the
+        # The next three attributes change during a message. `_reasoning_end` is NONE until the
         # reasoning ends. It becomes CLOSED if a closing marker ends the reasoning, and INTERRUPTED
         # if other text ends the reasoning.
         self._reasoning_end = _ReasoningEnd.NONE
         # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
         # later, this text is reasoning. Otherwise it is a tool call.
         self._stored_text: list[str] = []
-        # Becomes False when the message has ended without a closing marker such as `</think>`. Text
-        # that looks like a tool call is then read as a tool call, and is not stored.
+        # False after the message has ended without a closing marker such as `</think>`. Text that
+        # looks like a tool call is then read as a tool call, and is not stored.
         self._may_closing_marker_follow = True
 
     @property
@@ -143,8 +142,8 @@ class ReasoningReader:
                 return self._read_second_opening(marker)
             case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
                 self._reasoning_end = _ReasoningEnd.CLOSED
-        # A marker of the remaining kind, END, ends the message or the model's turn. If more text
-        # follows, it is read in the state CONTENT, as content or as the start marker of the next
+        # The remaining kind of marker, END, ends the message or the model's turn. Text after such a
+        # marker is read in the state CONTENT, as content or as the start marker of the next
         # message.
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
@@ -179,7 +178,8 @@ class ReasoningReader:
         if is_quoted:
             return self._write_marker_as_reasoning(marker)
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
-        # The closing marker `</think>` has not been read. If it follows later, it is removed.
+        # The reasoning has ended without the closing marker `</think>`. If `</think>` follows
+        # later, it is removed.
         self._reasoning_end = _ReasoningEnd.INTERRUPTED
         return State.CONTENT
 
@@ -215,7 +215,8 @@ class ReasoningReader:
         if kind is MarkerKind.END:  # Such as `<|im_end|>`, which is never a part of the content.
             self._text_writer.drop_markup(self._buffer.take(len(marker)))
             return State.CONTENT
-        # Every other marker is written as content. Only a closing marker ends the reasoning.
+        # Markers such as `<think>` and `</think>` are written as content. Only a closing marker,
+        # such as `</think>`, ends the reasoning.
         self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
         if kind is not MarkerKind.CLOSE_REASONING:
             return State.INLINE_REASONING
@@ -248,7 +249,7 @@ class ReasoningReader:
         if match == NO_MATCH:
             return self._write_marker_as_reasoning(marker)
         # If the client receives the reasoning as content ("inline"), the content contains the
-        # opening marker. The reasoning then always counts as not empty.
+        # opening marker. The reasoning is then never regarded as empty.
         is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
         # If the message has ended without a closing marker, `_may_closing_marker_follow` is False.
         may_be_quoted = not is_reasoning_empty and self._may_closing_marker_follow
@@ -347,9 +348,9 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            # The client receives the reasoning and its markers as content. Therefore the marker
-            # stays unread, so that `read_inline` writes it later. Only the white space before the
-            # marker is removed.
+            # The client receives the reasoning as content, including the markers. Therefore the
+            # marker stays unread, and `read_inline` writes it later. Only the white space before
+            # the marker is removed.
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.drop_markup(self._buffer.take(len(marker)))

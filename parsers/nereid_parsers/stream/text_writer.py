@@ -51,8 +51,8 @@ class TextWriter:
         self.has_content = False  # Whether the message has content other than white space.
         self.is_after_marker = False  # Whether a marker directly precedes the next text.
         # The class of the last event: ReasoningDelta or ContentDelta. It is None directly after a
-        # marker or a tool call. A marker removes the white space before it. If this white space
-        # follows content, it is restored before the next content.
+        # marker or a tool call. A marker removes the white space before the marker. If the last
+        # event is content, this white space is saved, so that later content can restore it.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
         # The next three attributes store text that has been received, but not yet written. The
         # examples are for the text `One\n<call>..</call>Two`.
@@ -102,7 +102,8 @@ class TextWriter:
             if self._trace is not None:
                 self._trace.write(REASONING, ready_text)
             self._events.append(ReasoningDelta(ready_text))
-            # The next text directly follows reasoning, not a marker.
+            # After this event, the reasoning directly precedes the next text. No marker is between
+            # them.
             self.is_after_marker = False
             self._last_text_type = ReasoningDelta
 
@@ -122,7 +123,7 @@ class TextWriter:
             self._append_content(ready_text)
 
     def _defer_trailing_whitespace(self, text: str) -> str:
-        r"""Store the trailing white space of `text`. Return the text that can be written at once.
+        r"""Store the trailing white space of `text` for later. Return the text to write now.
 
         The stored white space becomes the start of the next text, unless a marker follows, which
         removes the white space. The result is the white space that an earlier call has stored, and
@@ -173,8 +174,7 @@ class TextWriter:
         restored_whitespace = self._removed_whitespace
         self._removed_whitespace = ""
         self._events.append(ContentDelta(restored_whitespace + text, fault))
-        # The next text directly follows content, not a marker. If a marker follows, it removes the
-        # white space before it. If content follows the marker, this white space is restored.
+        # After this event, the content directly precedes the next text. No marker is between them.
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta
@@ -269,8 +269,9 @@ class TextWriter:
             return
         # Reasoning always follows an opening marker. This marker may be in the prompt.
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        # `has_text` is False in two cases: no text has followed the last marker or tool call, or
-        # the message consists only of white space. In the second case, `has_markup` is False, too.
+        # `has_text` is False in two cases: only white space has followed the last marker or tool
+        # call, or the whole message consists of white space. In the second case, `has_markup` is
+        # False, so the white space is written as content.
         directly_follows_markup = has_markup and not self.has_text
         if directly_follows_markup:
             self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
@@ -312,8 +313,9 @@ class TextWriter:
             text: The text after the pending text.
             fault: A description of why the text is not a tool call, for the event's `reason`.
         """
-        # The prompt may end with the first characters of the pending text. These characters are not
-        # a part of the output.
+        # The pending text may start in the prompt. Example: the prompt ends with `<tool`, and the
+        # model writes `_call> is`. The characters `<tool` of the prompt are not a part of the
+        # output.
         content = self._without_prompt(self.pending_text + text)
         self.pending = []
         if content.strip():
@@ -325,7 +327,7 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def classify_as_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Pass `text`, a piece of a tool call, to the trace function as "call".
+        """Pass `text`, a piece of a tool call, to the trace function, classified as "call".
 
         The CallWriter appends the events of the tool call, so this method appends no event. Text
         that is still pending is classified as "markup", and removed from the output. Example: with

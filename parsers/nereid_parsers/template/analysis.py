@@ -271,13 +271,12 @@ def _check_known_format(
     # The check needs them in `turn_with_ends` to cut the answers out of rendered conversations.
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
-    # `wrapper` would contain the markers around the content, but the known format already declares
-    # these markers.
+    # `wrapper` is None, because the known format already declares the markers around the content.
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
 def _findings_about_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Return findings about tool calls. Their format is declared in quarantine.py, not inferred.
+    """Return findings about tool calls whose format is declared in quarantine.py, not inferred.
 
     The template is only rendered to find out whether a message can have several tool calls, and to
     record comparisons. If it renders no tool calls (`has_calls` is false), the report shows this.

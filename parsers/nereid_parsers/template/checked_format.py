@@ -61,8 +61,9 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_call.text!r}."
         )
-        # The headers inside the output are kept, because the parser must remove them. They were
-        # found without the wrong format of the tool calls, so they are correct.
+        # The headers inside the output are kept, because the parser must remove them. They are
+        # correct even if the format of the tool calls is wrong, because they were inferred without
+        # this format.
         without_calls = findings._replace(
             tools=ToolFindings(inner_headers=findings.tools.inner_headers)
         )

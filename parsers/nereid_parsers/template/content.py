@@ -75,11 +75,11 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
         return ContentFindings(reasoning.wrapper)
     # Example: if `before` is `<think></think><answer>`, `markup_before` is `<answer>`.
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
-    # The marker after the content closes the wrapper or ends the message. If this marker also
-    # follows a user's message, it ends the message.
+    # The marker after the content either closes the wrapper or ends the message. A marker that also
+    # follows a user's message ends the message.
     wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
-    # If the template writes the wrapper only after reasoning, this answer has no wrapper. `after`
-    # then starts with the end markers.
+    # This answer contains no reasoning. If the template writes the wrapper only after reasoning,
+    # `wrapper` is None, and `after` starts with the end markers.
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
     findings = ContentFindings(
         wrapper=wrapper or reasoning.wrapper,
@@ -108,8 +108,8 @@ def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> 
     """
     if not markup_before:
         return None  # Without an opening marker, the marker after the content ends the turn.
-    # To find the closing marker `</answer>`, only `<answer>` is needed, without the white space
-    # around it. The wrapper contains this white space, because the model writes it, too.
+    # To search for the closing marker `</answer>`, the white space around `<answer>` is removed.
+    # The wrapper contains this white space, because the model writes it.
     closing = _wrapper_close(after, markup_before.strip(), after_user_message)
     return Wrapper(markup_before, closing)
 
@@ -207,8 +207,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     # The white space, such as "\n\n", that belongs to the closing marker. Any further white space
-    # belongs to the content. The loop also removes this white space after an opening marker. This
-    # does no harm, because content never directly follows an opening marker.
+    # belongs to the content. The loop removes this "\n\n" after opening markers, too. This does no
+    # harm, because content never directly follows an opening marker.
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     rest = text
     # `_text_after_marker` also skips the white space before a marker, as in `<think>\n\n</think>`.

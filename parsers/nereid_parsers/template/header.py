@@ -50,7 +50,7 @@ _ANSWERED = (
 
 
 def find_model_turn(prober: Prober) -> ModelTurn:
-    r"""Find the header of assistant messages, and the other texts around the model's answers.
+    r"""Find the texts around the model's answers, such as the header of an assistant message.
 
     The header is the text that opens every assistant message. Later comparisons need the header to
     find the model's answer in a rendered conversation. Example: the generation prompt, which opens
@@ -234,8 +234,8 @@ def _prefix_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> 
     # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # Each longer prefix starts with the shortest prefix. Therefore, all renderings contain the
-    # shortest prefix.
+    # The longer prefixes start with the shortest prefix. Therefore, each rendering that contains a
+    # longer prefix also contains the shortest prefix.
     return min(found_prefixes, key=len, default=generation_prompt)
 
 

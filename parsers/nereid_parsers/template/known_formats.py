@@ -42,15 +42,16 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = _families_of(section)  # The registered sections with equal markers and keys.
     if not families:
         return section
-    # The first `Call` is the form that the template renders. The families were found by the markers
-    # of this form. Therefore, only this form gets the families' alternative JSON keys, such as
-    # "parameters" for "arguments".
+    # The first `Call` is the form that the template renders. The model families in `families` write
+    # tool calls with the same markers as this form. Therefore, only this form gets the families'
+    # alternative JSON keys, such as "parameters" for "arguments".
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
     family_variants = [
         variant for family in families for variant in _variants_after_first(family, rendered_call)
     ]
-    # A variant of a family is new if no member of `calls` has the same markers and JSON keys.
+    # A form of tool calls that a model family writes is new if no member of `calls` has the same
+    # markers and JSON keys.
     new_variants = _new_variants(calls, family_variants)
     return replace(
         section,
@@ -113,8 +114,9 @@ def _variants_after_first(family: ToolSection, inferred_call: Call) -> Iterator[
     """
     first_of_family, *others = family.calls
     for variant in others:
-        # If a variant has the same body as the family's first form, it differs only in its markers.
-        # The variant then gets the inferred body. Otherwise, the variant keeps its body.
+        # A variant that has the same body as the family's first form differs from this form only in
+        # its markers. Such a variant gets the body that was inferred from the template. Any other
+        # variant keeps its body.
         has_body_of_first = variant.body == first_of_family.body
         yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 

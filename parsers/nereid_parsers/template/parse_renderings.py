@@ -32,8 +32,8 @@ from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
-# The name of the `Proof` of a message with one tool call. If the parser returns this tool call
-# wrongly, the analysis removes the tool calls from the format.
+# The name of the `Proof` for a message with one tool call. If this proof shows that the parser
+# returns a wrong tool call, the analysis removes the tool calls from the format.
 ONE_CALL_PROOF = "one call"
 
 

@@ -115,8 +115,8 @@ class Prober:
                 # is replaced.
                 return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
-                # None if the error has another cause, or if an earlier pass has already set the
-                # variable to "".
+                # The name of the undefined variable. It is None if the error has another cause, or
+                # if an earlier pass has already set this variable to "".
                 variable = self._undefined_variable(str(refusal))
                 if variable is None:
                     self.refusals[conversation] = str(refusal)

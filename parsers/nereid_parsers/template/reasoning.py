@@ -68,8 +68,8 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
     findings = find_rendered_reasoning(turn)  # The markers are still missing.
-    # `findings.conversation` is None if the template renders no reasoning. The markers may still
-    # occur in a prompt or in the source of the template.
+    # If the template renders no reasoning, `findings.conversation` is None. The markers may
+    # nevertheless occur in a prompt or in the source of the template.
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
@@ -236,7 +236,7 @@ def _wrapper_after_reasoning(
 
 
 def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
-    """Return the opening marker and the closing marker of reasoning. A missing marker is blank.
+    """Return the opening and closing markers of reasoning. A missing marker is "" or white space.
 
     Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
     and `</think>`.

@@ -154,8 +154,9 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
         default: The prompt with the default values of the thinking switches.
         prompt: The prompt with another value of a thinking switch.
     """
-    # To set some switches, the analysis adds a system message (`switches.system`) such as
-    # "/no_think" to the prompt. This text is not an instruction of the template.
+    # If `switches.system` is set, the analysis has added a system message, such as "/no_think", to
+    # the prompt. This text does not come from the template, so it shows nothing about the markers
+    # that the template uses.
     is_text_from_analysis = bool(prompt.switches.system)
     if is_text_from_analysis:
         return []

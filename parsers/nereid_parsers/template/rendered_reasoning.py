@@ -26,9 +26,9 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 # Some templates print a part of a message as JSON or as a Python dict. This expression matches the
 # key in such a text: `'thinking':` in "{'thinking': 'Numbat thinks.'}".
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
-# The maximum number of settings of the thinking switches that are tried. For each setting, the
-# analysis renders three answers, each with up to three places of the reasoning. Thus, it renders at
-# most 6 * 3 * 3 = 54 conversations.
+# The analysis tries at most this number of settings of the thinking switches. For each setting, it
+# renders three answers. For each answer, it tries up to three places for the reasoning, such as the
+# field `reasoning_content`. Thus, it renders at most 6 * 3 * 3 = 54 conversations.
 _MAX_SETTINGS_TRIED = 6
 
 # Three assistant messages with reasoning. The first message also has content, the second has a tool
@@ -209,7 +209,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     for prompt in effective:
         same_effect = [other for other in reported if other.after_header == prompt.after_header]
         switches = _switches_of(prompt)
-        # A setting is superfluous if some of its switches alone have the same effect.
+        # A setting is superfluous if some of its switches have the same effect without its other
+        # switches.
         is_superfluous = any(_switches_of(other).issubset(switches) for other in same_effect)
         if not is_superfluous:
             reported.append(prompt)

@@ -221,8 +221,9 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
             message.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # If the template has deleted a part of the message, the model cannot continue the message. As
-    # in transformers, it does not matter where in the prompt the text occurs.
+    # If the template has deleted a part of `final_text`, the last text of the message, the model
+    # cannot continue the message. Like the library transformers, this check searches the whole
+    # prompt for this text.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(

@@ -274,7 +274,8 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
     between = text_between(text, CONTENT_TEXT, FIRST_TOOL)
     if between is None:
         return ContentBeforeCall(is_rendered=False)
-    # `inner_headers` is empty if the content and the tool call are in one turn.
+    # `inner_headers` is empty if no header, such as `<|assistant|>`, is between the content and the
+    # tool call.
     inner_headers = _turn_markers_between(between, turn.header.strip())
     if inner_headers:
         finding = "Content and calls are written as separate turns."

@@ -61,8 +61,8 @@ def split(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # `num_programs` programs read each split, because each of them computes different heads. With
-    # splits of `tokens_by_occupancy` tokens, the launch has about `wanted_programs` programs.
+    # Each split is read by `num_programs` programs, which compute different heads. If a split has
+    # `tokens_by_occupancy` tokens, the launch has about `wanted_programs` programs.
     tokens_by_occupancy = divide_up(num_tokens * num_programs, wanted_programs)
     tokens_by_max_splits = divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
@@ -95,13 +95,13 @@ def captured_splits(
     # combining the results would take too much time.
     max_splits_by_length = divide_up(longest, _MIN_TILES * tile)
     # The graph is also used for steps in which one sequence is much longer than the others. In such
-    # a step, only the programs of the long sequence keep the GPU busy. The factor therefore allows
-    # more programs.
+    # a step, only the programs of the long sequence keep the GPU busy. `_CAPTURED_FACTOR` therefore
+    # increases the number of programs.
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
     splits_by_occupancy = divide_up(wanted_programs, rows.count * num_programs)
-    # With many sequences, `splits_by_occupancy` is small. If only one sequence is long, several
-    # programs should still share its keys, so there is a minimum number of splits. In other steps,
-    # the additional splits cost little time, because a program whose split contains no keys ends
+    # If there are many sequences, `splits_by_occupancy` is small. `_MIN_CAPTURED_SPLITS` ensures
+    # that several programs still share the keys of a long sequence. For short sequences, the
+    # additional splits cost little time, because a program whose split contains no keys ends
     # immediately.
     num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
     return max(1, min(num_splits, max_splits_by_length, MAX_SPLITS))

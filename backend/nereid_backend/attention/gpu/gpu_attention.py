@@ -86,8 +86,8 @@ def attend(
     """
     query, key, value = inputs
     store_layer(key, value, layer, cache, batch)
-    # Also pass the key and the value, because some attention libraries cannot read the cache. These
-    # libraries compute the attention of prompts from the two tensors.
+    # Also pass the key and the value of the new tokens. Some attention libraries cannot read the
+    # cache, and compute the attention of prompts from these two tensors.
     return attend_stored(query, (key, value), layer, cache, batch, scale=scale, sinks=sinks)
 
 
@@ -220,7 +220,7 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
     device = device_of(cache.device)
     tilings = []
     for keys, spec in zip(cache.keys, layers, strict=True):
-        # In measurements on this kind of GPU, the prefill kernel was fastest with these tile sizes.
+        # `tuning` contains the tile sizes of the prefill kernel for this GPU.
         tuning = device.tuning("prefill", _largest_dim(spec), keys.itemsize)
         tilings.append(prefill_tiling(spec, tuning))
     return StepLayout(tilings)  # removes duplicates, because many layers have equal tilings

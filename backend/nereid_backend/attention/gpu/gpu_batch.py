@@ -242,8 +242,9 @@ class PackedRows:
         prefills = None
         if batch.prefills:
             prefill_rows = next(remaining_tensors)
-            # Each remaining tensor contains the tiles for one tiling (a tile size and an attention
-            # window). Each layer looks up the tiles for its tiling.
+            # There is one remaining tensor for each tiling (a tile size and an attention window).
+            # The tensor contains the tiles of the prefills. A layer looks up the tensor of its
+            # tiling.
             tiles_by_tiling = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
             prefills = PrefillRows(batch.prefills, table, prefill_rows, tiles_by_tiling)
@@ -318,8 +319,8 @@ def _decode_rows(groups: list[DecodeGroup], block_size: int, table_starts: Tenso
             the concatenated block tables.
     """
     tokens: list[Tensor] = []
-    # For each group, a pair: the number of sequences, and the largest possible length of a
-    # sequence.
+    # One pair for each group of decodes: the number of sequences in the group, and the largest
+    # possible length of a sequence.
     bounds: list[tuple[int, int]] = []
     for group in groups:
         num_seqs, num_blocks = group.blocks.shape

@@ -113,8 +113,8 @@ class AttentionCall:
         """
         key_dim = self.spec.key_dim
         main = key_dim
-        # Only long keys are divided. A short key is padded instead, because a second matrix product
-        # would take more time than the padding.
+        # A key vector is divided into two parts only if it is long. For a short key, padding takes
+        # less time than the second matrix product of a divided key.
         if key_dim > _MAX_PADDED_KEY:
             main = 1 << (key_dim.bit_length() - 1)  # the largest power of two up to `key_dim`
         rest = key_dim - main

@@ -229,7 +229,8 @@ def compare(trial: Trial, computed: Tensor) -> float:
     query, key, value = trial.inputs
     # The reference computes in float32, and reads the same rounded numbers as the kernels.
     reference_cache = _float32_cache(cache, spec, batch.block_size)
-    # Read the keys and values of the step back from the cache. An 8-bit cache has rounded them.
+    # An 8-bit cache has rounded the keys and values of the step, so read the rounded vectors back
+    # from the cache.
     stored = _read_step_vectors(reference_cache, batch)
     _check_rounding_errors(cache, stored=stored, originals=(key, value))
     inputs = (query.float(), *stored)

@@ -138,8 +138,9 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         )
     fields = {**_FIELDS, **architecture.more_fields}  # maps metadata keys to fields of the config
     values = _architecture_values(file)
-    # After this check, every required key exists, for example the number of attention heads. Some
-    # supported keys have no field in the config. These keys are allowed, but not copied.
+    # Check that the metadata contains every required key, for example the number of attention
+    # heads, and no unknown key. The keys in `_KEYS_WITHOUT_FIELD` are allowed, but not copied to
+    # the config.
     _check_metadata_keys(file, values, allowed={*fields, *_KEYS_WITHOUT_FIELD})
     config = {field: values[name] for name, field in fields.items() if name in values}
     # A file may leave out the following two fields, for which llama.cpp has default values.
@@ -175,9 +176,9 @@ def _fields_of_architecture(
         values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
-    # The attention scale is usually 1 / sqrt(head_dim), for which the config needs no field. In
-    # some architectures, one model size has a different scale. For every model of these
-    # architectures, query_pre_attn_scalar contains the number s of the scale 1 / sqrt(s).
+    # The attention scale is usually 1 / sqrt(head_dim), and the config needs no field for it. In
+    # some architectures, the models of one size have another scale. The config of every model of
+    # such an architecture contains query_pre_attn_scalar, the number s in the scale 1 / sqrt(s).
     if architecture.num_layers_with_other_scale:
         fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)
     if architecture.has_local_rope:

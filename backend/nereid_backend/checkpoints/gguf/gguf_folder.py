@@ -200,7 +200,8 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     try:
-        # For the tokenizers that this package supports, the second item is an empty dict.
+        # `convert_gguf_tokenizer` returns a pair. For the tokenizers that this package supports,
+        # the second item of the pair is an empty dict.
         tokenizer, _no_settings = convert_gguf_tokenizer(file.architecture, values)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelError(

@@ -191,8 +191,8 @@ def gguf_weights(
     architecture = ARCHITECTURES[file.architecture]
     # Rotary embeddings rotate pairs of numbers within a head. In some architectures, llama.cpp
     # stores the two rows of a pair next to each other, but transformers stores them half a head
-    # apart. The rows of the queries and keys are then reordered. For each layer whose rows are
-    # reordered, the dict contains the number of heads.
+    # apart. In these architectures, the rows of the query and key weights must be reordered. The
+    # dict maps each of these weights to its number of heads.
     num_heads_of_reordered = {}
     if architecture.has_rotated_pairs:
         num_heads_of_reordered = {"attn_q": num_heads, "attn_k": num_kv_heads}

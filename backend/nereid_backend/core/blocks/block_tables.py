@@ -217,7 +217,8 @@ class BlockTables:
             self._pool.release(table[start:end])
             table[start:end] = [self._pool.null_block] * (end - start)
             sequence.num_null_blocks[group] = end
-            # The forward path copies the block tables again if this number has changed.
+            # If the version of a sequence's block tables has changed, the forward path copies the
+            # tables again.
             sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
@@ -254,8 +255,9 @@ class BlockTables:
 
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
-        # All sequences of a request have the same prompt. Therefore, each follower gets the block
-        # hashes of the leader, and reports the same number of cached tokens to the client.
+        # All sequences of a request have the same prompt. Therefore, the other sequences (the
+        # followers) get the block hashes of the sequence that computed the prompt (the leader), and
+        # report the same number of cached tokens to the client.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
@@ -341,17 +343,17 @@ class BlockTables:
             return False
         # `request.block_tables` has one table for each group of layers.
         tables = [table[:num_shared] for table in request.block_tables]
-        # Null blocks are placeholders for the blocks before the attention window. They have no
-        # reference counts, so they are not acquired.
+        # Null blocks are placeholders for the blocks before the attention window. Do not acquire
+        # them, because they have no reference counts.
         num_null_blocks = self._count_null_blocks(tables)
         self._pool.acquire(_without_null_blocks(tables, num_null_blocks))
         for table in tables:
             table += self._pool.allocate(num_new)
         ends_within_block = num_reused_tokens % self._block_size > 0
         if ends_within_block:
-            # The first new block becomes a copy of the block in which the reused tokens end. The
-            # copied block also contains the last prompt token. It is therefore inside the attention
-            # window, and is not a null block.
+            # The reused tokens end within a block. Copy this block to the first new block, so that
+            # the sequence can write its next tokens there. The copied block is not a null block,
+            # because it contains the last prompt token, which is inside the attention window.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables

@@ -137,9 +137,9 @@ class DiskStore:
         with self._lock:
             if name in self._pending:
                 # The writer thread has not written or deleted this file yet. `waiting_data` is the
-                # new content of the file, or None if the file will be deleted. `_sizes` need not be
-                # updated here: when the thread writes the file, the file becomes the most recently
-                # used file.
+                # new content of the file, or None if the file will be deleted. Do not move the file
+                # to the end of `_sizes` here, because the writer thread adds it at the end when it
+                # writes the file.
                 waiting_data = self._pending[name]
                 return None if waiting_data is None else _split_header(waiting_data)[1]
             if name not in self._sizes:

@@ -210,9 +210,10 @@ class EvictionOrder(Generic[Item]):
         Create the session if it does not exist. The session expires at `min_expires`, or at its
         present expiry time if that time is later.
         """
-        # `_num_changes` is used as a time stamp. `last_use` is compared with the time stamps of
-        # items without a session. In `_sessions`, the most recently used session is moved to the
-        # end, so the least recently used session comes first.
+        # The number `_num_changes` is a time stamp. It is stored in `last_use`, so that the last
+        # use of a session can be compared with the time stamps of items without a session. The
+        # session is moved to the end of `_sessions`, so that the least recently used session comes
+        # first.
         self._num_changes += 1
         session = self._sessions.get(key)
         if session is None:

@@ -92,7 +92,8 @@ class PrefixCache:
                 attention.
             snapshots: the snapshots of recurrent states; None if the model has no recurrent state.
         """
-        # `BlockTables` updates these two counters when a sequence starts to run.
+        # `BlockTables` increases `num_queried_tokens` and `num_hit_tokens` when a sequence starts
+        # to run.
         self.num_queried_tokens = 0  # the tokens of all sequences
         self.num_hit_tokens = 0  # the tokens whose blocks were found in the cache
         self.snapshots = snapshots
@@ -133,8 +134,9 @@ class PrefixCache:
         """
         hashes = self.prefix_hashes(sequence)
         if self._has_windows:
-            # Blocks before an attention window may be missing in the cache. The cached blocks
-            # therefore have no single end position, and `end_of_cached_blocks` is not set.
+            # Some groups of layers have an attention window. Blocks before this window may be
+            # missing in the cache. The cached blocks then have no single end position, so
+            # `end_of_cached_blocks` is not set.
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
@@ -258,9 +260,9 @@ class PrefixCache:
                     # The cache already contains a block with the same tokens, which another request
                     # has computed.
                     continue
-                # This entry is not a null block. A block is added to the cache directly after the
-                # step that computed it. Blocks before the attention window are freed and replaced
-                # by null blocks only later.
+                # `table[index]` is not a null block. A null block replaces a block that was freed
+                # because it is before the attention window. The block at `index` was completed by
+                # the last step, so it has not been freed yet.
                 self._mark_cached(cached_blocks, block_hash, table[index])
                 if self.disk_changes is not None:
                     # There is a cache on disk. `unsaved` is a dict that is used as an ordered set.
@@ -356,8 +358,9 @@ class PrefixCache:
         ]
 
         def can_end_after(num_blocks: int) -> bool:
-            # A recurrent model can continue only after a block at whose end its state was saved (a
-            # snapshot). Other models can continue after any block. `num_blocks` is at least 1.
+            # In a recurrent model, a cached prefix can be reused only if the model's state at the
+            # end of the prefix was saved (a snapshot). In other models, the prefix can end after
+            # any block. `num_blocks` is at least 1.
             return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
 
         return self._window_search.longest_prefix(tables, can_end_after)

@@ -72,8 +72,9 @@ class StateSnapshots:
         # and at least `_interval_tokens` tokens were computed since the last snapshot.
         self._interval_tokens = _INTERVAL * block_size
         # Snapshots are especially useful at two positions in a prompt
-        # (`_snapshot_positions_in_prompt`). The prompt is divided there, and a snapshot is saved if
-        # at least `_min_distance_tokens` tokens were computed since the last snapshot.
+        # (`_snapshot_positions_in_prompt`). The prompt is divided into chunks at these positions. A
+        # snapshot is saved there if at least `_min_distance_tokens` tokens were computed since the
+        # last snapshot.
         self._min_distance_tokens = _MIN_DISTANCE * block_size
 
         self._num_states = num_states
@@ -84,9 +85,8 @@ class StateSnapshots:
         # Maps the hash of a block to the id of the snapshot at the end of the block.
         self._ids: dict[bytes, int] = {}
         # The hashes of all snapshots, in eviction order: if the memory is full, the first snapshot
-        # is deleted. A snapshot moves to the end when it is used. Snapshots that sessions retain
-        # come after the other snapshots, but sessions can retain at most `max_retained` snapshots
-        # in this way.
+        # is deleted. A snapshot moves to the end when it is used. Sessions can retain up to
+        # `max_retained` snapshots, which come after all other snapshots.
         max_retained = int(num_states * _MAX_RETAINED_SHARE)
         self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
         # The number of snapshots that were saved so far. The next snapshot gets this number as its
@@ -97,9 +97,10 @@ class StateSnapshots:
         self._deleted: list[int] = []
 
         # The hashes of the snapshots that must still be written to disk; None if there is no cache
-        # on disk. The dict is used as an ordered set, so all its values are None. Each new snapshot
-        # of an answer replaces the previous snapshot of this answer. Therefore, only the last
-        # snapshot of an answer is added, when the sequence releases its blocks.
+        # on disk. The dict is used as an ordered set, so all its values are None. A snapshot of a
+        # prompt is added as soon as it has been saved. A snapshot of an answer is replaced by the
+        # next snapshot of the answer, so only the last one is added, when the sequence releases its
+        # blocks.
         self.unsaved: dict[bytes, None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -240,7 +241,7 @@ class StateSnapshots:
             self._order.add(block_hash)
 
     def finish(self, sequence: Sequence) -> None:
-        """Delete a sequence's unfinished snapshot. Mark its last snapshot for writing to disk.
+        """Delete a sequence's unfinished snapshot. Mark the last finished one for writing to disk.
 
         This method is called when the blocks of the sequence are released. A snapshot is a saved
         copy of the recurrent state. It is unfinished while the step that saves it is running. Only

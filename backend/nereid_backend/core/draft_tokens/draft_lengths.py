@@ -194,8 +194,8 @@ class DraftLengths:
         self._histories: dict[Sequence, _History] = {}
         self._overall_rate = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
         self._cost_ratio = _FIRST_RATIO
-        # True if the next step must run without draft tokens, so that the time of such a step is
-        # measured.
+        # True if the next step must run without draft tokens, because the time of a step without
+        # draft tokens must be measured.
         self._is_plain_step_due = False
 
     def begin_step(self, num_sequences: int) -> None:
@@ -229,14 +229,14 @@ class DraftLengths:
             return 0
         acceptance_rate = history.rate.value
         if acceptance_rate <= self._cost_ratio:
-            # At this acceptance rate, drafts cost more time than they save. However, the sequence
-            # does not pause now, so use a draft of one token to measure the acceptance rate again.
-            # If `max_tokens` is 0, use no draft.
+            # At this acceptance rate, a draft costs more time than it saves. Use a draft of only
+            # one token, to measure the acceptance rate again. If `max_tokens` is 0, use no draft.
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:
             return self.max_tokens
-        # With a draft of this length n, `acceptance_rate ** n` equals the cost ratio. The logarithm
-        # is defined, because the cost ratio is always positive.
+        # The draft token n is accepted with the probability `acceptance_rate ** n`. If n is
+        # `break_even_length`, this probability equals the cost ratio. The logarithm is defined,
+        # because the cost ratio is always positive.
         break_even_length = math.log(self._cost_ratio) / math.log(acceptance_rate)
         return min(self.max_tokens, math.ceil(break_even_length) - 1)
 

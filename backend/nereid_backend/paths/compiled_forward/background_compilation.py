@@ -103,8 +103,9 @@ def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         # The process and the C++ compiler that it starts form a process group, so that one signal
-        # can kill both. The process lowers its own priority (niceness). In a separate session, the
-        # lower priority would not leave more CPU time for the engine, because Linux divides the CPU
-        # time equally among sessions. Therefore, the process stays in the engine's session.
+        # can kill both. They stay in the engine's session, because the process lowers its priority
+        # (niceness) to leave more CPU time for the engine. In a separate session, the lower
+        # priority would have no effect on the engine: Linux divides the CPU time equally among
+        # sessions.
         process_group=0,
     )

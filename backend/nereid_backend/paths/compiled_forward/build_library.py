@@ -139,8 +139,8 @@ def _trace(
     num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
     positions = torch.arange(_EXAMPLE_TOKENS, device=device)
     input_ids = torch.zeros_like(positions)
-    # `clone` gives the tensor its own memory. The inputs of the compiled code share no memory, so
-    # the inputs of the trace must not share memory either.
+    # The inputs of the compiled code share no memory, so the inputs of the trace must not share
+    # memory either. A slice shares the memory of `positions`, so copy the slice with `clone`.
     logits_index = positions[:_EXAMPLE_LOGITS].clone()
     try:
         # `TracedForward` records each attention call in the trace as a call of one torch operator.

@@ -177,8 +177,9 @@ def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
         shims: maps each of Nereid's operators that compiled code calls as a C function to the C
             declaration of this function, a list of strings.
     """
-    # Every traced model uses Nereid's attention. The setting `attn_implementation` contains only
-    # the name of this attention. The name can differ between processes, so leave it out.
+    # `attn_implementation` contains the name of the attention function. Every traced model uses
+    # Nereid's attention function, but its name can differ between processes. Therefore, leave the
+    # name out.
     config = {
         name: value
         for name, value in model.config.to_dict().items()
@@ -213,7 +214,7 @@ def _inlined_values(tensor: Tensor) -> object:
 
 
 def _hardware_and_its_libraries(device: torch.device) -> list[str]:
-    """Return the processor. For a GPU, also return its name and the versions of Triton and CUDA."""
+    """Describe the processor. For a GPU, add its name and the versions of Triton and CUDA."""
     if device.type != "cuda":
         return [processor()]
     capability = torch.cuda.get_device_capability(device)

@@ -119,9 +119,8 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     library = torch._C._aoti.AOTIModelPackageLoader(
         str(folder / LIBRARY_FILE), "model", is_single_threaded, num_runners, device_index
     )
-    # The library contains no tensors. It needs the weights of the model and the literals, which are
-    # small tensors that the model's code creates. `build_library` has stored the literals in a
-    # file.
+    # The library contains no tensors. It needs the weights of the model, and small tensors that the
+    # model's code creates (the literals). `build_library` has stored the literals in a file.
     literals = load_literals(folder / LITERALS_FILE, device)
     _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 

@@ -170,14 +170,14 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        # If the allocator has already ended the capture, the next call raises a RuntimeError, and
-        # the rest of this block is not needed.
+        # The first call below raises a RuntimeError if the allocator has already ended the capture.
+        # In this case, the rest of the block is not needed.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             # The capture has stopped halfway, so torch's allocator of pinned memory still uses the
-            # graph. Python code cannot change this, so the graph must never be freed. Usually,
-            # freeing a graph also releases its share of the pool. Because this graph is never
-            # freed, release its share here.
+            # graph. Python code cannot change this, so the graph must never be freed. Freeing a
+            # graph would also release its share of the memory pool, so release the share
+            # explicitly.
             torch._C._cuda_releasePool(device, pool)
             _failed_captures.append(graph)
         raise

@@ -264,10 +264,10 @@ class StaticStep:
         self._table = torch.full((num_rows, max_blocks), self._null_block, device=device)
         # Each sequence has one new token, and the logits of each new token are needed.
         self._logits_index = torch.arange(num_rows, device=device)
-        # The attention metadata in the form that the GPU kernels read. It refers to the tensors
-        # above, so the kernels read the values that `fill` copies into these tensors. The other
-        # numbers of the metadata are copied from the CPU. A graph cannot contain this copy, so the
-        # metadata is created before a graph is captured.
+        # The attention metadata for the GPU kernels. It refers to the tensors above, into which
+        # `fill` copies the values of each step. To create the metadata, some numbers are copied
+        # from the CPU to the GPU. A graph must not contain such a copy, so create the metadata
+        # here, before any graph is captured.
         self._kernel_metadata = gpu_batch(self._attention_metadata())
 
     def fill(self, batch: StepBatch) -> None:
@@ -285,8 +285,7 @@ class StaticStep:
         positions[:num_tokens].copy_(batch.position_ids[0])
         slots[:num_tokens].copy_(batch.attention.slots)
         # If the sequences of a step have very different lengths, the step has several groups of
-        # decodes. The block tables of a group are only as wide as the longest sequence of the group
-        # requires.
+        # decodes. The width of a group's block tables depends on the longest sequence of the group.
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
             if group.tokens is None:  # The group contains all decodes, in the order of the rows.
@@ -325,7 +324,7 @@ class StaticStep:
     def _attention_metadata(self) -> AttentionBatch:
         """Return attention metadata that refers to the tensors of this object."""
         _token_ids, _positions, slots, lens = self._numbers
-        # All decodes form one group. If `tokens` is None, decode i belongs to row i.
+        # All decodes form one group. `tokens` is None, which means that decode i belongs to row i.
         decodes = DecodeGroup(
             tokens=None, blocks=self._table, lens=lens, block_size=self._block_size
         )

@@ -182,7 +182,8 @@ class PiecewiseGraphs:
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
         # Between two graphs, `attend` computes the attention of the sequences in `self._attention`.
-        # During a capture, there are no sequences, so `attend` returns immediately.
+        # During a capture, `self._attention` contains no sequences, so `attend` returns
+        # immediately.
         self._attention = static.attention()
         # Compute the logits that the captured graphs must reproduce. This run is not captured, so
         # it uses `_without_cut`, which does not end a graph.
@@ -218,9 +219,9 @@ class PiecewiseGraphs:
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
             num_tokens = TOKEN_COUNTS[-1]  # the largest number of tokens in a captured step
-            # The query has the heads in its first dimension, as attention expects. In memory,
-            # however, the query is stored token by token, because the model computes it in this
-            # order.
+            # The model computes the query as [num_tokens, num_heads, key_dim], but attention
+            # expects the heads first. Therefore, the dimensions are transposed. The order in memory
+            # stays unchanged.
             query = like.new_zeros(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
             out = like.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
             self._buffers[shape] = AttentionBuffers(query, out)

@@ -189,8 +189,9 @@ def _candidates(encoder: Encoder, hook: AttentionHook, *, is_causal: bool) -> li
     candidates: list[_Candidate] = []
     # Packed texts need Nereid's attention, because the model's own attention would mix texts.
     if encoder.accepts_nereid_attention:
-        # Packed texts need explicit position ids. Some models do not number the positions from 0,
-        # so there is one candidate for each possible first position id.
+        # Packed texts need explicit position ids. The first position id is 0 in some models, and a
+        # different number in others. Add one candidate for each first position id that this model
+        # may use.
         for first_id in _possible_first_position_ids(encoder):
             forward = PackedForward(encoder, hook, first_id, is_causal)
             candidates.append(_Candidate("packed", forward, hook.name))
@@ -306,8 +307,8 @@ def _sliding_windows(
     The set is empty if the model has no windows, or cannot compute packed batches.
     """
     # Each attention layer passes the size of its sliding window to `attention`. Run one packed
-    # forward pass to collect these sizes. The position ids of this pass may be wrong, but the
-    # computed vectors are not used.
+    # forward pass to collect these sizes. This pass may use wrong position ids, because its vectors
+    # are not used.
     attention = PackedAttention(batch.groups(), is_causal)
     first_position_id = _possible_first_position_ids(encoder)[0]
     forward = PackedForward(encoder, hook, first_position_id, is_causal)

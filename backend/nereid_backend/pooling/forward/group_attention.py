@@ -42,9 +42,9 @@ class GroupAttention:
         """
         length = query.shape[2]
         block_len = self._choose_block_len(query)
-        # If a causal text is divided into several blocks, each block needs a mask. If one block
-        # contains the whole text, torch's attention function can hide the later keys without a
-        # mask.
+        # In a causal model, a token must not attend to later tokens. If one block contains the
+        # whole text, torch's attention function can ensure this without a mask. If the text is
+        # divided into several blocks, each block needs a mask.
         needs_mask = self._needs_mask(query, block_len)
         outputs = []
         for start in range(0, length, block_len):

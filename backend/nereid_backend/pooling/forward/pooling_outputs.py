@@ -220,8 +220,8 @@ def multi_vector_output(
     if layers.multi_vector is not None:
         # This model has a dense output, and a separate layer for the multi-vector output. Leave out
         # the vector of the first token, because it describes the whole text, like the dense vector.
-        # The checkpoints of such models list no words without vectors, so no other tokens are left
-        # out.
+        # Keep the vectors of all other tokens, because the checkpoints of such models list no
+        # tokens to leave out.
         vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif prepared.skips_words:
         vectors = _without_tokens(token_vectors, prepared.token_ids, layers.ids_without_output)
@@ -229,8 +229,8 @@ def multi_vector_output(
         vectors = token_vectors
     dimensions = prepared.item.dimensions
     if dimensions is not None:
-        # The cosines of late interaction require vectors of length 1, so the shortened vectors are
-        # scaled again.
+        # The shortened vectors no longer have length 1. Scale them again, because late interaction
+        # needs vectors of length 1.
         vectors = functional.normalize(vectors[:, :dimensions], dim=-1)
     return _array(vectors) if vectors.isfinite().all() else None
 

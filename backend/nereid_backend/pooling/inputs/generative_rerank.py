@@ -95,10 +95,11 @@ class GenerativeReranker:
         """
         if not self._tokenizer.chat_template:
             return "pair" if is_for_sentence_transformers else "user message"
-        # A checkpoint for sentence-transformers always uses the roles "query" and "document" if its
-        # template renders them. For other checkpoints, the template must also distinguish these
-        # roles from unknown roles. Many templates render any role name, although they were not
-        # written for queries and documents.
+        # If a checkpoint for sentence-transformers has a template that renders the roles "query"
+        # and "document", these roles are used. For other checkpoints, this is not enough: many
+        # templates render any role name, although they were not written for queries and documents.
+        # The template of such a checkpoint must also render these two roles differently from
+        # unknown roles.
         if not self._renders_roles():
             return "user message"
         if not is_for_sentence_transformers and self._renders_unknown_roles_equally():

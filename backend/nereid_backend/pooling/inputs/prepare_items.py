@@ -258,7 +258,7 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Yield the index, the token ids and the type ids of each item, for a generative reranker.
+        """Tokenise prompts for a generative reranker. Yield the index and the tokens of each item.
 
         The tokens are those of the prompt, which contains the query and the document.
 
@@ -316,8 +316,8 @@ class ItemPreparer:
             prompt_len=prompt_len,
             num_tokens=len(expanded.token_ids),
             num_attended=expanded.num_attended,
-            # Whether words such as punctuation get no vector. In most models, this applies only to
-            # documents.
+            # True if the output contains no vectors for punctuation and similar words. In most
+            # models, this is true only for documents.
             skips_words=self._rules.skips_words(item),
             offsets=self._offsets(item, limit) if needs_offsets else None,  # truncated like `ids`
         )

@@ -107,10 +107,11 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # Each character has at least one byte, so the result has at most `limit` characters. First
-        # shorten the text to `limit` characters, so that a long text is not encoded completely.
-        # "surrogatepass" encodes lone surrogates, which would otherwise raise an error here.
-        # "ignore" then drops surrogates, and the incomplete character at the cut.
+        # Each character has at least one byte, so the result has at most `limit` characters.
+        # Shorten the text to `limit` characters first, so that a long text is not encoded
+        # completely. "surrogatepass" encodes lone surrogates, which would otherwise raise an error
+        # here. When the bytes are decoded, "ignore" drops surrogates, and the incomplete character
+        # at the cut.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:

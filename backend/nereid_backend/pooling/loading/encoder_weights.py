@@ -178,13 +178,13 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         return retrieval_class.from_pretrained  # type: ignore[no-any-return]
     auto_class = _AUTO[spec.loader]
     has_head = spec.loader != BASE
-    # The model's own class is needed in two cases. If the model has no head, the pooler must be
-    # left out, which an auto class cannot do. If the weights are in a dict, an auto class cannot
-    # load them.
+    # An auto class is not sufficient in two cases. If the model has no head, the pooler must be
+    # left out, but auto classes cannot leave out the pooler. If the weights are in a dict, auto
+    # classes cannot load them.
     is_auto_class_sufficient = has_head and reads_folder
     model_class = None if is_auto_class_sufficient else _model_class(auto_class, spec)
     if model_class is None:
-        # If the auto class has no class for this config, the returned function raises a ValueError
+        # If `auto_class` does not support this config, the returned function raises a ValueError
         # that lists the supported configs.
         return partial(auto_class.from_pretrained, trust_remote_code=False)
     if has_head:
@@ -232,7 +232,7 @@ def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - clas
 
 
 def _encoder_class(spec: CheckpointSpec, model_class: type) -> Any:  # noqa: ANN401 - a model class
-    """Return the transformers class of the encoder of an encoder-decoder model.
+    """For an encoder-decoder model, return transformers' class that contains only the encoder.
 
     Example: the class T5Model returns T5EncoderModel.
     """

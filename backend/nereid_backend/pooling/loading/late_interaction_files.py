@@ -188,8 +188,9 @@ def _sentence_transformers_values(
         modules: the modules in modules.json.
     """
     values = {name: settings[name] for name in _KEYS_OF_SETTINGS if settings.get(name) is not None}
-    # The module MultiVectorMask lists the tokens that get no vector. If its list is missing, the
-    # value None still overrides the list from other files, so that every token gets a vector.
+    # The module MultiVectorMask lists the tokens that get no vector. The module has priority over
+    # other files, even if it contains no list. The value None then replaces the list from the other
+    # files, so that every token gets a vector.
     mask = find_config(modules, "MultiVectorMask")
     if mask is not None:
         values["skiplist_words"] = mask.get("skiplist_words")

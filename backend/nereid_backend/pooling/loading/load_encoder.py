@@ -154,8 +154,8 @@ def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: st
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):
             return False
-        # If the model's code computes the attention itself, transformers raises no error. It only
-        # logs a warning, and keeps the old attention implementation.
+        # If a model computes the attention in its own code, `set_attn_implementation` raises no
+        # error. It only logs a warning, and keeps the old attention implementation.
         is_accepted = bool(model.config._attn_implementation == attention)
         model.set_attn_implementation(own_attention)
     return is_accepted

@@ -111,8 +111,7 @@ def load_linear(path: Path, device: torch.device) -> Layer:
     """
     try:
         # The file contains the weights of a torch.nn.Linear, named "weight" and "bias". `Layer`
-        # expects the names "linear.weight" and "linear.bias", which the files of a module Dense
-        # contain.
+        # expects the names that are used for a module Dense: "linear.weight" and "linear.bias".
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {f"linear.{name}": value.float().to(device) for name, value in state.items()}
     except _READ_ERRORS as error:

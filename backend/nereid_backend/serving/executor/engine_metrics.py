@@ -114,7 +114,8 @@ class EngineMetrics:
         self._families = families  # The metrics exist as long as this object exists.
         self._num_publish_calls = 0
 
-        # Gauges. Each call of `publish` publishes the gauges whose values have changed.
+        # The following attributes store gauges. If the value of a gauge has changed, the next call
+        # of `publish` publishes the value.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)

@@ -82,9 +82,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         # `_selector` chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
         # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
-        # engine process runs, it refuses these requests with the error message `self.outage`. Such
-        # refusals must not be counted as refused text generations, so the responses are sent with
-        # the method of the base class, which does not count them.
+        # engine process runs, `_engine_calls` refuses these requests with the error message
+        # `self.outage`. `self.respond` would count each refusal as a refused text generation. The
+        # base class's `respond` does not count refusals, so it is used here.
         respond_uncounted = super().respond
         self._engine_calls = EngineCalls(self.processes, respond_uncounted, lambda: self.outage)
         self._init_loop_state(args.get("model_name", "executor"))
@@ -207,13 +207,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
-        # `_inspect_all_streams` sets two times. Before `_next_inspection`, another inspection would
-        # cost too much time. Before `_next_timed_event`, no inspection is needed, because no
-        # heartbeat is due and no time limit expires. The next inspection is therefore due at the
-        # later of the two times.
+        # `_inspect_all_streams` computes two points in time. Before `_next_inspection`, another
+        # inspection would cost too much time. Before `_next_timed_event`, no inspection is needed,
+        # because no heartbeat is due and no time limit expires. The next inspection is therefore
+        # due at the later of these two points in time.
         next_inspection = max(self._next_inspection, self._next_timed_event)
         next_call = min(now + _IDLE_POLL_S, next_inspection)
-        # Check each stream with unsent tokens when the stream's own `next_check` is reached.
+        # Check a stream with unsent tokens when the time `stream.next_check` is reached.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)

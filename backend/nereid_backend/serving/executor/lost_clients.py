@@ -39,7 +39,7 @@ class LostClientDetector:
         # This counter numbers the messages to the postprocessor in the order in which they are
         # sent. All streams share the counter.
         self._step_numbers = itertools.count(1)
-        # The highest number of a message that the postprocessor has processed so far.
+        # The number of the newest message that the postprocessor has processed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
@@ -98,8 +98,8 @@ class LostClientDetector:
         """
         steps = stream.unconsumed_steps
         num_consumed = self._feedback.consumed(stream.slot, stream.serial)
-        # The number of sent steps minus the length of `steps` is the number of steps that were
-        # already removed. Remove steps until `num_consumed` steps are removed.
+        # `stream.num_sent_steps - len(steps)` steps have already been removed. Continue until
+        # `num_consumed` steps have been removed.
         while steps and stream.num_sent_steps - len(steps) < num_consumed:
             self._newest_consumed = max(self._newest_consumed, steps.popleft())
             stream.stalled_s = 0.0

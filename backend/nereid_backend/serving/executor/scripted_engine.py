@@ -260,8 +260,8 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         num_top = request.params.logprobs
-        # If the rule contains a fault, cause it. The fault "busy 2" uses the CPU for 2 seconds
-        # without sending a message. Any other fault raises an error.
+        # If the rule contains a fault, cause this fault. The fault "busy 2" uses the CPU for 2
+        # seconds, and raises no error. All other faults raise an error.
         cause_fault(sequence)
         # Only the first update of a sequence contains `prompt_logprobs`. An update is the first if
         # the sequence has no tokens yet. This must be checked before `next_tokens` adds tokens.

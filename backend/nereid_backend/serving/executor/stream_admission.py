@@ -41,7 +41,7 @@ class StreamAdmission:
         # Counts the requests that wait for the engine. WaitingLimits is thread-safe.
         self._waiting_limits = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
         # Counts the sequences of all running and waiting requests. A client that already has
-        # sequences may not use the whole limit, so that other clients can start sequences, too.
+        # sequences cannot use up the whole limit, so other clients can start sequences, too.
         # SharedLimit is not thread-safe, so it needs a lock.
         self._sequence_limit = SharedLimit(settings.max_streams)
         self._sequence_limit_lock = threading.Lock()
@@ -64,8 +64,8 @@ class StreamAdmission:
         self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
-            # Remove the request from the waiting requests. None means that the request has not
-            # started.
+            # Remove the request from the waiting requests. `started=None` means that the request
+            # was never started.
             self._waiting_limits.leave(timing, started=None)
             raise self._too_many_sequences(envelope)
         serial = next(self._serials)

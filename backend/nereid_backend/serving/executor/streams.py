@@ -114,9 +114,9 @@ class Sequence:
         """Add an update from the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
         # An update can contain several tokens, but only one cumulative log-probability: the sum up
-        # to the last token. Store this sum for each token of the update. For the earlier tokens,
-        # the sum is only an approximation. It is used only if a stop string ends the output before
-        # the last token of the update.
+        # to the last token. Store this sum for each token of the update, although it is only an
+        # approximation for the earlier tokens. The approximation is used if a stop string ends the
+        # output at an earlier token.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             if self.logprobs is None:
@@ -254,9 +254,9 @@ class Stream:
         if self.has_ended or (has_output and is_first_step):
             return 0.0  # A time in the past means that the step is due immediately.
         if not self.may_send():
-            # The postprocessor must first process earlier steps, so check again later. With few
-            # streams, the interval is very short, and a check after each interval would waste CPU
-            # time. Therefore check at most ten times per heartbeat.
+            # The postprocessor must first process earlier steps, so check again later. If there are
+            # few streams, `interval_s` is very short, and checking once per interval would waste
+            # CPU time. Therefore check at most ten times in the time between two heartbeats.
             wait_s = max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
         elif has_output:
             wait_s = interval_s

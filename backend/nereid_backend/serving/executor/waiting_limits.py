@@ -130,7 +130,8 @@ class WaitingLimits:
                 "(max_waiting_tokens)"
             )
         # Refuse the request now if its time limit would probably expire in the queue. The real wait
-        # may be longer than the estimate, so the factor is less than 1.
+        # may be longer than the estimate, so even an estimate slightly below the time limit is too
+        # long.
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
         if wait_s is not None and wait_s > _SAFETY_FACTOR * limit_s:
             return (

@@ -56,9 +56,8 @@ class EmbeddingModel(PoolingStub):
         The tensor `input_ids` contains the token ids of all inputs, and the tensor `input_lengths`
         contains the number of token ids of each input. Without lengths, there is one input.
         """
-        # `read_array` limits the number of elements to the largest number of inputs.
-        # `input_lengths` has one element for each input, but `input_ids` has several, so it is not
-        # read with `read_array`.
+        # `read_array` is not used for `input_ids`. It limits the number of elements to the largest
+        # number of inputs, but `input_ids` contains several elements for each input.
         ids = tensors.array(request, names.INPUT_IDS)
         lengths = None
         if tensors.has_tensor(request, names.INPUT_LENGTHS):

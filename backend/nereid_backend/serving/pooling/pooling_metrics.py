@@ -66,11 +66,11 @@ class PoolingMetrics:
         self._labels = labels
         self._families = families  # The metrics exist as long as this object exists.
         self._values = _Values()
-        # `publish` sends the numbers in `_values` to these metrics of Triton server. A metric
-        # family contains one metric for each combination of label values. The gauge has only one
-        # combination, so its metric is created here. The metrics of a counter are created when they
-        # are first published. A histogram is published as several counters: NAME_bucket, NAME_count
-        # and NAME_sum.
+        # A metric family of Triton server contains one metric for each combination of label values.
+        # The gauge has only one combination, so its metric is created here. The metrics of the
+        # counters are created when they are first published. A histogram is published as several
+        # counters: NAME_bucket, NAME_count and NAME_sum. `publish` sends the numbers in `_values`
+        # to all these metrics.
         gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
         self._num_requests = gauge_family.Metric(labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")

@@ -176,8 +176,9 @@ class Choice:
         num_output_tokens = self._add_text_of_tokens(text_ids)
         if self.stop_string is None and len(text_ids) < len(delta.token_ids):
             # The last token of the sequence is a stop token. A stop token has no text, but it
-            # counts as a token of the output. It also counts as a reasoning token if the reasoning
-            # has not ended. `_add_text_of_tokens` has already counted the other reasoning tokens.
+            # counts as an output token. If the reasoning has not ended, it also counts as a
+            # reasoning token. `_add_text_of_tokens` has counted only the tokens before the stop
+            # token.
             num_output_tokens += 1
             self._totals.num_reasoning_tokens += self._message.is_reasoning
         self._record_tokens(num_output_tokens, delta)
@@ -191,11 +192,11 @@ class Choice:
         """
         if self.is_finished:  # The last output has already been returned.
             return None
-        # `_end_reasons` is set when the choice has ended. The output is then the last one of the
-        # choice.
+        # If `_end_reasons` is set, the choice has ended, so this call returns the last output of
+        # the choice.
         is_last = self._end_reasons is not None
-        # If the request is streaming, return new output at once: text, log-probabilities, or token
-        # ids that the client has requested.
+        # If the request is streaming, return new output at once. New output can be text,
+        # log-probabilities, or token ids that the client has requested.
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None

@@ -80,9 +80,9 @@ class ParsedMessage:
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
             # The client forbids tool calls, so text that looks like a tool call must stay in the
-            # content. With the format `adapted`, the parser leaves a call of an unknown tool in the
-            # content. Give the parser a list with only one tool, which no model can call. Every
-            # call is then a call of an unknown tool.
+            # content. The format `adapted` makes the parser leave calls of unknown tools in the
+            # content. The only tool of the parser is `_UNCALLABLE_TOOL`, whose name no model can
+            # generate. Therefore every call in the output is a call of an unknown tool.
             tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -158,11 +158,11 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
-                    # A ReasoningDelta reaches this case only if `separate_reasoning` is False. The
-                    # reasoning then stays in the content. If the prompt ends with a marker such as
-                    # "<think>", the parser has copied this marker to the beginning of the first
-                    # text. The model did not generate the marker, so remove it. If the parser has
-                    # copied no marker, `_prompt_marker` is "".
+                    # If `separate_reasoning` is False, the reasoning stays in the content. In this
+                    # case, the parser may have copied a marker, such as "<think>", from the prompt
+                    # to the beginning of the first text. The model did not generate this marker, so
+                    # remove it. If the parser has copied no marker, `_prompt_marker` is "", and the
+                    # text is not changed.
                     self._new_texts["content"].append(text.removeprefix(self._prompt_marker))
                     self._prompt_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):

@@ -50,7 +50,7 @@ class OpenStreams:
         self._streams.pop(state.slot, None)
 
     def open(self, state: StepState, choices: Choices) -> None:
-        """Store the choices of a new stream. Call `assign_slot` for the stream first."""
+        """Store the choices of a new stream. `assign_slot` must be called for the stream first."""
         self._streams[state.slot] = choices
 
     def get(self, state: StepState) -> Choices | None:

@@ -97,8 +97,8 @@ class PostprocessorModel:
         state = self._verify_step(request)
         if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
-        # Report the step as processed before it is processed. The executor can then send the next
-        # step earlier. The step is also reported if its processing fails below.
+        # Report the step to the executor before the step is processed here. The executor can then
+        # send the next step earlier, and the report is sent even if the processing fails.
         self._feedback.report(state.slot, state.serial, state.step)
         try:
             if self._streams.is_new(state):
@@ -127,8 +127,8 @@ class PostprocessorModel:
         previous_address = self._feedback.address
         packed_state = self._feedback.attach_and_verify(message)
         # The messages of an executor process contain the address of its shared memory. If a message
-        # contains a new address, the message comes from a new executor process. A client cannot
-        # forge an address, because the address contains a random number.
+        # contains a new address, the executor process was restarted. A client cannot send a message
+        # with a valid address, because the address contains a random number.
         is_from_restarted_executor = self._feedback.address != previous_address
         if is_from_restarted_executor:
             self._streams.clear()
@@ -147,9 +147,11 @@ class PostprocessorModel:
             self._streams.remove(state)
             self._record_span(choices)
         else:
-            # Tell the executor which sequences need no more tokens. These are all sequences of a
-            # disconnected client, and each sequence that has reached a stop string. If a client has
-            # disconnected, Triton server marks the requests of later steps as cancelled.
+            # Signal to the executor which sequences need no more tokens. If the client has
+            # disconnected, these are all sequences of the request. Otherwise, these are the
+            # sequences that have reached a stop string. `_check_cancel` can detect a disconnected
+            # client, because Triton server marks the later steps of the client's request as
+            # cancelled.
             self._check_cancel(choices, state, request)
             self._signal_stop_strings(choices, state)
         outputs = choices.take_outputs(is_last=state.is_last)
@@ -225,8 +227,8 @@ class PostprocessorModel:
             EngineError: `state` is not the first step of its stream, because the postprocessor was
                 restarted after the first step.
         """
-        # Assign the slot first. If opening the stream fails below, the later steps of this stream
-        # must not count as steps of a new stream.
+        # Assign the slot before the stream is opened. If opening the stream fails below, the later
+        # steps of the stream then do not count as the beginning of a new stream, and are ignored.
         self._streams.assign_slot(state)
         opening = state.opening
         if opening is None:

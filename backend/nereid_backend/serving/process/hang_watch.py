@@ -5,9 +5,10 @@ import os
 import time
 from collections.abc import Callable
 
-# `detect_hang` is called several times a second. If more than `_LONGEST_INTERVAL_S` seconds pass
-# between two calls, the parent process was probably paused, and perhaps the child process, too.
-# Therefore at most `_LONGEST_INTERVAL_S` seconds of each interval count as time without a message.
+# `detect_hang` is called several times a second. If two calls are further apart than
+# `_LONGEST_INTERVAL_S` seconds, the parent process was probably paused. The child process may have
+# been paused, too, and could then send no message. Therefore only the first `_LONGEST_INTERVAL_S`
+# seconds between two calls count as time without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
 # CPU, the time limit of a busy process is `_BUSY_LIMIT_FACTOR` times the usual time limit.
@@ -46,10 +47,10 @@ class HangWatch:
         # message. `_last_checked` is the time at which `detect_hang` last updated `silent_s`.
         self.silent_s = 0.0
         self._last_checked = clock()
-        # `_cpu_at_half_limit_s` is the CPU time of the process in seconds, measured when half of
-        # the time limit has passed without a message. Before that, it is None. When the whole time
-        # limit has passed, the CPU time that was used since the measurement shows whether the
-        # process is busy or hangs.
+        # `_cpu_at_half_limit_s` is the CPU time of the process in seconds. It is measured when half
+        # of the time limit has passed without a message. Before that time, it is None. When the
+        # whole time limit has passed, the CPU time is compared with this value. The increase shows
+        # whether the process is busy or hangs.
         self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
@@ -71,8 +72,8 @@ class HangWatch:
                 while it only waits, so its CPU use is ignored.
         """
         self._measure_silence(is_working=is_working)
-        # When half of the time limit has passed, store the CPU time of the process. `_is_busy`
-        # measures the CPU load from then on.
+        # When half of the time limit has passed, store the CPU time of the process. `_is_busy` uses
+        # the stored value to compute the CPU load since then.
         self._store_cpu_at_half_limit()
         has_limit = self._limit_s != 0
         if not has_limit or self.silent_s <= self._limit_s:
@@ -99,7 +100,7 @@ class HangWatch:
             self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
-        """Return whether the CPU load has been high since the middle of the time limit."""
+        """Return whether the CPU load is high. It is measured from half of the time limit on."""
         assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
         used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
         measured_s = self.silent_s - self._limit_s / 2

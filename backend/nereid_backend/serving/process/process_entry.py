@@ -134,9 +134,9 @@ def _run(service: Service, channel: Channel) -> int:
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. If there is no work,
-        # wait for a message, but only for a limited time, because work can also begin without a
-        # message. For example, when a process of tensor parallelism has died, `has_work` returns
-        # True, so that `advance` raises the error.
+        # wait for a message, but only for a limited time, because the service can also get work
+        # without a message. Example: if a process of tensor parallelism dies, `has_work` returns
+        # True, and `advance` then raises the error.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
         for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":

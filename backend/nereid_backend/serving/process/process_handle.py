@@ -95,9 +95,9 @@ class ChildProcess:
         # The connection to the process, and the thread that sends messages over this connection.
         self._channel = Channel(parent_end)
         self._outbox = Outbox(self._channel)
-        # `_hang_watch` detects a process that hangs: the process has work, but sends no message. If
-        # the model runs on a CPU, a long step can also take much time without a message. The CPU
-        # time that the process uses then shows whether the process is busy or hangs.
+        # `_hang_watch` detects whether the process hangs, which means that it has work but sends no
+        # message. On a CPU, a single step can take so long that a busy process seems to hang. In
+        # this case, the CPU time that the process uses shows whether it is busy.
         hang_timeout_s = program.hang_timeout.value
         self._hang_watch = HangWatch(hang_timeout_s, lambda: cpu_seconds(pid))
         # The text of the message "fatal": the reason that the process gave before its end.

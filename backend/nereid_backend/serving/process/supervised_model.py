@@ -216,9 +216,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
         packed = pack(message)
         process = self.processes[index]
         child = process.child
-        # Queue the request before the message is sent, because the child process could answer at
-        # once. If the child process is replaced before the loop takes the request from the queue,
-        # `process.child` is no longer `child`, and the loop ends the request.
+        # Queue the request before the message is sent. Otherwise, the answer of the child process
+        # could arrive before the request is in the queue. If the child process is replaced while
+        # the request is in the queue, the loop finds that `process.child` is no longer `child`, and
+        # ends the request.
         self._arrivals.put(_Arrival(request_id, request, process, child))
         child.send_packed(packed)
 
@@ -285,8 +286,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         Returns:
             The value of `wait_s` for the next round: the time until periodic work is due again.
         """
-        # A thread restarts a process that has died. If the thread has ended, use the new process,
-        # or log that the restart has failed.
+        # If a process has died, a thread restarts it. When this thread has ended, use the new
+        # process, or log that the restart has failed.
         self._use_restarted_processes()
         received = self._receive(wait_s)
         # A received message can belong to a request that has just arrived. Therefore take the new
@@ -418,7 +419,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         Therefore only the failure of the model's last process is logged with "error:".
         """
         if all(other.has_given_up for other in self.processes):
-            # `outage` is the message that clients now get. It contains the reason of the failure.
+            # `outage` is the error message that clients get from now on. The message contains the
+            # reason of the failure.
             tensors.progress(f"error: {self.log_prefix}{self.outage}")
         else:
             tensors.progress(

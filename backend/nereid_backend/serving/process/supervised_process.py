@@ -106,7 +106,7 @@ class SupervisedProcess:
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Start a new process. If this fails, try again at once, until `max_restarts` is reached.
+        """Start a new process. If this fails, try again, up to `max_restarts` attempts in total.
 
         The limit applies to all attempts since the process last worked, even if they belong to
         several deaths. This method runs in the restart thread. `error`, the reason of the death,

@@ -152,7 +152,8 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
             f"messages: item {index} has a content part {kind}, but this server supports only "
             f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
         )
-    # If a part has no field `type`, the name of another field, such as "file", is the type.
+    # If a part has no field `type`, `refused_type` is the name of another field of the part, such
+    # as "file".
     refused_type, reason = type_and_reason
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"

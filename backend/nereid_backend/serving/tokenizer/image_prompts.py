@@ -134,8 +134,8 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     """
     if not _is_image_part(part):
         return part
-    # Videos and audio always become data URLs. If the part contains the plain data, the data is
-    # converted to a data URL.
+    # The source of a video or of audio is always a data URL. If a part contains only base64 text, a
+    # data URL is made from this text.
     if is_video_part(part):
         source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
     elif is_audio_part(part):
@@ -208,9 +208,10 @@ class ImagePrompts:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
-        # Base64 converts three bytes to four characters, so _MAX_FILE_BYTES, the limit on files, is
-        # three quarters of MAX_IMAGE_BYTES, the limit on base64 texts. The total size is checked
-        # again below, because it also includes the images that the request contains as data URLs.
+        # The files are converted to base64, which turns three bytes into four characters. Therefore
+        # the limit on the files, _MAX_FILE_BYTES, is three quarters of MAX_IMAGE_BYTES, the limit
+        # on base64 text. The request can also contain images as data URLs, so the total size of all
+        # images is checked below.
         images_in_base64 = self._sources.read(images, ImageLimits(), _MAX_FILE_BYTES)
         num_bytes = sum(map(len, images_in_base64))
         if num_bytes > MAX_IMAGE_BYTES:

@@ -46,10 +46,9 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    # If torch is installed, transformers imports it. This import needs much memory and can crash.
-    # The entry None in sys.modules makes the import of torch fail, and transformers then works
-    # without torch. If this process has already imported torch, `setdefault` keeps torch, because
-    # nothing would be saved.
+    # If torch is installed, transformers imports torch, which needs much memory and can crash. The
+    # entry None in sys.modules makes this import fail, so that transformers works without torch. If
+    # this process has already imported torch, `setdefault` does not replace the module.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     with importing():  # The imports in this block are faster.
         from transformers import AutoTokenizer
@@ -157,7 +156,8 @@ class PromptBuilder:
         # The limit on bytes always applies, because converting a huge text to tokens would take too
         # long.
         self.limits.check_text(text)
-        # If surplus tokens are removed below, the limit on tokens does not apply.
+        # If the caller has set `num_kept`, surplus tokens are removed below. In this case, the
+        # limit on tokens does not apply.
         removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
             text, add_special_tokens=add_special_tokens, limit_length=not removes_surplus_tokens

@@ -109,7 +109,7 @@ def read_sampling(
     if engine_fields.get("allowed_token_ids") == []:
         # Some clients send [] if all tokens are allowed, but the engine refuses an empty list.
         del engine_fields["allowed_token_ids"]
-    # The other fields of the request must be converted for the engine.
+    # The engine cannot use the other fields of the request directly, so these fields are converted.
     checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
         **engine_fields,
@@ -171,8 +171,8 @@ def _options(fields: RequestFields) -> RequestOptions:
         skip_special_tokens=fields.skip_special_tokens,
         separate_reasoning=separate_reasoning,
         include_reasoning=fields.include_reasoning,
-        # If either field is set, the response contains the token ids of the prompt and of the
-        # output.
+        # If return_token_ids or return_prompt_token_ids is set, the response contains the token ids
+        # of the prompt and of the output.
         return_token_ids=fields.return_token_ids or fields.return_prompt_token_ids,
         timeout_s=fields.timeout,
         queue_timeout_s=fields.queue_timeout,

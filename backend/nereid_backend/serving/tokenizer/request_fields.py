@@ -141,8 +141,8 @@ ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPar
 }
 # All fields that have an effect on the generation.
 FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
-# `select_and_parse` does not parse the values of these fields. The fields of the first group have
-# text values. The values of the second group are parsed later by other modules.
+# `select_and_parse` does not parse the values of these fields. The fields in the first group are
+# texts. The fields in the second group are parsed later by other modules.
 _TEXT_FIELDS = frozenset(
     {
         *(

@@ -84,9 +84,9 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
-        # Some tokenizers shorten a text before they split the text into tokens. One token can then
-        # represent more bytes of the text than the token itself has. Therefore allow at least
-        # `_MIN_TOKEN_BYTES` bytes for each token.
+        # Some tokenizers shorten a text before they split the text into tokens. Then a token of 4
+        # bytes, for example, can represent 10 bytes of the original text. Therefore allow at least
+        # `_MIN_TOKEN_BYTES` bytes of text for each token.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
         # The messages of a chat can be longer than the rendered prompt, because a chat template can
         # drop text, such as the reasoning of earlier answers.
@@ -120,9 +120,10 @@ class RequestLimits:
         # bytes. Counting the characters is fast, because the text need not be encoded.
         min_bytes = len(text)
         if min_bytes > self.max_request_bytes:
-            # The error message gives a minimum for the number of tokens of the prompt. The JSON
-            # text may contain each byte of the prompt as an escape sequence, such as \u0041, so the
-            # prompt can have fewer bytes than the JSON text.
+            # The error message contains the smallest number of tokens that the prompt can have. To
+            # compute this number, assume that the JSON text writes each byte of the prompt as an
+            # escape sequence, such as \u0041. The prompt then has the smallest possible number of
+            # bytes.
             min_prompt_bytes = min_bytes // _ESCAPED_BYTES
             raise self._length_error(
                 f"{field}: the request has {min_bytes} bytes", min_prompt_bytes
@@ -164,12 +165,12 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` has computed max_messages from max_model_len and the least number of tokens of
-        # one message. Therefore this quotient is approximately the least number of tokens of one
-        # message.
+        # To compute max_messages, `derive` has divided max_model_len by the smallest number of
+        # tokens of a message. Therefore the division below gives approximately this smallest
+        # number.
         min_message_tokens = self.max_model_len // self.max_messages
-        # The frontend reads the two numbers in this message to recognise a prompt that is too long.
-        # Therefore the number of tokens must exceed the limit.
+        # The frontend recognises a prompt that is too long by the two numbers in this message: the
+        # number of tokens must exceed the limit. Therefore use at least the limit plus 1.
         least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
         raise RequestError(
             f"messages: the request has {count} messages, which need at least {least_tokens} "
@@ -234,9 +235,9 @@ class RequestLimits:
         # max_prompt_bytes is the product of max_model_len and the largest number of bytes of a
         # token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
-        # The quotient can be lower than the limit, but the number of tokens in the message must
-        # exceed the limit. The frontend reads these two numbers to recognise a prompt that is too
-        # long.
+        # The frontend recognises a prompt that is too long by the two numbers in this message: the
+        # number of tokens must exceed the limit. The computed number of tokens may be lower.
+        # Therefore use at least the limit plus 1.
         least_tokens = max(min_bytes // max_token_bytes, self.max_model_len + 1)
         return RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "

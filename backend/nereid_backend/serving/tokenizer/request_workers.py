@@ -68,7 +68,7 @@ class RequestWorkers:
         self._long: ClientTurns[_Job] = ClientTurns()
         # The number of long requests that threads of the pool are processing.
         self._num_running = 0
-        # Limits the number of long requests that wait or run, in total and for each client.
+        # This object limits how many long requests may wait or run, in total and for each client.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)

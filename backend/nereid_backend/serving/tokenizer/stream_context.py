@@ -72,8 +72,8 @@ def stream_context(
         prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
         prompt=prompt_tail(prompt) if is_chat else None,
         seed_token_ids=() if is_chat else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-        # `prepend` is the text of the prompt if the output must begin with this text, otherwise "".
-        # `_text_to_prepend` can raise a RequestError.
+        # If the output must begin with the text of the prompt, `prepend` is this text. Otherwise,
+        # `prepend` is "". `_text_to_prepend` can raise a RequestError.
         prepend=_text_to_prepend(prompt, stream=stream, is_chat=is_chat, excluded=excluded),
         # These options control how tokens are converted to text.
         stop=options.stop,

@@ -23,9 +23,9 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# If a request has a larger budget, `_LARGEST_BUDGET` is used instead, because a message to the
-# engine cannot contain arbitrarily large numbers. The output stays the same, because every output
-# has fewer than `_LARGEST_BUDGET` tokens.
+# A message to the engine cannot contain arbitrarily large numbers. If a request has a reasoning
+# budget above `_LARGEST_BUDGET`, replace the budget by `_LARGEST_BUDGET`. The output stays the
+# same, because every output has fewer than `_LARGEST_BUDGET` tokens.
 _LARGEST_BUDGET = 2**31 - 1
 # `_CODE` matches the Jinja code between {{ }} or {% %}. `_STRING` matches a string literal inside
 # that code.

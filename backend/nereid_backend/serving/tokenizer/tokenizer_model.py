@@ -196,9 +196,8 @@ class TokenizerModel:
         returns = _requested_outputs(request)  # the names of the optional output tensors
         tools = None if body is None else read_tools(body)
         grammar = self._grammar(body, fields, prompt, tools)
-        # If a request asks for the output tensor `logprobs`, it may omit the field `logprobs`. The
-        # engine computes log-probabilities only if this field is set, so the missing field is added
-        # here.
+        # A request may ask for the output tensor `logprobs` without setting the field `logprobs`.
+        # The engine computes log-probabilities only if this field is set, so add the field here.
         logprobs_field = _missing_logprobs_field(fields, returns, is_chat=is_chat)
         params, options = read_sampling(
             fields | logprobs_field,

@@ -76,13 +76,13 @@ class CompiledTag:
         """
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
-        # The declared white space before the value: `\n` in `<p={key}>\n`. It is not a part of the
-        # value.
+        # The format may declare white space between the opening tag and the value, such as `\n` in
+        # `<p={key}>\n`. This white space is not a part of the value.
         self.padding = declaration.open.removeprefix(opening_tag)
         self.close = declaration.close.strip()
-        # The declared white space before the closing marker: the first `\n` in `\n</p>\n`. The
-        # model may omit this white space. If the model writes it, the regex matches it together
-        # with the marker, because it is not a part of the value.
+        # The format may declare white space before the closing marker, such as the first `\n` in
+        # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
+        # with the marker. The model may also omit the white space.
         optional_whitespace = declaration.close.removesuffix(declaration.close.lstrip())
         end_search = _compile_end_search(self.close, early_ends, optional_whitespace)
         self.find_end = end_search.complete.search
@@ -231,15 +231,17 @@ class CompiledTags:
         early_ends = (*stop_markers, *openings)
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
-        # Finds closing tags, such as `</p>` (group "close"), and the start of opening tags, such as
-        # `<p=`. If a closing tag follows a stop marker, the value contains the stop marker.
+        # This regex finds closing tags, such as `</p>` (group "close"), and the start of opening
+        # tags, such as `<p=`. In `a</function>b</p>`, the closing tag `</p>` shows that the stop
+        # marker `</function>` is a part of the value.
         closes = _any_marker_regex(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_marker_regex(openings)}"
         ).finditer
-        # If another tool call follows a stop marker, the value has ended before the stop marker.
-        # This function matches the markers before the next header: `</function></call><call>` in
-        # `</function></call><call><function=f>`. It also matches the empty text.
+        # This function matches the markers before the header of the next tool call:
+        # `</function></call><call>` in `</function></call><call><function=f>`. If such a header
+        # follows, the stop marker `</function>` ends the value. The function also matches the empty
+        # text.
         markers = _any_marker_regex(markers_between_calls)
         self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
         self._head = head
@@ -275,8 +277,8 @@ class CompiledTags:
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
         """
-        # The caller waits until text has arrived or the message has ended. If there is no text at
-        # `pos`, the message has therefore ended.
+        # This method is called only after text has arrived or the message has ended. If there is no
+        # text at `pos`, the message has ended.
         is_message_end = pos == len(text)
         has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
         if has_no_arguments:
@@ -316,8 +318,8 @@ class CompiledTags:
                 return MarkerRole.PART_OF_VALUE
             if self._starts_next_call(text, pos, opening_pos=match.start(), tools=tools):
                 return MarkerRole.AFTER_VALUE
-            # No header of another tool call precedes this opening tag. The tag may be a part of the
-            # value, so the search continues.
+            # This opening tag does not directly follow the header of another tool call, so the tag
+            # may be a part of the value. The search continues.
         may_be_decided_later = not is_final and len(text) < search_end
         return MarkerRole.UNDECIDED if may_be_decided_later else MarkerRole.AFTER_VALUE
 
@@ -331,8 +333,8 @@ class CompiledTags:
         """
         markers = self._match_markers_between_calls(text, pos, opening_pos)
         assert markers is not None  # The regex also matches the empty text.
-        # Match the header, such as `<function=f>`. The opening tag of an argument follows, so the
-        # header is complete, and the value of `is_final` makes no difference.
+        # Match the header, such as `<function=f>`. The header is complete, because the opening tag
+        # of an argument follows. The result therefore does not depend on `is_final`.
         head = self._head.match(text, markers.end(), is_final=False)
         if not isinstance(head, PatternMatch):
             return False

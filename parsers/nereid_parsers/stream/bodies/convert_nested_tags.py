@@ -166,9 +166,9 @@ class NestedReader(StepReader):
         written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
         """
         parent = self._elements[-1]
-        # The value of an earlier child with the same name may still be stored. The values of the
-        # two children then become items of one array. No key is written now, because the key has
-        # been written for the earlier child.
+        # If the value of an earlier child with the same name is still stored, the values of the two
+        # children become items of one array. The key of this array has been written for the earlier
+        # child, so no key is written now.
         continues_array = parent.has_stored_value_of(name)
         if not continues_array:
             self._write_key(parent, name)  # Writes the stored values of other children first.
@@ -249,8 +249,8 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if may_be_completed:
             return False
-        # The tag of the child is malformed, too long or cut off, so the name of the child is not
-        # known. The element becomes an object or an array. The next step is then `_read_tag`, which
+        # The child's tag is malformed, too long or cut off, so the name of the child is not known.
+        # The element becomes an object or an array. The method `_read_tag`, which runs next,
         # rejects the tag.
         self._open_container(element, first_child="")
         return True
@@ -278,10 +278,10 @@ class NestedReader(StepReader):
             first_child: The name of the element's first child.
         """
         if not element.is_key_written:  # As for the second `a` in `~<a>1~</a>~<a>~<b>`.
-            # The previous element has the same name, here `a`. Two such elements become one array
-            # if they contain only text, so the key was not written a second time. This element
-            # contains a child, so it does not belong to the array. Its key is written now:
-            # `"a": 1, "a": {`.
+            # The previous element has the same name, here `a`. When this element was opened, no key
+            # was written, because the two elements could still become the items of one array. Now
+            # this element contains a child, so it cannot be such an item. The omitted key is
+            # written: `"a": 1, "a": {`.
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
@@ -364,8 +364,8 @@ class NestedReader(StepReader):
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = element.value_as_json()
         schema_allows_array = element.types is None or "array" in element.types
-        # Only a child of an object may become an item of a new array. A child of an array is
-        # already an item.
+        # Values with the same name in an object may become the items of a new array. If the parent
+        # is an array, the value is already an item of an array.
         may_become_item = parent.kind is ElementKind.OBJECT and schema_allows_array
         if may_become_item:
             parent.stored_values.append(value)

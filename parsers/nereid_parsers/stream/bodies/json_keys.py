@@ -164,12 +164,13 @@ class KeyRoles:
             `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
                                                                         object may be content
         """
-        # An object with an undeclared key can be recognised as a tool call in two cases: a marker
-        # or an earlier tool call confirms this, or the names of the offered tools are known.
+        # The parser can recognise an object with an undeclared key as a tool call in two cases: a
+        # marker or an earlier tool call has shown that the object is a tool call, or the names of
+        # the offered tools are known.
         is_call_recognizable = self._is_confirmed or self._writer.tools.is_known
         if is_object and is_call_recognizable and not self._parts.has_arguments:
-            # The name of the key decides: `input` probably contains the arguments, and `function`
-            # probably contains the whole tool call.
+            # The key shows what its value probably is: `input` contains the arguments, and
+            # `function` contains the whole tool call.
             deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
                 self._writer.add_deviation(deviation.description)
@@ -201,8 +202,8 @@ def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None
     is_beside_arguments = _parent(path) == _parent(keys.arguments)
     if key in _ARGUMENTS_KEYS and is_beside_arguments:
         return _Deviation(KeyRole.ARGUMENTS, f"the arguments are under the key {key!r}")
-    # A wrapper is an object around the whole tool call, as in `{"function": {..}}`. Its key belongs
-    # to the outermost object, so the path consists of only this key.
+    # Models may enclose the whole tool call in an object, as in `{"function": {..}}`. The key
+    # `function` is in the outermost object, so `path` consists of only this key.
     if path in _WRAPPER_KEYS and not has_name:
         return _Deviation(KeyRole.WRAPPER, f"the tool call is under the key {key!r}")
     return None

@@ -48,11 +48,12 @@ class ObjectReader(StepReader):
         self._is_confirmed = is_confirmed
         self._name_is_key = isinstance(keys, NameIsKey)  # As in `{"f": {..arguments..}}`.
         self._parts = CallParts()  # The name, the id and the arguments that have been read.
-        # Decides what each key means: the name, the arguments or something else. If a key deviates
-        # from the format, the deviation is reported to the writer.
+        # `_roles` decides whether a key contains the name, the arguments or something else. If a
+        # key deviates from the format, `_roles` reports the deviation to the writer.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # The keys of the enclosing objects, for example ["function"] inside `{"function": {"name":
-        # ..`. A key that the format does not declare is stored as "", and `_path_of_key` omits it.
+        # The keys of the enclosing objects. Example: inside `{"function": {"name": ..`, the list is
+        # ["function"]. For a key that the format does not declare, the list contains "", which
+        # `_path_of_key` omits.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
         # `_string` and `_scanner` read the members of the object.
@@ -124,9 +125,8 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # If the object contains no arguments, the tool call may not have started yet, so it is
-        # started now. This is impossible, for example, if the object contains no name. The object
-        # is then content.
+        # A tool call without arguments may not have started yet, so it is started now. If it cannot
+        # be started, for example because the object contains no name, the object is content.
         if not self.writer.is_open and not self._start_call_without_arguments():
             return self._reject(pos)
         if not self._parts.has_arguments:
@@ -325,8 +325,8 @@ class ObjectReader(StepReader):
                 return self._reject(pos)
         if self._name_is_key:  # As in `{"f": {..arguments..}}`.
             self._parts.name = self._key
-        # The tool call may already be open: if a marker confirms a tool call, it starts when its
-        # name is read.
+        # If a marker shows that the object is a tool call, the tool call may have started when its
+        # name was read. Otherwise it starts now.
         can_start = self._parts.name is not None and not self.writer.is_open
         if can_start and not self._start_call():
             return self._reject(pos)  # The request does not offer a function of this name.

@@ -163,9 +163,8 @@ class TaggedReader(StepReader):
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         match = find_marker(text, pos)
-        # If the match is the closing marker of the value, its group is "close". If it is another
-        # marker that may end the value, its group is "early". If it is an incomplete marker, it has
-        # no group.
+        # The group of the match is "close" for the closing marker of the value, and "early" for
+        # another marker that may end the value. For an incomplete marker, the group is None.
         while match is not None:
             text_end = match.start()  # The match starts with the white space before the marker.
             if match.lastgroup is None:  # Only the beginning of a marker has arrived.
@@ -287,7 +286,7 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
-        # `_next_step` is the method that would have read the next text.
+        # `_next_step` is the method that would read the next text if the message had not ended.
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
         if self.writer.is_open and is_between_arguments:

@@ -71,8 +71,8 @@ class TaggedValue:
             text = self.text
             may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
             return not may_become_null
-        # Only the first piece is examined, because joining all pieces for each new piece would be
-        # slow. The first piece is never empty.
+        # Examine only the first piece, which is never empty. Joining all pieces each time a new
+        # piece arrives would be slow.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
 

@@ -302,9 +302,9 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return False  # Each integer is a number.
     if allows_string:
         return True
-    # Neither the type of the value nor a string is allowed. A word such as `12` or `true` becomes a
-    # string, like any other unexpected word. `null`, arrays and objects are kept. A fraction is
-    # kept if an integer is allowed.
+    # The schema allows neither the type of the value nor a string. Numbers and booleans, such as
+    # `12` and `true`, become strings, like any other unexpected word. `null`, arrays and objects
+    # are kept. A number such as `1.5` is kept if the schema allows an integer.
     is_fraction_for_integer = json_type == "number" and "integer" in types
     return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
 

@@ -133,13 +133,13 @@ class LiteralReader:
         """
         if self._expected is Expected.VALUE:
             return "null"
-        # `_expected` becomes COLON as soon as a key starts, so the string of the key may still be
-        # open.
+        # `_expected` becomes COLON at the start of a key, as in `{'a`, so the rest of the key may
+        # be missing.
         is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
         if is_key_incomplete:
-            # The brace `{` opens an object or a set, and a set becomes a JSON array. The colon
-            # after the first key shows that the brace opens an object. Therefore, the brace is
-            # written together with this key.
+            # The brace `{` opens an object or a set, and a set becomes a JSON array. Therefore, the
+            # brace is not written until the colon after the first key shows that the brace opens an
+            # object.
             return "" if self._containers[-1].num_written_keys else "{"
         string = self._string
         if string is None:
@@ -264,9 +264,10 @@ class LiteralReader:
             The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
-        # A closing bracket may replace an item or a key, as in `[]` and `{'a': 1,}`. It is not
-        # allowed where a value is required (Expected.VALUE): at the start of the literal and after
-        # a colon. In all other cases, a bracket is open, so `_containers` is not empty.
+        # A closing bracket is allowed where an item or a key could start, as in `[]` and
+        # `{'a': 1,}`. At the start of the literal and after a colon, a value is required
+        # (Expected.VALUE), so a closing bracket is not allowed. Everywhere else, a bracket is open,
+        # so `_containers` is not empty.
         may_close = self._expected is not Expected.VALUE
         if may_close and char == self._containers[-1].close:
             self._close_container()
@@ -378,9 +379,9 @@ class LiteralReader:
         else:
             string_parts = []  # The text is stored until the whole string has been read.
         # The second quote of `'it's'` is a part of the string. A quote closes the string only if
-        # `can_follow` matches the text after the quote. This text depends on whether the string is
-        # a key, an item or a whole argument. If no bracket of the literal is open, the string is a
-        # whole argument, such as `'x'` in `f(a='x')`.
+        # `can_follow` matches the text after the quote. Which text may follow depends on whether
+        # the string is a key, an item or a whole argument. If no bracket of the literal is open,
+        # the string is a whole argument, such as `'x'` in `f(a='x')`.
         can_follow = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
@@ -413,9 +414,9 @@ class LiteralReader:
             case StringRole.CONVERTED_VALUE:
                 self._json_parts.append(self._convert_string(string))
             case StringRole.KEY:  # The key is written together with the colon that must follow.
-                # For a string in quotes, the JSON text of a key and the JSON text of an item are
-                # equal. For a word without quotes, they differ: `1` becomes the key `"1"` or the
-                # item `1`.
+                # A string in quotes has the same JSON text as a key and as an item: `'a'` becomes
+                # `"a"`. Only a word without quotes has two JSON texts: `1` becomes the key `"1"` or
+                # the item `1`.
                 json_text = string.whole_json()
                 self._key = KeyOrItem(key_json=json_text, item_json=json_text)
 

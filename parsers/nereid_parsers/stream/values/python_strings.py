@@ -191,9 +191,9 @@ class StringReader:
             self._output.append(escape_json(self._quote))
             return quote_end
         # In `'x', b=`, the second quote closes the string. In `'x', or not'`, it is a part of the
-        # string. If only `'x',` has arrived, more text is needed to decide. No more text is needed
-        # if the match ends before the end of `text`, or if the maximum number of characters has
-        # arrived.
+        # string. If only `'x',` has arrived, both cases are still possible, so more text is
+        # required. After `_MAX_LOOKAHEAD_CHARS` characters, no more text is required: the quote
+        # closes the string.
         may_match_more = text_after_quote.end() == len(text)
         has_whole_lookahead = len(text) >= max_end
         if may_match_more and not has_whole_lookahead and not is_final:

@@ -149,8 +149,8 @@ class WrapperFilter:
             return self._stop_filtering(text)
         self._waits_for = _WaitsFor.FIRST_KEY
         whitespace, brace, after_brace = text.partition("{")
-        # The text after the brace may already contain the key. If this text must be stored,
-        # `_read_key` returns "".
+        # The text after the brace may contain the first key. `_read_key` returns this text, or ""
+        # if the text must be stored for later.
         text_from_key = self._read_key(after_brace)
         return whitespace + brace + text_from_key
 

@@ -195,8 +195,9 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    # The text before each name is reversed, so that it starts next to the name. The index of a
-    # digit is then the number of characters between the digit and the name.
+    # The text before each name is reversed, so that an index counts from the name. Example: the
+    # text before the name in `0 f` becomes ` 0`. The digit has the index 1, because one character
+    # is between the digit and the name.
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
     return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)

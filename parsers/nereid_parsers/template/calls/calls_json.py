@@ -140,8 +140,9 @@ def _declare_object_and_array(
         array: The array in a message with two tool calls.
     """
     array_format = _read_one_array(keys, array)
-    # The opening marker of the list of all tool calls. It is "" if the list has no opening marker,
-    # or if this marker is declared in the `Call` of the array instead.
+    # The opening marker of the list of all tool calls, or "" if the list has no opening marker. It
+    # is also "" if the array has an opening marker, but no closing marker. The opening marker is
+    # then a part of the array's `Call`.
     marker_before_list = array_format.markup.open.strip()
     is_object_in_list = json_object.before.strip() == marker_before_list
     if is_object_in_list:  # The markers around the list, if there are any, enclose the object too.

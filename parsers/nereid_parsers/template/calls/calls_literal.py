@@ -95,9 +95,9 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # The caller has checked that no markers enclose a single call. Therefore, `markup.item_open` is
-    # only white space. This white space precedes the first call, so it becomes a part of the text
-    # before all calls.
+    # `markup.item_open`, the text before each call, contains no marker, only white space. The
+    # caller has checked this. The white space also precedes the first call, so it becomes a part of
+    # the text before all calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)

@@ -63,8 +63,8 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
-    # In `<c>f .. ~</c>~<c>g ..`, the marker `~` between the two calls belongs to the tag `<c>`
-    # after it. But the comparison assigns this marker to the end of the first call.
+    # In `<c>f .. ~</c>~<c>g ..`, the second `~` belongs to the tag `<c>` after it. But
+    # `_markup_of_calls` has assigned this `~` to the end of the first call, so it is moved.
     markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
     calls = calls_with_head(markup_of_calls, call.after_name, NestedTags(call.tag_marker))
     return CallFormat("nested elements", calls, markup_of_calls)
@@ -85,8 +85,8 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     # In the docstring's example, `before_name` is `<c>`, `before_opening_tag` is ` ~`,
     # `before_closing_tag` is `~`, and `after` is `</c>`. The other texts are not needed.
     before_name, before_opening_tag, _, before_closing_tag, _, after = pieces
-    # The text between the value and the closing tag consists only of the marker. The text before
-    # the opening tag ends with the marker, but may start with other text.
+    # In `1~</a>`, the text between the value and the closing tag is only the marker `~`. In
+    # `f ~<a>`, other text, here a space, may precede the marker.
     tag_marker = before_closing_tag.strip()
     after_name = before_opening_tag.removesuffix(tag_marker)
     return _NestedCall(before_name, after_name, tag_marker, after)
@@ -131,8 +131,8 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """
     if not marker or not calls.item_close.endswith(marker):
         return calls  # Each text already starts with its own marker.
-    # The marker directly precedes the next tag. No separator is between them, so `separator` stays
-    # unchanged.
+    # The marker is moved to the tag that directly follows it. There is no separator between the
+    # marker and this tag, so `separator` stays unchanged.
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

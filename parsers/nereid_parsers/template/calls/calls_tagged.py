@@ -109,7 +109,7 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
 
 
 def _markup_around_names_and_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """For tool calls with tags, return the texts before the names and after the last values.
+    """Return the text before the name and the text after the last value in tool calls with tags.
 
     Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
     `item_close` is `</k></c>` and `separator` is `;`. Each list item extends from the name to the
@@ -195,8 +195,8 @@ def _infer_value_tags(
     open_with_type = _open_pattern_with_type(around_string, around_number)
     if open_with_type is not None:  # Case 2: the opening tag contains the type.
         return replace(string_tags, open=open_with_type)
-    # The closing tag of a number, such as `</json>` in case 3. It is "" if a string has the same
-    # closing tag.
+    # The closing tag of a number, such as `</json>` in case 3. If strings have the same closing
+    # tag, `own_close` is "".
     own_close = _closing_tag_of_number(around_number, around_string)
     number_tags = TaggedArguments(_open_pattern(around_number), own_close or close)
     if number_tags == string_tags:  # Case 1
@@ -238,8 +238,8 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
     before_key = after_name.removeprefix(arguments.open)
     if not before_key:
         # In `<call f>a=41`, no text precedes the key `a`. But the parser can find an argument only
-        # by the text before its key. Therefore, the text before the key of a string is used
-        # instead.
+        # by the text before its key. Therefore, the text that precedes the key of a string argument
+        # is used instead.
         before_key = arguments.item_open
     return _TextAroundArgument(before_key, before_value, after_value)
 

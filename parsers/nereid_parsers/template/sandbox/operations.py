@@ -54,8 +54,8 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
     elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
         check_format(budget, left, values=[right])
         if isinstance(right, tuple):
-            # A number in the tuple may be the width of a field. In `'%*d' % (9, 1)`, the width is
-            # 9. Large numbers are rejected.
+            # A number in the tuple `right` may be the width of a field, such as 9 in
+            # `'%*d' % (9, 1)`. A large width gives a long text, so large numbers are rejected.
             check_numbers(right)
 
 
@@ -75,7 +75,8 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
     match name:
         case "format" | "format_map":
-            # The argument of `format_map` is a dict, whose size includes its values.
+            # The argument of `format_map` is a dict. Its size includes the sizes of its values, so
+            # the dict is checked like an argument of `format`.
             check_format(budget, owner, values=args)
         case "replace" if len(args) > 1:
             _check_replace(budget, owner, old=args[0], new=args[1])

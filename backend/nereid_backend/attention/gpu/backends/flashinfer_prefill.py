@@ -56,8 +56,9 @@ class FlashInferPrefill:
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Compute all prefills of a step in one call; see `AttentionBackend.attend`."""
         spec = inputs.call.spec
-        # `shared` contains values that are computed once per step. All layers with the same `spec`
-        # use one wrapper. The first of these layers plans the wrapper.
+        # `shared` contains values that are computed once per step. A FlashInfer wrapper stores the
+        # metadata of the step for all layers with an equal `spec`. The first of these layers adds
+        # the wrapper to `shared`.
         shared = inputs.rows.shared
         wrapper = shared.get(("flashinfer", spec))
         if wrapper is None:

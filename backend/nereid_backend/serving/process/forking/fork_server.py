@@ -158,9 +158,9 @@ class ForkServer:
         # After its request, the Triton model sends nothing over this connection. Therefore the only
         # later event is that the Triton model has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
-        # The process that requested the child receives two numbers. The first number is the process
-        # id of the child, and is sent here. The second number is the exit code of the child, and is
-        # sent by `_reap`.
+        # The process that requested the child receives two numbers: first the process id of the
+        # child, then the exit code of the child. The process id is sent here, and `_reap` sends the
+        # exit code.
         self._send_to_requester(child=pid, number=pid)
 
     def _fork(self, request: Request) -> int | None:
@@ -378,9 +378,10 @@ def _reason_against_forks() -> str | None:
     A forked process has only one thread. If another thread of its parent owns a lock during the
     fork, the forked process can wait for this lock forever.
     """
-    # OpenBLAS is a library that numpy uses. It starts threads when it is imported, but it ends
-    # these threads before each fork, so they do not make forks unsafe. Fork once here, so that the
-    # threads of OpenBLAS have ended before the threads of the process are counted below.
+    # Count the threads of this process, because a fork is unsafe if there are several threads.
+    # numpy uses the library OpenBLAS, which starts threads. These threads are harmless, because
+    # OpenBLAS ends them before each fork. Fork once before counting, so that the threads of
+    # OpenBLAS are not counted.
     pid = os.fork()
     if pid == 0:
         os._exit(0)

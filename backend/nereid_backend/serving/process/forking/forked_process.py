@@ -121,9 +121,9 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
         "module": module,
         # The fork server replaces {fd} by the file descriptor of `channel` in the new process.
         "arguments": ["{fd}", title],
-        # The fork server refuses the request if its Python version or its environment variables
-        # differ from these values. Otherwise, the modules that the fork server has imported could
-        # be wrong for the new process.
+        # If the Python version or the environment variables of the fork server differ from these
+        # values, the fork server refuses the request. Modules that were imported with other values
+        # could be wrong for the new process.
         "python": python_identity(),
         "environment": dict(os.environ),
         "folder": os.getcwd(),

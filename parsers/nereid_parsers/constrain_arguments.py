@@ -110,8 +110,8 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
         schema: The JSON schema of the argument. If it lists the allowed strings, the node matches
             only these strings. Otherwise the value may be any text.
     """
-    # `pattern_node` ignores fields that are not in the opening tag. Example: the tag
-    # `<p name="a" string="true">` contains the fields `key` and `string`, but no field `type`.
+    # `pattern_node` ignores fields that are not in the pattern of the opening tag. Example: the
+    # pattern `<p name="{key}" string="{string}">` contains no field `type`.
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)  # The allowed strings, or None.
     if choices is not None:

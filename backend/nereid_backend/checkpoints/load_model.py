@@ -246,7 +246,7 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
-    """Return the class of transformers that can generate text with a model, or None.
+    """Return the class in the library transformers that generates text with a model, or None.
 
     The config of a model has a class (such as LlamaConfig), and a field `architectures` with the
     name of the model's class. The result is the first of these classes that exists:

@@ -96,8 +96,8 @@ class StepPlanner:
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
         else:
-            # There is only one client, which may use the whole token budget for its prompts. Remove
-            # the limits of an earlier step with several clients.
+            # There is only one client, which may use the whole token budget for its prompts. Limits
+            # from an earlier step, in which there were several clients, no longer apply.
             self.prefill_shares.clear()
             chunks = self._plan_chunks()
         return self._make_plan(chunks)

@@ -14,9 +14,9 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# For each value of weight_dtype, the average size of a rounded weight in bytes. Example: 64 weights
-# of int8 need 64 bytes, and their common scale needs 2 bytes. Error messages recommend the first of
-# these values that saves enough memory.
+# Maps each value of weight_dtype to the average size of a rounded weight in bytes. Example: 64
+# weights of int8 need 64 bytes, and their common scale needs 2 bytes. Error messages recommend the
+# first value of weight_dtype with which the weights fit into the memory.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 

@@ -278,7 +278,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def response_format_of_text(self) -> Json | None:
-        """The field text.format as a response_format of chat completions. None means plain text."""
+        """The field text.format, converted to a response_format. None means plain text."""
         given = self.format
         if given.get("type") == "text":
             return None

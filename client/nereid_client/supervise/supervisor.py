@@ -358,8 +358,8 @@ class Supervisor:
         # Each process receives SIGTERM, and SIGKILL if it still runs after its grace time. After a
         # second signal to the supervisor, `wait` returns True at once, and SIGKILL follows at once.
         wait = self._second_signal.wait
-        # The list contains first the Triton server and then the frontend. It is reversed, because
-        # the frontend must close its streams to the server before the server ends.
+        # `_programs` contains the Triton server, followed by the frontend. The frontend is stopped
+        # first, because it must close its streams to the server before the server ends.
         for program in reversed(self._programs):
             grace_s = _SERVER_GRACE_S if program is self._server else _FRONTEND_GRACE_S
             program.child.stop(grace_s, wait)

@@ -1,4 +1,4 @@
-"""Reads the text between tool calls: white space, separators and the marker after all calls."""
+"""Reads the text after a tool call: white space, a separator, or the marker after all calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# If no tool call follows a marker such as `<tool_calls>`, the parser may return the marker as
-# content. This text is then the `reason` of the content event.
+# The `reason` of a content event with a marker such as `<tool_calls>`, which the parser returns as
+# content because no tool call follows the marker.
 _EMPTY_SECTION = "the tool section contains no call"
 
 

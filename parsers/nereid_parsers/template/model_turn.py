@@ -191,7 +191,7 @@ def _header_as_written(text: str, header: str) -> str:
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
-    r"""While `text` ends with one of the suffixes, remove the suffix and white space after it.
+    r"""Remove all suffixes, and the white space after each suffix, from the end of `text`.
 
     The suffixes may occur in any order, and several times.
 

@@ -41,8 +41,9 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
     if not _offers_tools(prober):
         return None
     section = None
-    # If the rendering contains the function's name, the template renders tool calls in a form that
-    # the analysis cannot infer. A form from the registry would contradict this form.
+    # If the rendering contains the function's name, the template renders tool calls, but the
+    # analysis cannot infer how. Guess nothing in this case, because a guess could contradict the
+    # template.
     is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
     if not is_name_rendered:
         section = recognise_tool_section(_possible_call_markers(prober))

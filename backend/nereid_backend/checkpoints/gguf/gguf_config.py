@@ -177,7 +177,7 @@ def _fields_of_architecture(
     """
     fields: dict[str, Any] = {}
     # The attention scale is usually 1 / sqrt(head_dim), and the config needs no field for it. In
-    # some architectures, the models of one size have another scale. The config of every model of
+    # some architectures, this is not true for one of the model sizes. The config of every model of
     # such an architecture contains query_pre_attn_scalar, the number s in the scale 1 / sqrt(s).
     if architecture.num_layers_with_other_scale:
         fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)

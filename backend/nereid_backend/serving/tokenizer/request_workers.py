@@ -57,8 +57,8 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # Messages from other threads to the loop's thread. A message is a new request (without a
-        # response), a long request with its response, or None after a call of `stop`.
+        # Messages from other threads to the loop's thread. A message is a new request, a long
+        # request whose response another thread has computed, or None after a call of `stop`.
         self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Whether the loop's thread has received None.
         self._is_stopping = False

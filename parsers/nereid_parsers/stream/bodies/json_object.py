@@ -242,7 +242,7 @@ class ObjectReader(StepReader):
         return end
 
     def _skip_value(self, text: str, pos: int) -> int:
-        """Read a piece of an ignored value, and write nothing. Return the end of the piece."""
+        """Skip a piece of an ignored value. Return the position after this piece."""
         end = self._scanner.scan(text, pos)
         self._select_step_after_scan()
         return end

@@ -155,8 +155,8 @@ class ForkServer:
             connection.close()
             return
         self._connections[pid] = connection
-        # After its request, the Triton model sends nothing over this connection. Therefore the only
-        # later event is that the Triton model has closed the connection.
+        # After its request, the Triton model sends nothing over this connection. A later event
+        # therefore means that the Triton model has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
         # The process that requested the child receives two numbers: first the process id of the
         # child, then the exit code of the child. The process id is sent here, and `_reap` sends the

@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _LIBRARIES = ["anthropic", "httpx", "openai", "pydantic", "tritonclient.grpc", "tritonclient.http"]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_LIBRARIES)
+# A fork of a process with gRPC threads can crash, so the processes are forked from a process that
+# has only imported the libraries.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(_LIBRARIES)
 
 
 def run_python(
@@ -37,7 +39,7 @@ def run_python(
         for file in files:
             file.touch()
         call = (list(arguments), dict(environment), str(folder), [str(file) for file in files])
-        process = _CONTEXT.Process(target=_run, args=call, daemon=True)
+        process = CONTEXT.Process(target=_run, args=call, daemon=True)
         process.start()
         process.join(timeout_s)
         code = process.exitcode

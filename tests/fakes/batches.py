@@ -1,12 +1,25 @@
-"""Functions that create batches with the openai library, and read their results."""
+"""A frontend with the Batch API, and functions that create batches and read their results."""
 
 import json
 
 import openai
+import uvicorn
+from nereid_client.app import create_app
+from nereid_client.settings import Settings
 
+from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling
 from fakes.live_frontend import wait_for
 
 CHAT = "/v1/chat/completions"
+
+
+def serve(port, folder):
+    """Run the frontend with the echo model until the process is killed."""
+    settings = Settings(served_model_name="echo", batch_folder=folder)
+    app = create_app(settings, FakeBackend)
+    app.state.make_pooling = FakePooling
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 
 def line(number, text=None, url=CHAT, **body):

@@ -189,12 +189,12 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     # bytes include cached pages of files. If such a page is inactive, the kernel can free it at
     # once.
     version_2 = _container_memory(
-        cgroup, limit="memory.max", used="memory.current", freeable="inactive_file"
+        cgroup, limit_file="memory.max", used_file="memory.current", freeable="inactive_file"
     )
     version_1 = _container_memory(
         cgroup / "memory",
-        limit="memory.limit_in_bytes",
-        used="memory.usage_in_bytes",
+        limit_file="memory.limit_in_bytes",
+        used_file="memory.usage_in_bytes",
         freeable="total_inactive_file",
     )
     for container in (version_2, version_1):
@@ -204,7 +204,9 @@ def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return Memory(total, available)
 
 
-def _container_memory(folder: Path, *, limit: str, used: str, freeable: str) -> Memory | None:
+def _container_memory(
+    folder: Path, *, limit_file: str, used_file: str, freeable: str
+) -> Memory | None:
     """Return the memory of a container, or None if it has no limit.
 
     Version 1 of control groups has no special value for "no limit". The limit is then a number that
@@ -212,15 +214,15 @@ def _container_memory(folder: Path, *, limit: str, used: str, freeable: str) -> 
 
     Args:
         folder: the folder of the control group.
-        limit: the name of the file with the limit.
-        used: the name of the file with the used bytes.
+        limit_file: the name of the file with the limit.
+        used_file: the name of the file with the used bytes.
         freeable: the entry of memory.stat with the used bytes that the kernel can free at once.
     """
     try:
         # Outside of a container, the file with the limit does not exist. With version 2 of control
         # groups, the file contains "max" if the container has no limit.
-        limit_bytes = int((folder / limit).read_text())
-        used_bytes = int((folder / used).read_text())
+        limit_bytes = int((folder / limit_file).read_text())
+        used_bytes = int((folder / used_file).read_text())
         stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")
     except (OSError, ValueError):
         return None

@@ -89,7 +89,7 @@ class Rerun:
     def __call__(self, work):
         return work
 
-    def pieces(self, work):
+    def capture_pieces(self, work):
         return lambda: work(lambda between: between())
 
 

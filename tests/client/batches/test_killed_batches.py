@@ -1,35 +1,20 @@
 """Batches continue after their process was killed."""
 
 import collections
-import multiprocessing
 from contextlib import contextmanager
 
 import openai
 import pytest
-import uvicorn
-from fakes.batches import create, finished, library, line, results
-from fakes.fake_backend import FakeBackend
-from fakes.fake_pooling import FakePooling
+from fakes.batches import create, finished, library, line, results, serve
 from fakes.live_frontend import free_port, wait_for
-from nereid_client.app import create_app
-from nereid_client.settings import Settings
-
-
-def serve(port, folder):
-    """Run the frontend with the echo model until the process is killed."""
-    settings = Settings(served_model_name="echo", batch_folder=folder)
-    app = create_app(settings, FakeBackend)
-    app.state.make_pooling = FakePooling
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+from warm_python import CONTEXT
 
 
 @contextmanager
 def frontend_process(folder):
     """Run the frontend in a process of its own, and yield the process and a client."""
     port = free_port()
-    # A fork starts much faster than a new process, which would import everything again.
-    fork = multiprocessing.get_context("fork")
-    running = fork.Process(target=serve, args=(port, str(folder)), daemon=True)
+    running = CONTEXT.Process(target=serve, args=(port, str(folder)), daemon=True)
     running.start()
     try:
         with library(port) as client:

@@ -79,8 +79,13 @@ class Serve:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Wait for the end. Return the exit code."""
-        code = self._process.wait(timeout=120)
+        """Wait for the end. Return the exit code.
+
+        Raises: AssertionError with the output if the server does not end."""
+        try:
+            code = self._process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            raise AssertionError("\n".join(["The server did not end.", *self.lines])) from None
         self._reader.join(timeout=30)
         if self._process.stdout:
             self._process.stdout.close()

@@ -82,7 +82,7 @@ def report_unenforced(
     is_strict: bool,
     field: str,
     *,
-    is_whole_answer: bool = False,
+    is_answer: bool = False,
 ) -> None:
     """Report schema keywords that xgrammar does not enforce: log a warning, or raise an error.
 
@@ -93,12 +93,12 @@ def report_unenforced(
         is_strict: Whether the request demands that the whole schema is enforced.
         field: The name of the request's field that contains the schema. The warning and the error
             message start with this name.
-        is_whole_answer: As in `unenforced`.
+        is_answer: As in `unenforced`.
 
     Raises:
         ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
     """
-    keywords = unenforced(schema, is_whole_answer=is_whole_answer)
+    keywords = unenforced(schema, is_answer=is_answer)
     if not keywords:
         return
     if is_strict:
@@ -136,8 +136,8 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
         )
     enforceable_schema = enforceable(schema)
     is_strict = bool(schema_and_options.get("strict"))
-    report_unenforced(enforceable_schema, is_strict, "response_format", is_whole_answer=True)
-    return json_schema(enforceable_schema, is_whole_answer=True)
+    report_unenforced(enforceable_schema, is_strict, "response_format", is_answer=True)
+    return json_schema(enforceable_schema)
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:

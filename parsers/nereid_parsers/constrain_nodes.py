@@ -47,7 +47,7 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
     return {"type": "any_text", "excludes": strings} if strings else {"type": "any_text"}
 
 
-def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = False) -> Node:
+def json_schema(schema: object, excludes: str = "") -> Node:
     """Return the grammar node that matches the JSON text of any value that a schema allows.
 
     The JSON text may contain at most one white-space character between two tokens. Without this
@@ -58,13 +58,10 @@ def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = F
     Args:
         schema: The JSON schema.
         excludes: A string that the text may not contain, or "".
-        is_whole_answer: Whether the grammar of the answer consists only of this node. The server
-            compiles such a grammar with the library llguidance, which enforces patterns whose
-            characters JSON writes with a backslash. Other grammars are built without such patterns.
     """
     node: Node = {
         "type": "json_schema",
-        "json_schema": _grammar_schema(schema, keeps_patterns=is_whole_answer),
+        "json_schema": _grammar_schema(schema),
         "max_whitespace_cnt": 1,
     }
     if excludes:
@@ -72,13 +69,12 @@ def json_schema(schema: object, excludes: str = "", *, is_whole_answer: bool = F
     return node
 
 
-def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
+def _grammar_schema(schema: object) -> object:
     """Copy a schema, but omit descriptions and patterns that cause invalid JSON.
 
     Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
-    Unless `keeps_patterns` is true, a pattern is removed if xgrammar would let the model write a
-    text that is not JSON. Example: with the pattern `^"$`, the model would write three quotation
-    marks.
+    A pattern is removed if xgrammar would let the model write a text that is not JSON. Example:
+    with the pattern `^"$`, the model would write three quotation marks.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. Two other
     uses of a key such as `description` are not removed:
@@ -87,27 +83,22 @@ def _grammar_schema(schema: object, *, keeps_patterns: bool) -> object:
         {"enum": [{"description": "A city"}]}   The key is a part of an allowed value.
     """
     if isinstance(schema, list):
-        return [_grammar_schema(item, keeps_patterns=keeps_patterns) for item in schema]
+        return [_grammar_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, object] = {}
     for key, value in schema.items():
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
-        is_harmful = key == "pattern" and not keeps_patterns and _breaks_json(value)
+        is_harmful = key == "pattern" and _breaks_json(value)
         if is_description or is_harmful:
             continue
         if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             # Each key of this dict is a name, such as the name of a property. A property called
             # `title` is not the keyword `title`, so it is not removed.
-            kept[key] = {
-                name: _grammar_schema(inner, keeps_patterns=keeps_patterns)
-                for name, inner in value.items()
-            }
+            kept[key] = {name: _grammar_schema(inner) for name, inner in value.items()}
             continue
         contains_data = key in _DATA_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
-        kept[key] = (
-            value if contains_data else _grammar_schema(value, keeps_patterns=keeps_patterns)
-        )
+        kept[key] = value if contains_data else _grammar_schema(value)
     return kept
 
 

@@ -45,7 +45,7 @@ _ENFORCED_FORMATS = frozenset(
 _MAX_DEPTH = 64
 
 
-def unenforced(schema: object, *, is_whole_answer: bool = False) -> list[str]:
+def unenforced(schema: object, *, is_answer: bool = False) -> list[str]:
     """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
     Measurements with xgrammar 0.2.8 show six cases. xgrammar ignores `not`, `uniqueItems` and
@@ -58,14 +58,15 @@ def unenforced(schema: object, *, is_whole_answer: bool = False) -> list[str]:
 
     Args:
         schema: The JSON schema.
-        is_whole_answer: Whether the grammar of the answer consists only of the schema. The server
-            compiles such a grammar with the library llguidance, which does not ignore keywords
-            because of other keywords, and which enforces all patterns without lookarounds.
+        is_answer: Whether the schema describes the whole answer, and not the arguments of a tool
+            call. If the answer has no reasoning, the server compiles the schema with the library
+            llguidance, which enforces more than xgrammar. Therefore, only patterns with lookaheads
+            and patterns that xgrammar would write as invalid JSON are described for an answer.
     """
-    return list(_describe_all(schema, "$", 0, is_whole_answer))
+    return list(_describe_all(schema, "$", 0, is_answer))
 
 
-def _describe_all(schema: object, path: str, depth: int, is_whole_answer: bool) -> Iterator[str]:
+def _describe_all(schema: object, path: str, depth: int, is_answer: bool) -> Iterator[str]:
     """Yield a description of each keyword that xgrammar does not enforce.
 
     The keywords of `schema` and of the schemas inside `schema` are described. Schemas at a depth of
@@ -76,7 +77,7 @@ def _describe_all(schema: object, path: str, depth: int, is_whole_answer: bool) 
         schema: The JSON schema.
         path: The path of `schema` in the outermost schema, for example `$.items`.
         depth: The number of schemas that enclose `schema`.
-        is_whole_answer: As in `unenforced`.
+        is_answer: As in `unenforced`.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
@@ -86,13 +87,14 @@ def _describe_all(schema: object, path: str, depth: int, is_whole_answer: bool) 
     yield from _describe_partly_enforced(schema, path)
     pattern = schema.get("pattern")
     error = check_pattern(pattern) if isinstance(pattern, str) else None
-    if error is not None and (error.is_lookahead or not is_whole_answer):
+    is_unsafe = error is not None and (error.is_lookahead or error.needs_json_escape)
+    if error is not None and (is_unsafe or not is_answer):
         yield f"pattern at {path}, because {error}"
-    if not is_whole_answer:
+    if not is_answer:
         for keyword, cause in ignored_keywords(schema).items():
             yield f"{keyword} next to {cause} at {path}"
     for inner, inner_path in _inner_schemas(schema, path):
-        yield from _describe_all(inner, inner_path, depth + 1, is_whole_answer)
+        yield from _describe_all(inner, inner_path, depth + 1, is_answer)
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:

@@ -396,14 +396,20 @@ def test_keywords_that_xgrammar_ignores_because_of_other_keywords_are_listed(sch
     assert _is_grammar_accept_string(grammar, text)
 
 
-def test_the_schema_of_a_whole_answer_may_have_keywords_that_llguidance_enforces():
-    assert not unenforced({"pattern": '^"+$', "minLength": 2}, is_whole_answer=True)
-    (lookahead,) = unenforced({"items": {"pattern": "^(?!a)"}}, is_whole_answer=True)
+def test_the_schema_of_an_answer_may_have_keywords_that_llguidance_enforces():
+    assert not unenforced({"pattern": "^a+$", "minLength": 2}, is_answer=True)
+    (lookahead,) = unenforced({"items": {"pattern": "^(?!a)"}}, is_answer=True)
     assert lookahead.startswith("pattern at $.items, because the part '(?!a)'")
-    schema = {"type": "string", "pattern": '^"+$', "minLength": 2}
-    spec = {"schema": schema, "strict": True}
-    tag = HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})
-    assert tag["format"]["json_schema"] == schema
+
+
+def test_a_pattern_that_would_make_an_answer_invalid_json_is_refused_or_left_out(caplog):
+    spec = {"schema": {"type": "string", "pattern": '^"+$'}}
+    answer = {"type": "json_schema", "json_schema": spec}
+    tag = HERMES.structural_tag(response_format=answer)
+    assert tag["format"]["json_schema"] == {"type": "string"}
+    assert "pattern at $" in caplog.text
+    with pytest.raises(ConstraintError, match=r"pattern at \$, because"):
+        HERMES.structural_tag(response_format={**answer, "json_schema": {**spec, "strict": True}})
 
 
 def test_strict_requests_refuse_unenforced_keywords_and_other_requests_log_them(caplog):

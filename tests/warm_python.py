@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _LIBRARIES = ["anthropic", "httpx", "openai", "pydantic", "tritonclient.grpc", "tritonclient.http"]
-# A fork of a process with gRPC threads can crash, so the processes are forked from a process that
-# has only imported the libraries.
+# A fork of a process with gRPC threads can crash. Therefore, the processes are forked from a server
+# process, which has imported the libraries and has no gRPC threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(_LIBRARIES)
 

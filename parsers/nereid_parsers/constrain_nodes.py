@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from nereid_parsers.enforceable_pattern import check_pattern
-from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS
+from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
 # A grammar node is a dict that describes a set of texts for xgrammar. Example: `{"type":
 # "const_string", "value": "<a>"}` matches only the text `<a>`.
@@ -22,8 +22,6 @@ WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 # Schema keywords for human readers. These keywords do not restrict the value.
 _DESCRIPTIONS = ("title", "description", "$comment")
-# Schema keywords that contain plain JSON data instead of other schemas.
-_DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
 # Usually, `one_or_more` returns the grammar `item (separator item)*`, which contains all
 # alternatives for `item` twice. If there are more than `_MAX_DUPLICATED_ITEMS` alternatives,
@@ -97,7 +95,7 @@ def _grammar_schema(schema: object) -> object:
             # `title` is not the keyword `title`, so it is not removed.
             kept[key] = {name: _grammar_schema(inner) for name, inner in value.items()}
             continue
-        contains_data = key in _DATA_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
+        contains_data = key in VALUE_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
         kept[key] = value if contains_data else _grammar_schema(value)
     return kept
 

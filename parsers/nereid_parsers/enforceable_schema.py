@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, with_enforced_multiple
 from nereid_parsers.schema_merging import CannotMergeError, merge_schemas
-from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS
+from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
-# The values of these keywords are JSON values, not schemas.
-_VALUE_KEYWORDS = ("enum", "const", "default", "examples")
 _MAX_DEPTH = 64
 
 
@@ -85,7 +83,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
     merged = _without_all_of(schema, scope)
     rewritten: dict[str, Any] = {}
     for keyword, value in with_enforced_multiple(merged.schema).items():
-        if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
+        if keyword in VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
             # Each key of this dict is a name, such as the name of a property. A property called

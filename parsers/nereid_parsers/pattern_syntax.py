@@ -75,8 +75,8 @@ def _field(token: str, previous: str | PatternField | None, pattern: str) -> Pat
 
     Args:
         token: The field with its braces, or a single brace.
-        previous: The part of the pattern before the field. Only the field {rest} may directly
-            follow another field, because {rest} matches any text, wherever the other field ends.
+        previous: The part of the pattern before the field. If this part is a field, too, the field
+            must be {rest}. {rest} matches any text, so the end of the first field does not matter.
         pattern: The whole pattern, for use in error messages.
 
     Raises:

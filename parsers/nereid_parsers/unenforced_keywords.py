@@ -19,6 +19,8 @@ _IGNORED_KEYWORDS = (
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
+# The values of these keywords are JSON values, not schemas.
+VALUE_KEYWORDS = ("enum", "const", "default", "examples")
 # If a schema has one of these keywords, xgrammar ignores all other keywords of the schema. If a
 # schema has several of these keywords, xgrammar enforces only the one that comes first in this
 # tuple.

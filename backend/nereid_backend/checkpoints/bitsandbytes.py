@@ -82,9 +82,10 @@ def _four_bit_layout(state_suffix: str) -> Layout:
 
 
 def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-    """Return an 8-bit weight: weight = integer * SCB / 127. SCB has one number for each row.
+    """Return an 8-bit weight. Each row of the weight is a row of integers, times SCB / 127.
 
-    SCB contains the largest absolute weight of each output. `dtype` is not used.
+    The tensor SCB contains one number for each row: the row's largest absolute weight. `dtype` is
+    not used.
     """
     values = tensors[".weight"]
     scales = tensors[".SCB"].float().unsqueeze(1) / _MAX_INT8

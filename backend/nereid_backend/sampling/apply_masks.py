@@ -10,10 +10,10 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
-# A table that converts a byte of a token mask to 8 biases. Each bit of the byte stands for one
-# token, and the bias (0 or -inf) is added to the logit of this token. The table has 256 items, one
-# for each value of a byte. An item consists of 8 float32 biases (32 bytes), so that numpy copies
-# these 8 biases together.
+# In a token mask, each byte describes 8 tokens, with one bit for each token. This table maps the
+# value of a byte to the biases of these tokens. A bias is 0 or -inf, and is added to the token's
+# logit. Each of the 256 items consists of 8 float32 biases (32 bytes), so that numpy copies these 8
+# biases together.
 _BIASES_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),

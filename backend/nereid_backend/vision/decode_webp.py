@@ -33,8 +33,8 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
     library = _libwebp()
     if library is None or image.n_frames != 1 or image.mode not in ("RGB", "RGBA"):
         return None
-    # If the pixels of a file are incomplete and metadata follows the pixels, libwebp does not
-    # detect the error. Therefore remove the metadata.
+    # libwebp detects incomplete pixels only at the end of a file. Metadata can follow the pixels,
+    # so remove the metadata.
     data = _without_metadata(data)
     width, height = ctypes.c_int(), ctypes.c_int()
     is_valid = library.WebPGetInfo(data, len(data), ctypes.byref(width), ctypes.byref(height))

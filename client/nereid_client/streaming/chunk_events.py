@@ -79,10 +79,10 @@ async def chunk_events(
 ) -> AsyncGenerator[bytes]:
     """Yield a stream of chunks as server-sent events.
 
-    The chunks of several choices are interleaved. Each yield costs a write to the socket, so events
-    are yielded together where possible: the opening chunks with the chunks for the first item, and
-    the chunks that end the last choice with the usage and [DONE]. If the backend fails, its error
-    is the last event, and [DONE] does not follow.
+    If there are several choices, their chunks alternate. Each yield causes a write to the socket.
+    Therefore, the opening chunks and the chunks for the first item are yielded together. The same
+    applies to the chunks that end the last choice, the usage and [DONE]. If the backend fails, its
+    error is the last event, and [DONE] does not follow.
 
     Args:
         builder: builds the chunks, and records which choices have not finished yet.

@@ -115,8 +115,9 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
         f:0              The model writes the id without "functions.".
         f                The model writes only the name.
 
-    Each member of the result contains the patterns of the header and of the id. If the model writes
-    only the name, the pattern of the id is "{id}", which stands for any id:
+    Each member of the result contains two patterns: the pattern of the header and the pattern of
+    the id. In the third form, the model writes no id. The second pattern is then "{id}", which
+    stands for any id:
 
     >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(tuple(variant))
     ('<call>functions.{name}:{number}', 'functions.{name}:{number}')

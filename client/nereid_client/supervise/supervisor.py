@@ -1,7 +1,6 @@
 """The supervisor, which starts, restarts and stops the Triton server and the frontend."""
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from nereid_client.console import complain, say
+from nereid_client.signal_flag import SignalFlag
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.hang_detection import HangWatch
 from nereid_client.supervise.memory_watch import MemoryWatch
@@ -43,8 +43,8 @@ class Supervisor:
     def __init__(self, plan: ServePlan) -> None:
         """Create a supervisor for the programs in `plan`. The method `run` starts them."""
         self._plan = plan
-        self._stop = threading.Event()  # set by the first signal
-        self._second_signal = threading.Event()  # set by the second signal
+        self._stop = SignalFlag()  # set by the first signal
+        self._second_signal = SignalFlag()  # set by the second signal
         self._started = time.monotonic()
         self._next_progress_s = _PROGRESS_EVERY_S
         self._is_announced = False  # whether all programs have been ready once

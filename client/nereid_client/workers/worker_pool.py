@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from nereid_client.console import complain
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.responses import response_store
 from nereid_client.settings import Settings, SettingsError
+from nereid_client.signal_flag import SignalFlag
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.workers import shared_limits
 from nereid_client.workers.listening_sockets import bound_socket, with_duplicates
@@ -91,7 +91,7 @@ class WorkerPool:
         self._settings = settings
         self._command = command
         self._workers: list[_Worker] = []
-        self._stop = threading.Event()
+        self._stop = SignalFlag()
         self._is_draining = False
 
     def run(self) -> int:

@@ -25,9 +25,9 @@ _LARGEST_MULTIPLE_OF = 1024
 # A schema with `multipleOf` and bounds is rewritten as a list of all allowed values. The list may
 # not be longer than this limit, because a long list would make the grammar too large.
 _MAX_MULTIPLES = 256
-# Schemas with a bound of 2**53 or more are not rewritten. The code divides bounds as floats, and
-# floats cannot represent all integers above 2**53.
-_LIMIT_OF_BOUNDS = 2**53
+# Schemas that contain 2**53 or a larger number are not rewritten. The code divides bounds as floats,
+# and floats cannot represent all integers above 2**53.
+_LIMIT_OF_NUMBERS = 2**53
 
 
 def is_enforced_multiple(schema: Schema) -> bool:
@@ -84,27 +84,24 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     is [] if the multiples cannot be listed, for example because there is no upper bound.
     """
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
-    if not all(is_number(bound) and abs(bound) < _LIMIT_OF_BOUNDS for bound in bounds):
+    if not all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple)):
         return []
-    # A multiple has the form `n * multiple`. `lowest` contains the smallest `n` for `minimum` and
-    # for `exclusiveMinimum`. `highest` contains the largest `n` for `maximum` and for
-    # `exclusiveMaximum`. Keywords that the schema does not contain are omitted.
-    lowest = _lowest_factors(schema, multiple)
-    highest = _highest_factors(schema, multiple)
-    if not lowest or not highest:
+    # A multiple has the form `n * multiple`. The list has one `n` for each bound in the schema.
+    smallest_factors = _smallest_factor_per_bound(schema, multiple)
+    largest_factors = _largest_factor_per_bound(schema, multiple)
+    if not smallest_factors or not largest_factors:
         return []
-    factors = range(max(lowest), min(highest) + 1)
+    factors = range(max(smallest_factors), min(largest_factors) + 1)
     if len(factors) > _MAX_MULTIPLES:
         return []
     return [factor * multiple for factor in factors]
 
 
-def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
-    """For each lower bound, return the smallest `n` such that the bound allows `n * multiple`.
+def _smallest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
+    """Return the smallest `n` such that the bound allows `n * multiple`, for each lower bound.
 
-    The list contains no integer for a keyword that the schema does not contain. Examples for the
-    multiple 5: the bound `{"minimum": 10}` gives [2], because 2 * 5 is allowed. The bound
-    `{"exclusiveMinimum": 10}` gives [3].
+    Examples for the multiple 5: `{"minimum": 10}` gives [2], because 2 * 5 is allowed, and
+    `{"exclusiveMinimum": 10}` gives [3]. A schema without lower bounds gives [].
     """
     factors: list[int] = []
     if "minimum" in schema:
@@ -114,12 +111,11 @@ def _lowest_factors(schema: Schema, multiple: int) -> list[int]:
     return factors
 
 
-def _highest_factors(schema: Schema, multiple: int) -> list[int]:
-    """For each upper bound, return the largest `n` such that the bound allows `n * multiple`.
+def _largest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
+    """Return the largest `n` such that the bound allows `n * multiple`, for each upper bound.
 
-    The list contains no integer for a keyword that the schema does not contain. Examples for the
-    multiple 5: the bound `{"maximum": 10}` gives [2], because 2 * 5 is allowed. The bound
-    `{"exclusiveMaximum": 10}` gives [1].
+    Examples for the multiple 5: `{"maximum": 10}` gives [2], because 2 * 5 is allowed, and
+    `{"exclusiveMaximum": 10}` gives [1]. A schema without upper bounds gives [].
     """
     factors: list[int] = []
     if "maximum" in schema:

@@ -85,6 +85,8 @@ def test_a_schema_is_rewritten_and_then_enforced(schema, rewritten):
         {"type": "integer", "multipleOf": 5, "minimum": 0},
         {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 10**400},
         {"type": "integer", "multipleOf": 10**400},
+        {"type": "integer", "multipleOf": 10**400, "minimum": 5, "maximum": 9},
+        {"type": "integer", "multipleOf": 10**400, "minimum": 5.0, "maximum": 9},
         {"type": "integer", "multipleOf": 5000},
         {"type": "integer", "multipleOf": "5"},
     ],

@@ -9,7 +9,7 @@ from typing import Any
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
 from nereid_parsers.enforceable_schema import enforceable
 from nereid_parsers.errors import ConstraintError, shorten
-from nereid_parsers.unenforced_keywords import unenforced
+from nereid_parsers.unenforced_keywords import unenforced_keywords
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +93,12 @@ def report_unenforced(
         is_strict: Whether the request demands that the whole schema is enforced.
         field: The name of the request's field that contains the schema. The warning and the error
             message start with this name.
-        is_answer: As in `unenforced`.
+        is_answer: As in `unenforced_keywords`.
 
     Raises:
         ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
     """
-    keywords = unenforced(schema, is_answer=is_answer)
+    keywords = unenforced_keywords(schema, is_answer=is_answer)
     if not keywords:
         return
     if is_strict:

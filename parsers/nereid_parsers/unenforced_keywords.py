@@ -1,7 +1,14 @@
-"""Finds the keywords of a JSON schema that xgrammar 0.2.8 accepts but does not enforce."""
+"""Finds the keywords of a JSON schema that xgrammar 0.2.8 accepts but does not enforce.
+
+Measurements show six cases. xgrammar ignores `not`, `uniqueItems` and conditional keywords. It
+enforces `multipleOf` only for integers without bounds. An `allOf` of several schemas accepts any
+value. xgrammar treats `oneOf` as `anyOf`. Some keywords make xgrammar ignore others; see
+`ignored_keywords`. The module enforceable_pattern describes which patterns are not enforced.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,39 +54,33 @@ _ENFORCED_FORMATS = frozenset(
 _MAX_DEPTH = 64
 
 
-def unenforced(schema: object, *, is_answer: bool = False) -> list[str]:
-    """Return a description of each keyword in `schema` that xgrammar does not enforce.
+def unenforced_keywords(schema: object, *, is_answer: bool = False) -> list[str]:
+    """Return a description of each keyword in `schema` that the server does not enforce.
 
-    Measurements with xgrammar 0.2.8 show six cases. xgrammar ignores `not`, `uniqueItems` and
-    conditional keywords. xgrammar enforces `multipleOf` only for integers without bounds. An
-    `allOf` of several schemas accepts any value. xgrammar treats `oneOf` as `anyOf`. Some keywords
-    make xgrammar ignore others; see `ignored_keywords`. The module enforceable_pattern describes
-    which regular expressions are not enforced.
-
-    Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
+    Example: `unenforced_keywords({"items": {"not": {}}})` returns `["not at $.items"]`.
 
     Args:
         schema: The JSON schema.
         is_answer: Whether the schema describes the whole answer, and not the arguments of a tool
             call. If the answer has no reasoning, the server compiles the schema with the library
-            llguidance, which enforces more than xgrammar. Therefore, only patterns with lookaheads
-            and patterns that xgrammar would write as invalid JSON are described for an answer.
+            llguidance, which enforces more patterns and combinations of keywords than xgrammar.
+            These patterns and combinations are not described for an answer.
     """
-    return list(_describe_all(schema, "$", 0, is_answer))
+    return list(_describe_all(schema, "$", 0, is_answer=is_answer))
 
 
-def _describe_all(schema: object, path: str, depth: int, is_answer: bool) -> Iterator[str]:
-    """Yield a description of each keyword that xgrammar does not enforce.
+def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> Iterator[str]:
+    """Yield a description of each unenforced keyword of `schema` and of the schemas inside it.
 
-    The keywords of `schema` and of the schemas inside `schema` are described. Schemas at a depth of
-    more than `_MAX_DEPTH` are skipped, so that the recursion always ends. Example:
-    `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
+    Schemas at a depth of more than `_MAX_DEPTH` are skipped, so that the recursion always ends.
+    Example: `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
 
     Args:
         schema: The JSON schema.
         path: The path of `schema` in the outermost schema, for example `$.items`.
         depth: The number of schemas that enclose `schema`.
-        is_answer: As in `unenforced`.
+        is_answer: Whether the schema describes the whole answer. For an answer, keywords that the
+            library llguidance enforces are not described.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
@@ -87,16 +88,26 @@ def _describe_all(schema: object, path: str, depth: int, is_answer: bool) -> Ite
         if keyword in schema:
             yield f"{keyword} at {path}"
     yield from _describe_partly_enforced(schema, path)
-    pattern = schema.get("pattern")
-    error = check_pattern(pattern) if isinstance(pattern, str) else None
-    is_unsafe = error is not None and (error.is_lookahead or error.needs_json_escape)
-    if error is not None and (is_unsafe or not is_answer):
-        yield f"pattern at {path}, because {error}"
+    yield from _describe_pattern(schema, path, is_answer=is_answer)
     if not is_answer:
         for keyword, cause in ignored_keywords(schema).items():
             yield f"{keyword} next to {cause} at {path}"
     for inner, inner_path in _inner_schemas(schema, path):
-        yield from _describe_all(inner, inner_path, depth + 1, is_answer)
+        yield from _describe_all(inner, inner_path, depth + 1, is_answer=is_answer)
+
+
+def _describe_pattern(schema: Mapping[str, Any], path: str, *, is_answer: bool) -> Iterator[str]:
+    """Yield a description of the keyword `pattern`, if it is not enforced in the schema at `path`.
+
+    For an answer, llguidance enforces all patterns except two kinds: patterns with lookaheads, and
+    patterns that xgrammar would write as invalid JSON. Only these two kinds are described.
+    """
+    pattern = schema.get("pattern")
+    error = check_pattern(pattern) if isinstance(pattern, str) else None
+    if error is None:
+        return
+    if not is_answer or error.is_lookahead or error.needs_json_escape:
+        yield f"pattern at {path}, because {error}"
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
@@ -125,10 +136,9 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     """List each `multipleOf`, `allOf` or `oneOf` that xgrammar does not enforce in `schema`.
 
     xgrammar enforces these keywords only in some cases: `multipleOf` only for integers without
-    bounds, `allOf` only for a single schema, and `oneOf` only for schemas of which each value
-    matches at most one, because xgrammar treats `oneOf` as `anyOf`. The keywords of inner schemas
-    are not described. Example: an `allOf` of two schemas at the path `$` yields
-    "allOf of 2 parts at $".
+    bounds, `allOf` only for a single schema, and `oneOf` only if no value matches two of its
+    schemas, because xgrammar treats `oneOf` as `anyOf`. The keywords of inner schemas are not
+    described. Example: an `allOf` of two schemas at the path `$` yields "allOf of 2 parts at $".
 
     Args:
         schema: The JSON schema.
@@ -157,9 +167,10 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
     for cause in _EXCLUSIVE_KEYWORDS:
         if cause in schema:
             ignored = restrictions - {cause}
-            if "type" in ignored and _types_add_no_restriction(schema, cause):
+            if "type" in schema and _types_add_no_restriction(schema, cause):
                 ignored -= {"type"}
             return dict.fromkeys(sorted(ignored), cause)
+    # `str` converts a value of a wrong type, such as a list, which cannot be a member of a set.
     if str(schema.get("format")) in _ENFORCED_FORMATS:
         return dict.fromkeys(sorted(restrictions & (_LENGTHS | {"pattern"})), "format")
     if "pattern" in schema:
@@ -168,33 +179,43 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _types_add_no_restriction(schema: Mapping[str, Any], cause: str) -> bool:
-    """Return whether a schema would accept the same values without its keyword `type`.
+    """Return whether the keyword `cause` accepts only values of the types that `schema` declares.
 
-    This is so if all values of `enum` or `const` have one of the types, or if all schemas of an
-    `anyOf` declare one of the types themselves. Example: in `{"type": "string", "enum": ["a"]}`,
-    the type has no effect. References are assumed to be of the right type.
+    In this case, the keyword `type` of the schema has no effect. Example: in
+    `{"type": "string", "enum": ["a"]}`, the keyword `enum` accepts only strings. A reference is
+    assumed to accept only values of the declared types.
 
     Args:
-        schema: A JSON schema.
+        schema: A JSON schema with the keyword `type`.
         cause: A keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
     """
-    types = schema.get("type")
+    types = schema["type"]
     allowed_types = types if isinstance(types, list) else [types]
     if "number" in allowed_types:
         allowed_types = [*allowed_types, "integer"]
-    if cause == "$ref":
-        return True
-    values = [schema["const"]] if cause == "const" else schema[cause]
-    if not isinstance(values, list):
-        return False
-    if cause in ("const", "enum"):
-        return all(json_type_of(value) in allowed_types for value in values)
-    return all(
-        isinstance(option, Mapping)
-        and (
-            option.get("type") in allowed_types or any(key in option for key in _EXCLUSIVE_KEYWORDS)
-        )
-        for option in schema[cause]
+    value = schema[cause]
+    match cause:
+        case "$ref":
+            return True
+        case "const":
+            return json_type_of(value) in allowed_types
+        case "enum":
+            return isinstance(value, list) and all(
+                json_type_of(constant) in allowed_types for constant in value
+            )
+        case _:  # anyOf, oneOf or allOf
+            return isinstance(value, list) and all(
+                _has_one_of_types(option, allowed_types) for option in value
+            )
+
+
+def _has_one_of_types(schema: object, types: list[Any]) -> bool:
+    """Return whether a schema declares one of the types.
+
+    A schema with a keyword such as `$ref` or `enum` is assumed to accept only values of the types.
+    """
+    return isinstance(schema, Mapping) and (
+        schema.get("type") in types or any(key in schema for key in _EXCLUSIVE_KEYWORDS)
     )
 
 
@@ -211,15 +232,14 @@ def _are_disjoint(options: list[Any]) -> bool:
     """
     if len(options) < 2:
         return True
-    options_by_type: dict[str, list[Mapping[str, Any]]] = {}
+    options_by_type: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for option in options:
         json_type = _single_type(option)
         if json_type is None:
             return False
-        options_by_type.setdefault(json_type, []).append(option)
-    # Schemas of different types never match the same value, because `_single_type` returns "number"
-    # for integers, too. If several schemas have the same type, they must declare different
-    # constants, so that each value matches at most one of them.
+        options_by_type[json_type].append(option)
+    # Schemas of different types never match the same value. Schemas of the same type must declare
+    # different constants, so that each value matches at most one of them.
     return all(
         len(same_type) == 1 or _have_different_constants(same_type)
         for same_type in options_by_type.values()
@@ -229,8 +249,9 @@ def _are_disjoint(options: list[Any]) -> bool:
 def _single_type(schema: object) -> str | None:
     """Return the JSON type of a schema, or None if the schema does not declare exactly one type.
 
-    An integer is also a number, so the result for integers is "number". Examples: `{"type":
-    "string"}` and `{"const": "a"}` give "string".
+    An integer matches the types "integer" and "number". Therefore, the result for both types is
+    "number", so that different results mean disjoint types. Examples: `{"type": "string"}` and
+    `{"const": "a"}` give "string".
     """
     if not isinstance(schema, Mapping):
         return None

@@ -26,7 +26,7 @@ from nereid_parsers.format import (
     ToolSection,
 )
 from nereid_parsers.formats import registry
-from nereid_parsers.unenforced_keywords import unenforced
+from nereid_parsers.unenforced_keywords import unenforced_keywords
 from parsers.support import all_formats, markers_of, tool
 
 TOOLS = [
@@ -379,14 +379,14 @@ IGNORED = [
 
 @pytest.mark.parametrize(("schema", "found"), SCHEMAS)
 def test_keywords_that_are_not_enforced_are_listed(schema, found):
-    listed = unenforced(schema)
+    listed = unenforced_keywords(schema)
     if listed != found:  # `found` may contain only the keywords.
         assert [description.split()[0] for description in listed] == found
 
 
 @pytest.mark.parametrize(("schema", "keyword", "text"), IGNORED)
 def test_keywords_that_xgrammar_ignores_because_of_other_keywords_are_listed(schema, keyword, text):
-    (description,) = unenforced(schema)
+    (description,) = unenforced_keywords(schema)
     assert description.startswith(f"{keyword} next to ")
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
     from xgrammar.testing import _is_grammar_accept_string
@@ -397,8 +397,8 @@ def test_keywords_that_xgrammar_ignores_because_of_other_keywords_are_listed(sch
 
 
 def test_the_schema_of_an_answer_may_have_keywords_that_llguidance_enforces():
-    assert not unenforced({"pattern": "^a+$", "minLength": 2}, is_answer=True)
-    (lookahead,) = unenforced({"items": {"pattern": "^(?!a)"}}, is_answer=True)
+    assert not unenforced_keywords({"pattern": "^a+$", "minLength": 2}, is_answer=True)
+    (lookahead,) = unenforced_keywords({"items": {"pattern": "^(?!a)"}}, is_answer=True)
     assert lookahead.startswith("pattern at $.items, because the part '(?!a)'")
 
 

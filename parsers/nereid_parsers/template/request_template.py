@@ -19,6 +19,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # `_END_OF_MESSAGE` ends with a space.
 _END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
 _END_OF_MESSAGE = f"{_END_WORD} "
+_NO_TEXT = "the content of the last message contains no text to continue"
 
 
 class ContinuationRefused(RenderRefused):
@@ -66,9 +67,8 @@ class RequestTemplate:
         """Return the prompt for the model: the text of all messages of one request.
 
         Args:
-            variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
-                `bos_token`, `eos_token`, and the variables that the request adds, such as
-                `enable_thinking`.
+            variables: The variables that the template reads, such as `messages`, `tools` and
+                `add_generation_prompt`.
             continue_final_message: Whether the prompt ends with the content of the last message, so
                 that the model continues this message. Example: if the user writes "Hi" and the
                 assistant writes "Well,", the prompt may be "<user>Hi</user><assistant>Well,".
@@ -90,6 +90,8 @@ class RequestTemplate:
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
         if not continue_final_message:
             return self._render_within({**variables, "messages": messages}, limits)
+        # The rendered text contains a placeholder at the end of the last message. The text is cut
+        # at this placeholder.
         marked = self._mark_final_message(messages)
         rendered = self._render_within({**variables, "messages": marked.messages}, limits)
         return _cut_at_message_end(rendered, marked.final_text)
@@ -109,9 +111,8 @@ class RequestTemplate:
         """Copy the messages, and append `_END_OF_MESSAGE` to the content of the last message.
 
         In the rendered prompt, `_END_OF_MESSAGE` shows where the content of the last message ends.
-        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". The space at the
-        end shows whether the template removes white space at the end of a message. If the content
-        is a list of parts, `_END_OF_MESSAGE` is appended to the last part that contains text.
+        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". If the content is a
+        list of parts, `_END_OF_MESSAGE` is appended to the last part that contains text.
 
         Returns:
             The copied messages, and the last text without `_END_OF_MESSAGE`. The caller checks that
@@ -124,23 +125,21 @@ class RequestTemplate:
         content = messages[-1].get("content") if messages else None
         if content is None:
             raise ContinuationRefused("the last message has no content to continue")
-        # A template without the word "content" cannot read the field `content`. A template with
-        # this word may nevertheless omit the content. The check after the rendering then raises the
-        # error.
+        # A template without the word "content" cannot read the field `content`. If a template with
+        # this word omits the content, `_cut_at_message_end` raises the error after the rendering.
         if "content" not in self._source:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
-        # Content that is neither a string nor a list, such as a number, is treated as an empty list
-        # of parts. `_mark_last_part` raises an error if no part contains text.
-        parts = content if isinstance(content, list) else []
-        return _mark_last_part(messages, parts)
+        if isinstance(content, list):
+            return _mark_last_part(messages, content)
+        raise ContinuationRefused(_NO_TEXT)
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
     """Copy the messages, and append `_END_OF_MESSAGE` to the last text of the last message.
 
-    `_END_OF_MESSAGE` is a constant that shows the end of the last message in the rendered prompt.
+    After the rendering, the position of `_END_OF_MESSAGE` is the end of the message in the prompt.
 
     Args:
         messages: The messages of the request.
@@ -150,10 +149,10 @@ def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) ->
     Raises:
         ContinuationRefused: No part contains text.
     """
-    indices_of_texts = [index for index, part in enumerate(parts) if _has_text(part)]
-    if not indices_of_texts:
-        raise ContinuationRefused("the content of the last message contains no text to continue")
-    last_index = indices_of_texts[-1]
+    indices_from_end = reversed(range(len(parts)))
+    last_index = next((index for index in indices_from_end if _has_text(parts[index])), None)
+    if last_index is None:
+        raise ContinuationRefused(_NO_TEXT)
     last_text: str = parts[last_index]["text"]
     marked_parts = list(parts)
     marked_parts[last_index] = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
@@ -204,33 +203,33 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
     """Remove the text that follows the last message, so that the model continues this message.
 
-    Before the rendering, the text "CONTINUE_FINAL_MESSAGE_TAG " was appended to the last message:
-    `_END_WORD` and a space.
+    Before the rendering, `_END_OF_MESSAGE` was appended to the last message. `_END_OF_MESSAGE`
+    consists of `_END_WORD` and a space. If the template keeps this space, the result ends directly
+    before `_END_WORD`:
 
-    >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG </assistant>", "Well, ")
+    >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD} </assistant>", "Well, ")
     '<assistant>Well, '
-    >>> _cut_at_message_end("<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>", "Well, ")
+
+    If the template removes the space, it removes white space at the end of each message. The white
+    space before `_END_WORD` is then removed, too:
+
+    >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD}</assistant>", "Well, ")
     '<assistant>Well,'
 
     Args:
         rendered: The rendered text of the whole request.
-        final_text: The last text of the last message, without the appended text.
+        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
 
     Raises:
         ContinuationRefused: The rendered text does not contain the whole content of the last
             message.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # If the template has deleted a part of `final_text`, the last text of the message, the model
-    # cannot continue the message. Like the library transformers, this check searches the whole
-    # prompt for this text.
+    # The model cannot continue a message of which the template has removed a part.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    # A missing space after `_END_WORD` shows that the template strips messages. Such a template
-    # would also strip white space at the end of the original message. Therefore, the white space
-    # before `_END_WORD` is removed, too.
-    strips_messages = not after_end_word.startswith(" ")
-    return up_to_message_end.rstrip() if strips_messages else up_to_message_end
+    keeps_white_space = after_end_word.startswith(" ")
+    return up_to_message_end if keeps_white_space else up_to_message_end.rstrip()

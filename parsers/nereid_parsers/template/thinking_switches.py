@@ -44,13 +44,14 @@ def thinking_switches(
     """
     names = _switch_variables(template, fixed_variables)
     one_variable = [
-        Switches(((name, value),)) for name in names for value in _possible_values(template, name)
+        Switches(variables=((name, value),))
+        for name in names
+        for value in _possible_values(template, name)
     ]
     # Some templates render reasoning only if several switches, such as `enable_thinking`, are on.
     all_variables = _all_on_and_all_off(names) if len(names) > 1 else []
-    # Only the first `_MAX_SETTINGS` settings are returned. Therefore, the settings that usually
-    # have an effect are first. System messages are last, so they are omitted if a template has many
-    # variables.
+    # If there are too many settings, the last ones are omitted. Therefore, the settings that
+    # usually have an effect are first.
     settings = [NO_SWITCHES, *all_variables, *one_variable, *_system_messages(template)]
     return settings[:_MAX_SETTINGS]
 
@@ -87,10 +88,10 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     """
     constants = template.compared.get(name, ())
     compared_values = [value for value in constants if isinstance(value, str | int)]
-    is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
-    usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
-    # This dict removes duplicates. Its keys are texts such as "True", because the values True and 1
-    # are equal, and would become one key.
+    takes_words = "effort" in name or "mode" in name  # such as `reasoning_effort`
+    usual_values: tuple[Any, ...] = _EFFORTS if takes_words else (True, False)
+    # `dict.fromkeys` would remove 1 next to True, because these values are equal. Their texts, "1"
+    # and "True", differ.
     value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
     return list(value_by_text.values())[:_MAX_VALUES]
 

@@ -33,7 +33,6 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _QUANTIFIER = re.compile(r"[*+?]\??|\{\d+(?:,\d*)?\}\??")
-_NAMED_GROUP = re.compile(r"\(\?P<(\w+)>")
 # Matches a character class, such as `[\s\n]`, if all its members are white space.
 _WHITE_SPACE_CLASS = re.compile(r"\[(?:\\[sntr]| )+\]")
 _MAX_ALTERNATIVES = 16
@@ -155,10 +154,14 @@ def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
     The marker is declared by a literal, by a list of literals, or by a regular expression:
 
-    >>> marker_spellings({"open": "<a>"}, "open"), marker_spellings({"open": ["<a>"]}, "open")
-    (('<a>',), ('<a>',))
-    >>> marker_spellings({"open_pattern": r"<a>|<b>\s*"}, "open"), marker_spellings({}, "open")
-    (('<a>', '<b>'), ())
+    >>> marker_spellings({"open": "<a>"}, "open")
+    ('<a>',)
+    >>> marker_spellings({"open": ["<a>", "<b>"]}, "open")
+    ('<a>', '<b>')
+    >>> marker_spellings({"open_pattern": r"<a>|<b>\s*"}, "open")
+    ('<a>', '<b>')
+
+    The result is empty if `field` does not declare the marker.
 
     Args:
         field: The object that declares the marker, for example the member `tool_calls` of a
@@ -263,11 +266,14 @@ class _Reader:
         """
         combinations: list[Pieces] = [()]
         while self.peek_token() not in ("|", ")", ""):  # "" is the end of the expression.
-            element = self.read_element()  # The alternatives of the next element.
+            element_alternatives = self.read_element()
             if _QUANTIFIER.fullmatch(self.peek_token()):
-                element = self.apply_quantifier(element, quantifier=self.take_token())
+                quantifier = self.take_token()
+                element_alternatives = self.apply_quantifier(element_alternatives, quantifier)
             # `start` and `end` are tuples of pieces. `start + end` concatenates the tuples.
-            combinations = [start + end for start, end in product(combinations, element)]
+            combinations = [
+                start + end for start, end in product(combinations, element_alternatives)
+            ]
             if len(combinations) > _MAX_ALTERNATIVES:
                 raise self.error(
                     f"the expression has too many alternatives; the limit is {_MAX_ALTERNATIVES}"
@@ -302,33 +308,35 @@ class _Reader:
     def read_group(self, opening: str) -> list[Pieces]:
         """Read the rest of a group after its opening parenthesis, and return its alternatives.
 
-        A group has the alternatives between its parentheses. A named group instead has one
-        alternative, which is variable text with the name of the group:
+        For a group without a name, the result contains the alternatives between the parentheses:
 
         >>> _Reader("a|b)").read_group(opening="(?:")
         [('a',), ('b',)]
+
+        For a named group, the result is one alternative: variable text with the group's name.
+
         >>> _Reader("[a-z]+)").read_group(opening="(?P<key>")
         [(VariableText(name='key'),)]
 
         Args:
-            opening: The token that opens the group. The caller has already read this token.
+            opening: The token that opens the group: `(`, `(?:`, `(?P<name>`, or `(?` for a group of
+                any other kind. The caller has already read this token.
 
         Raises:
             FormatError: The group is not closed, or is of another kind, for example `(?=..)`.
         """
-        named = _NAMED_GROUP.fullmatch(opening)
-        if named is not None:
-            self.skip_group()
-            return [(VariableText(named.group(1)),)]
-        # The tokens `(?:` and `(?P<name>` are complete. The token `(?` starts any other group, such
-        # as `(?=`.
-        if opening == "(?":
-            raise self.error(
-                "a group that looks ahead or behind, or that sets flags, is not supported"
-            )
-        inner_alternatives = self.read_alternatives()  # This stops before the `)`.
-        self.take_token()  # the `)`, or an error if the group is not closed
-        return inner_alternatives
+        match opening:
+            case "(" | "(?:":
+                inner_alternatives = self.read_alternatives()  # This stops before the `)`.
+                self.take_token()  # the `)`, or an error if the group is not closed
+                return inner_alternatives
+            case "(?":
+                raise self.error(
+                    "a group that looks ahead or behind, or that sets flags, is not supported"
+                )
+            case _:
+                self.skip_group()
+                return [(VariableText(opening.removeprefix("(?P<").removesuffix(">")),)]
 
     def skip_group(self) -> None:
         """Remove the tokens of a group from `unread`, up to the closing parenthesis of the group.
@@ -365,18 +373,22 @@ class _Reader:
             raise self.error(f"the escape {escape} is not supported")
         return character  # The backslash only removes the special meaning, as in `\.`.
 
-    def apply_quantifier(self, element: list[Pieces], quantifier: str) -> list[Pieces]:
-        r"""Apply a quantifier, such as `?`, to the preceding part of the regular expression.
+    def apply_quantifier(self, element_alternatives: list[Pieces], quantifier: str) -> list[Pieces]:
+        r"""Apply a quantifier, such as `?`, to the preceding element of the regular expression.
 
-        The examples are the expressions `a?` and `\s*`:
+        The quantifiers `?` and `??` make a literal optional. Example: `a?` matches "a" or "".
 
         >>> _Reader("").apply_quantifier([("a",)], quantifier="?")
         [('a',), ()]
+
+        Optional white space and variable text already match texts of any length, including the
+        empty text, so quantifiers have no effect on them. Example: `\s*`.
+
         >>> _Reader("").apply_quantifier([(OptionalWhitespace(),)], quantifier="*")
         [(OptionalWhitespace(),)]
 
         Args:
-            element: The alternatives of the element before the quantifier.
+            element_alternatives: The alternatives of the element before the quantifier.
             quantifier: The quantifier, such as "*" or "??".
 
         Raises:
@@ -385,12 +397,10 @@ class _Reader:
         """
         # The element contains a literal if one of its alternatives does. Example: `(a|\s)*`
         # contains the literal `a`.
-        contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
+        pieces = chain.from_iterable(element_alternatives)
+        contains_literal = any(isinstance(piece, str) for piece in pieces)
         if not contains_literal:
-            # Optional white space and variable text already match texts of any length, including
-            # the empty text. Therefore, the quantifier has no effect.
-            return element
-        is_optional = quantifier.startswith("?")
-        if is_optional:
-            return [*element, ()]  # The empty tuple is the empty text.
+            return element_alternatives
+        if quantifier in ("?", "??"):
+            return [*element_alternatives, ()]  # The empty tuple is the empty text.
         raise self.error(f"the quantifier {quantifier} must not repeat a literal")

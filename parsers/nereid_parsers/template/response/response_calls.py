@@ -55,6 +55,13 @@ class _CallStart(NamedTuple):
     marker: str
     head: str
 
+    def as_marker(self) -> str:
+        """Join the marker and the header to one fixed text.
+
+        A header contains each literal brace twice, but a fixed text contains the brace once.
+        """
+        return self.marker + unescape_braces(self.head)
+
 
 def tool_section(field: Mapping[str, Any]) -> ToolSection:
     """Convert the field `tool_calls` of a `response_template` into a `ToolSection` object.
@@ -86,9 +93,6 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
     >>> _call_starts({"open_pattern": r"<call>\s*<f=(?P<name>\w+)>"})
     [_CallStart(marker='<call>', head='\n<f={name}>')]
 
-    The optional white space `\s*` becomes a line break in the header, because a line break in a
-    header matches any white space.
-
     Raises:
         FormatError: The declaration contains no opening marker.
     """
@@ -106,18 +110,21 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 def _split_call_start(pieces: Pieces) -> _CallStart:
     r"""Split the start of a tool call, such as `<call><f={name}>`, into a marker and a header.
 
-    The first literal is the marker. In a header, optional white space becomes a line break:
+    The pieces have one of three forms. Without variable text, all pieces are the marker:
 
-    >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
-    _CallStart(marker='<call>', head='\n<f={name}>')
+    >>> _split_call_start(("<call>", OptionalWhitespace()))
+    _CallStart(marker='<call>', head='')
 
-    If the function's name follows the first literal directly, the literal belongs to the header,
-    and there is no marker. If there is no name, there is no header:
+    If the first literal directly precedes the function's name, all pieces are the header:
 
     >>> _split_call_start(("<f=", VariableText("name"), ">"))
     _CallStart(marker='', head='<f={name}>')
-    >>> _split_call_start(("<call>", OptionalWhitespace()))
-    _CallStart(marker='<call>', head='')
+
+    Otherwise, the first literal is the marker, and the other pieces are the header. In a header,
+    optional white space becomes a line break, because a line break matches any white space:
+
+    >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
+    _CallStart(marker='<call>', head='\n<f={name}>')
 
     Args:
         pieces: The pieces of a regular expression that matches the start of a tool call. A piece is
@@ -127,20 +134,19 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
         FormatError: The first piece after white space is not a literal.
     """
     visible_pieces = _without_leading_whitespace(pieces)
-    first_literal = visible_pieces[0] if visible_pieces else None
-    if not isinstance(first_literal, str):
-        raise FormatError(
-            "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
-            "with a group or is empty"
-        )
     has_variable_text = any(isinstance(piece, VariableText) for piece in visible_pieces)
-    if not has_variable_text:
-        return _CallStart(text_of_literals(visible_pieces), head="")
-    after_literal = visible_pieces[1:]
-    is_start_of_header = isinstance(after_literal[0], VariableText)  # `<f=` before the name
-    if is_start_of_header:
-        return _CallStart(marker="", head=_pattern(visible_pieces))
-    return _CallStart(first_literal, _pattern(after_literal))
+    match visible_pieces:
+        case [str(), *_] if not has_variable_text:
+            return _CallStart(text_of_literals(visible_pieces), head="")
+        case [str(), VariableText(), *_]:
+            return _CallStart(marker="", head=_pattern(visible_pieces))
+        case [str(marker), *_]:
+            return _CallStart(marker, head=_pattern(visible_pieces[1:]))
+        case _:
+            raise FormatError(
+                "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
+                "with a group or is empty"
+            )
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
@@ -189,10 +195,7 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        # Because the body contains the function's name, the `Call` gets no header. Instead,
-        # `start.head` is added to the opening marker. A header contains each literal brace twice,
-        # but a marker contains the brace once.
-        return Call(body, open=start.marker + unescape_braces(start.head), close=close)
+        return Call(body, open=start.as_marker(), close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
@@ -236,13 +239,8 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
     The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
-    Three members of `field`, the declaration of the field `tool_calls`, show which of them it is.
-    The first row that applies gives the result:
-
-        `transform_each`             An array. The rule in `transform` converts each of its members.
-        `repeats` or `transform`     An object. The field occurs once for each tool call, or the
-                                     rule in `transform` converts the whole body into one tool call.
-        none of these members        An array. It already is the list of tool calls.
+    The members `transform_each`, `repeats` and `transform` of `field`, the declaration of the field
+    `tool_calls`, show whether the body is an object or an array.
 
     >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
     True
@@ -253,10 +251,13 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
         FormatError: The member `transform` is malformed.
     """
     keys = keys_of_transform(field.get("transform"))
-    if field.get("transform_each"):
+    if field.get("transform_each"):  # The rule in `transform` converts each item of an array.
         return JsonArray(keys)
-    is_one_call = bool(field.get("repeats") or field.get("transform"))
-    return JsonObject(keys) if is_one_call else JsonArray(keys)
+    if field.get("repeats"):  # The field occurs once for each tool call.
+        return JsonObject(keys)
+    if field.get("transform"):  # The rule converts the whole body into one tool call.
+        return JsonObject(keys)
+    return JsonArray(keys)  # The body already is the list of tool calls.
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
@@ -273,14 +274,17 @@ def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
         FormatError: The option contains no pair, or the two texts of the first pair differ.
     """
     match string_delims:
+        case [[str(opening), str(closing), *_], *_] if opening == closing:
+            return BareKeyArguments(opening)
         case [[str(opening), str(closing), *_], *_]:
-            if opening == closing:
-                return BareKeyArguments(opening)
             raise FormatError(
                 "the opening and the closing text of `string_delims` must be equal, but they are "
                 f"{opening!r} and {closing!r}"
             )
-    raise FormatError(f"`string_delims` must be a list of pairs, but it is {string_delims!r}")
+        case _:
+            raise FormatError(
+                f"`string_delims` must be a list of pairs, but it is {string_delims!r}"
+            )
 
 
 def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
@@ -297,9 +301,9 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
         FormatError: The expression has no group `key`, or no group `value` after it.
     """
     tag_pattern = str(options.get("tag_pattern", ""))
-    # `tag_pattern` may have several alternatives. A template writes all arguments with the same
-    # tags, so the first alternative is sufficient.
-    pieces = alternatives(tag_pattern)[0]
+    # A template writes all arguments with the same tags, so the first alternative of the expression
+    # is sufficient.
+    pieces, *_ = alternatives(tag_pattern)
     if not _has_key_before_value(pieces):
         raise FormatError(
             "`tag_pattern` of the response_template must contain the group (?P<key>..), and after "

@@ -125,14 +125,15 @@ class _ContentMarkers(NamedTuple):
 def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
     """Separate the markers around the content from the markers that end the message.
 
-    `field` is the declaration of the field `content`. Each of its closing markers can end the
-    content, and one list contains both kinds. The markers around the content are the wrapper. If
-    `field` declares no opening marker, all closing markers end the turn. If `field` declares an
-    opening marker, the first closing marker belongs to the wrapper, and the other closing markers
-    end the turn. A wrapper has only one opening marker, so other opening markers are ignored.
+    `field` is the declaration of the field `content`. If it declares no opening marker, all closing
+    markers end the turn:
 
     >>> _content_markers({"close": "<end>"})
     _ContentMarkers(wrapper=None, turn_ends=('<end>',))
+
+    If it declares an opening marker, the first closing marker closes the content, and the other
+    closing markers end the turn. Only the first opening marker is used.
+
     >>> _content_markers({"open": "<a>", "close": ["</a>", "<end>"]})
     _ContentMarkers(wrapper=Wrapper(open='<a>', close='</a>'), turn_ends=('<end>',))
     """

@@ -45,68 +45,49 @@ def keys_of_transform(transform: object) -> Keys:
     Raises:
         FormatError: The transform is malformed, or does not contain the keys.
     """
-    rule: Any = transform
-    if isinstance(transform, list) and len(transform) == 1:
-        rule = transform[0]
-    if rule is None:  # The model writes the JSON in the form that transformers returns.
-        return Keys(name="function.name", arguments="function.arguments", id="id")
-    # `rule` may still be a list. For a list, `_function_of_rule` raises FormatError.
-    function = _function_of_rule(rule)
-    if isinstance(function, str):  # `{content.call}`: the keys are `call.name`, `call.arguments`.
-        return _default_keys_in(_path(function))
-    return _keys_of_rule(rule, function)
+    rule: Any = transform[0] if isinstance(transform, list) and len(transform) == 1 else transform
+    match rule:
+        case None:  # The model writes the JSON in the form that transformers returns.
+            return Keys(name="function.name", arguments="function.arguments", id="id")
+        case str(placeholder) | {"function": str(placeholder)}:
+            # `{content.call}`: the keys are `call.name` and `call.arguments`.
+            return _default_keys_in(_path(placeholder))
+        case {"function": Mapping() as function}:
+            return _keys_of_placeholders(function, rule.get("id"))
+        case Mapping() if "function" not in rule:
+            return _keys_of_placeholders(rule, rule.get("id"))
+        case _:
+            raise FormatError(
+                f"the transform {rule!r} does not return a tool call, because `function` is not "
+                "an object"
+            )
 
 
-def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
-    """Return the member `function` of a rule. If this member is missing, return the whole rule.
-
-    A rule describes how transformers builds a tool call from the JSON that a model writes. A rule
-    is an object, or a single placeholder (a string), which has no members. The result describes the
-    called function. It is one placeholder, or an object with placeholders for the name and the
-    arguments:
-
-    >>> _function_of_rule({"function": "{content}"}), _function_of_rule({"name": "{content.f}"})
-    ('{content}', {'name': '{content.f}'})
-
-    Raises:
-        FormatError: The result would be neither a string nor an object.
-    """
-    function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
-    if not isinstance(function, str | Mapping):
-        raise FormatError(
-            f"the transform {rule!r} does not return a tool call, because `function` is not "
-            "an object"
-        )
-    return function
-
-
-def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
-    """Return the JSON keys to which the placeholders of a rule refer, such as `f` in `{content.f}`.
+def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -> Keys:
+    """Return the JSON keys to which placeholders refer, such as `f` for `{content.f}`.
 
     The model writes a tool call as a JSON object. The result names the members of this object that
     contain the function's name, the arguments and the id of the tool call.
 
     >>> function = {"name": "{content.f}", "arguments": "{content.a}"}
-    >>> keys = _keys_of_rule({"id": "{content.number}", "function": function}, function)
+    >>> keys = _keys_of_placeholders(function, "{content.number}")
     >>> keys.name, keys.arguments, keys.id
     ('f', 'a', 'number')
 
     Args:
-        rule: The whole rule, which may contain a placeholder for the id.
-        function: The object with the placeholders for the name and the arguments. It is the member
-            `function` of the rule, or the rule itself if there is no such member.
+        function: The object with the placeholders for the name and the arguments.
+        id_placeholder: The placeholder for the id, or None if the model writes no id.
 
     Raises:
         FormatError: A placeholder is missing or malformed.
     """
     name_path = _path(function.get("name"))
     arguments_path = _path(function.get("arguments"))
-    if not name_path or not arguments_path:
+    if not name_path or not arguments_path:  # `{content}`, which refers to the whole JSON object.
         raise FormatError(
-            f"the transform {rule!r} must take the name and the arguments from keys of the "
+            f"the transform {function!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    id_placeholder = rule.get("id")
     id_path = _path(id_placeholder) if id_placeholder else ""
     return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
 

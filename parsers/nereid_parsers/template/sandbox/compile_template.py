@@ -21,7 +21,7 @@ import jinja2
 from jinja2 import nodes
 
 from nereid_parsers.errors import TemplateError
-from nereid_parsers.template.sandbox.counting_nodes import AddCounting
+from nereid_parsers.template.sandbox.counting_nodes import CountingTransformer
 from nereid_parsers.template.sandbox.limited_environment import LimitedEnvironment
 from nereid_parsers.template.sandbox.limits import MAX_CODE, MAX_SOURCE, Budget, LimitError
 
@@ -68,8 +68,7 @@ class CompiledTemplate:
             )
         # A template may change lists only if its source calls `append` or `pop`.
         self.changes_lists = ".append(" in source or ".pop(" in source
-        self._now = now
-        env = self._new_environment(budget)  # reads `changes_lists` and `_now`
+        env = LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
         # While the template is compiled, its variables and constants are recorded.
         self._code, recorded = _compile(env, source)
         self.names = frozenset(recorded.names)  # The variables that the template reads.
@@ -78,21 +77,11 @@ class CompiledTemplate:
         self.compared = {
             name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
         }
-        self._literal_size = recorded.literal_size  # the number of characters outside the tags
-        # `_load_code_into` reads `_code` and `_literal_size`, and stores the template that `render`
-        # executes.
+        env.literal_size = recorded.literal_size
         self._load_code_into(env)
 
-    def _new_environment(self, budget: Budget) -> LimitedEnvironment:
-        """Return a Jinja environment for this template, with the given budget."""
-        return LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=self._now)
-
     def _load_code_into(self, env: LimitedEnvironment) -> None:
-        """Load the compiled code into the Jinja environment `env`, and use `env` for renderings.
-
-        Mutates: `_environment`, `_template` and `env.literal_size`.
-        """
-        env.literal_size = self._literal_size
+        """Load the compiled code into the Jinja environment `env`, and use `env` for renderings."""
         self._environment = env
         self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
 
@@ -102,7 +91,7 @@ class CompiledTemplate:
         The copy has its own budget and environment, but shares the compiled code with the original.
         """
         other = copy.copy(self)
-        other._load_code_into(self._new_environment(Budget()))
+        other._load_code_into(self._environment.with_budget(Budget()))
         return other
 
     def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
@@ -121,9 +110,8 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # The rendering writes the literal text of the template at least once. Therefore, the
-            # first step counts the size of this text. Each loop item and each macro call counts the
-            # size again, because it may write the text again.
+            # The rendering may write each literal text of the template once outside of loops and
+            # macros. Each loop item and each macro call counts this size again.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.
@@ -139,7 +127,7 @@ class CompiledTemplate:
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
 
-def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCounting]:
+def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTransformer]:
     """Compile a template to Python code that counts each operation of a rendering.
 
     Args:
@@ -147,19 +135,19 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCountin
         source: The text of the template.
 
     Returns:
-        The compiled code, and the object that has added the counting filters to the template. This
-        object has also recorded the variables and texts of the template.
+        The compiled code, and the node transformer, which contains the variables and texts of the
+        template.
 
     Raises:
         TemplateError: The source has a syntax error.
         LimitError: The source is nested too deeply, or takes too long to compile.
     """
-    add_counting = AddCounting(env.budget)
+    transformer = CountingTransformer(env.budget)
     try:
         # The next three calls check the time limit in `env.budget`. If the limit is exceeded, they
         # raise LimitError.
         tree = env.parse(source)
-        add_counting.visit(tree)
+        transformer.visit(tree)
         python_code = _generate_python(env, tree)
         # jinja2 has no public method that compiles generated Python code, so this private method is
         # called.
@@ -174,7 +162,7 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, AddCountin
         ) from error
     except (SyntaxError, ValueError) as error:
         raise TemplateError(f"the template does not compile: {error}") from error
-    return code, add_counting
+    return code, transformer
 
 
 def _generate_python(env: LimitedEnvironment, tree: nodes.Template) -> str:

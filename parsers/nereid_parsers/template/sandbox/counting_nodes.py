@@ -1,9 +1,9 @@
 """Rewrites the syntax tree of a chat template, so that each operation of a rendering is counted.
 
-jinja2 parses a template into a tree of nodes and generates Python code from the tree. `AddCounting`
-adds filters to the tree. The generated code calls these filters at each loop item and for each
-value that the template makes. `Generation` limits the time of parsing, and `TimedCodeGenerator`
-limits the time of generating code.
+jinja2 parses a template into a tree of nodes and generates Python code from the tree.
+`CountingTransformer` adds filters to the tree. The generated code calls these filters at each loop
+item and for each value that the template makes. `Generation` limits the time of parsing, and
+`TimedCodeGenerator` limits the time of generating code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Generation(ext.Extension):
         return caller()
 
 
-class AddCounting(NodeTransformer):
+class CountingTransformer(NodeTransformer):
     """Adds counting filters to a syntax tree, and records the template's constants and variables.
 
     Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class

@@ -75,12 +75,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.budget = budget
-        self.literal_size = 0  # `CompiledTemplate` sets this size after compiling the template.
+        self.literal_size = 0  # The size is known only after the template has been compiled.
         self._is_immutable = is_immutable
         self._now = now
         # The constructor of the base class has set `self.filters` to the filters of jinja2.
-        # `AddCounting` adds calls of the inserted filters, such as `_count_items`, to each
-        # template, in order to count loop items and to check values.
         self.filters = {**self._allowed_filters(self.filters), **self._inserted_filters()}
         self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
@@ -88,6 +86,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise_exception=raise_exception,
             strftime_now=self._strftime_now,
         )
+
+    def with_budget(self, budget: Budget) -> LimitedEnvironment:
+        """Return an environment for the same template, with another budget."""
+        env = LimitedEnvironment(budget, is_immutable=self._is_immutable, now=self._now)
+        env.literal_size = self.literal_size
+        return env
 
     def _allowed_filters(
         self, jinja_filters: Mapping[str, Callable[..., Any]]
@@ -111,7 +115,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _inserted_filters(self) -> dict[str, Callable[..., Any]]:
         """Return the filters with which the sandbox counts and checks a template's operations.
 
-        The filters count and check the operations of a rendering. Examples:
+        `CountingTransformer` adds calls of these filters to each template. Examples:
 
             `for m in messages`    becomes    `for m in messages | _count_items`
             `a ~ b`                becomes    `[a, b] | _concatenate`
@@ -167,27 +171,37 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         Raises:
             LimitError: The result would be too large, or the template makes too many calls.
         """
-        budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         # A macro may write literal text of the template, so each call of a macro counts the length
         # of all literal text. Other functions are Python functions, which write no literal text.
-        budget.step(__self.literal_size if is_macro else 0)
+        __self.budget.step(__self.literal_size if is_macro else 0)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
-        # Methods of strings and numbers may return large texts: `"a".center(10**9)` and
-        # `(1).to_bytes(10**9)`.
-        may_return_large_text = isinstance(owner, str | bytes | int | float)
-        if may_return_large_text:
-            # To check `join`, `check_method` needs the number of items. An iterator has no length,
-            # so it is converted to a list.
-            args = tuple(__self._iterator_to_list(argument) for argument in args)
-            # The order of keyword arguments does not matter for the checks.
-            check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
+        if isinstance(owner, str | bytes | int | float):
+            # These methods may return large texts, such as `"a".center(10**9)`.
+            args = __self._check_arguments(owner, __obj.__name__, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             # A method such as `append` may enlarge the list or dict, so its size is checked again.
             # Methods cannot change a tuple, and a template cannot create a set.
-            budget.check(owner)
-        return budget.check(result)
+            __self.budget.check(owner)
+        return __self.budget.check(result)
+
+    def _check_arguments(
+        self,
+        owner: str | bytes | float,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Any, ...]:
+        """Raise LimitError if `owner.method(*args, **kwargs)` would return a large value.
+
+        The result contains `args`, but with a list in place of each iterator. The check needs the
+        number of items, as in `", ".join(items)`, and reading the items consumes an iterator.
+        """
+        args = tuple(self._iterator_to_list(argument) for argument in args)
+        # The order of keyword arguments does not matter for the checks.
+        check_method(self.budget, owner, method, (*args, *kwargs.values()))
+        return args
 
     def _limit_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that checks the budget before and after it calls `function`.
@@ -207,7 +221,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.budget.step()
             jinja_args, template_args = args[:num_jinja_args], args[num_jinja_args:]
             value, *options = template_args  # The value is the expression before the `|`.
-            if name in _SUMMING_FILTERS:  # The check needs the number and the size of the items.
+            if name in _SUMMING_FILTERS:  # `check_filter` reads the number and the size of items.
                 value = self._iterator_to_list(value)
             check_filter(self.budget, FilterCall(name, value, tuple(options), kwargs))
             return self.budget.check(function(*jinja_args, value, *options, **kwargs))
@@ -230,7 +244,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         check_format(self.budget, "%" + text, values=())
         return self._now().strftime(text)
 
-    # ---- the filters that `AddCounting` adds to a template --------------------------------------
+    # ---- the filters that `CountingTransformer` adds to a template ------------------------------
 
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
         """Return the items of a loop as an iterable that counts one step for each item.
@@ -251,8 +265,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _count_step(self, _: object = None) -> None:
         """Count one step of a loop, and the length of the literal text that the step may write.
 
-        `AddCounting` also inserts this method as a filter into templates. Each filter takes a
-        value, so the method takes an argument, which it ignores.
+        `CountingTransformer` also inserts this method as a filter into templates. Each filter takes
+        a value, so the method takes an argument, which it ignores.
         """
         self.budget.step(self.literal_size)
 

@@ -29,6 +29,8 @@ _REQUEST_SECONDS = 5.0
 # For each character of a request, these numbers are added to the limits in ANALYSIS_LIMITS.
 _STEPS_PER_CHARACTER = 8
 _TOTAL_SIZE_PER_CHARACTER = 64
+# At least 6 are necessary, because the filter `tojson` may convert one character to an escape of
+# six characters, such as `\u00e9`.
 _VALUE_SIZE_PER_CHARACTER = 8
 
 
@@ -61,10 +63,8 @@ ANALYSIS_LIMITS = Limits()
 def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request. The limits grow with the size of the request.
 
-    If a request is longer, a template needs more steps and makes longer texts. The limit for one
-    value grows by 8 characters for each character of the request. At least 6 are necessary, because
-    the filter `tojson` can convert one character to an escape of six characters. The time limit
-    does not grow, because a rendering must not block the server, however long the request is.
+    If a request is longer, a template needs more steps and makes longer texts. The time limit does
+    not grow, because a rendering must not block the server, however long the request is.
 
     Args:
         variables: The variables of the template, which contain the messages of the request.

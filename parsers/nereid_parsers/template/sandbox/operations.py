@@ -68,11 +68,11 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
     Args:
         budget: The limits.
         owner: A string or a number.
-        name: The name of the method. If the method has no case below, its result is hardly longer
-            than `owner`, unless an argument is a large number.
+        name: The name of the method.
         args: The arguments of the method.
     """
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
+    # The results of all other methods are at most slightly longer than `owner`.
     match name:
         case "format" | "format_map":
             # The argument of `format_map` is a dict. Its size includes the sizes of its values, so
@@ -109,8 +109,7 @@ class FilterCall(NamedTuple):
     def option(self, index: int, name: str) -> Any:  # noqa: ANN401
         """Return the value of a filter's option. Return "" if the template passes no value.
 
-        The checks need the size of an option, and "" has no size. A template passes an option by
-        position or by name, as in `text | replace("a", new="b")`:
+        A template passes an option by position or by name, as in `text | replace("a", new="b")`:
 
         >>> call = FilterCall("replace", "abc", ("a",), {"new": "b"})
         >>> call.option(0, "old"), call.option(1, "new")
@@ -120,14 +119,17 @@ class FilterCall(NamedTuple):
             index: The position of the option.
             name: The name of the option.
         """
-        return self.args[index] if index < len(self.args) else self.kwargs.get(name, "")
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name, "")  # The checks measure the length, and "" has the length 0.
 
 
 def check_filter(budget: Budget, call: FilterCall) -> None:
     """Raise LimitError if the result of a filter would be too large.
 
-    If a filter has no case below, its result is hardly longer than the value, unless an option is a
-    large number.
+    Large numbers are rejected as options of every filter. The filters with a case below need a
+    further check, because they can make a long text even from small numbers. The results of all
+    other filters are at most slightly longer than the value.
     """
     options = [*call.args, *call.kwargs.values()]
     check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
@@ -225,10 +227,9 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
 
     Example: `"{:>9}{name}".format(1, name="Ann")` has the format string "{:>9}{name}" and the
     values 1 and "Ann". The length of the formatted text is at most the sum of three sizes: the
-    format string, the widths of its fields, and the values. The values are counted as often as the
-    most frequent field, such as `{name}` in "{name}{name}" or `{0}` in "{0}{0}". A field whose
-    width is given by an argument, as in `{:>{}}`, is rejected. The check covers format strings with
-    `%` and format strings with `{`.
+    format string, the widths of its fields, and the values. If the format string contains fields
+    with the same name, such as "{name}{name}", the size of the values is multiplied by the number
+    of these fields. The check covers format strings with `%` and format strings with `{`.
 
     Args:
         budget: The limits.
@@ -238,24 +239,31 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
     """
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return
-    number = _LONG_NUMBER.search(text)
+    _check_widths(text)
+    # Fields with the same name or index, such as `{name`, `{0` or `%(name`, write the same value. A
+    # field without a name, such as `{}` or `%s`, writes each value only once.
+    num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
+    max_repetitions = max(num_fields_by_name.values(), default=1)
+    size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)
+    budget.check_size(len(text) + _total_width(text) + max_repetitions * size_of_values)
+
+
+def _check_widths(format_string: str) -> None:
+    """Raise LimitError if a field of a format string has a very large or an unknown width.
+
+    Examples: the width of `{:>99999}` is too large. The width of `{:>{}}` is an argument.
+    """
+    number = _LONG_NUMBER.search(format_string)
     if number is not None:
         shown_number = number.group()[:_MAX_SHOWN_DIGITS]
         raise LimitError(
             f"a format string of the template has the width {shown_number}, "
             f"but the limit is {MAX_NUMBER}"
         )
-    if _NESTED_FIELD.search(text):
+    if _NESTED_FIELD.search(format_string):
         raise LimitError(
             "a format string of the template gets its width from an argument, which is not allowed"
         )
-    # Several fields with the same name or index, such as `{name`, `{0` or `%(name`, write the same
-    # value several times, so they are counted. A field without a name, such as `{}` or `%s`, writes
-    # each value only once, so the default is 1.
-    num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
-    max_repetitions = max(num_fields_by_name.values(), default=1)
-    size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)
-    budget.check_size(len(text) + _total_width(text) + max_repetitions * size_of_values)
 
 
 def _total_width(text: str) -> int:

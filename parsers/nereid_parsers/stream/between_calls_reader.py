@@ -98,7 +98,7 @@ class BetweenCallsReader:
         The opening marker is pending text until the first tool call starts, because it is content
         if no tool call follows. Between two tool calls, no text is pending.
         """
-        return bool(self._text_writer.pending)
+        return bool(self._text_writer.pending_text)
 
     def _match_separator(self) -> int:
         """Test whether the unread text starts with the separator between tool calls, such as `, `.

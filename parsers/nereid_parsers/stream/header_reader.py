@@ -141,7 +141,7 @@ class HeaderReader:
 
     def finish(self) -> None:
         """If the output ends directly after a message start marker, remove this marker."""
-        if self._text_writer.pending:
+        if self._text_writer.pending_text:
             self._text_writer.drop_pending()
 
 

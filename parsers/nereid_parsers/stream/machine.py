@@ -100,10 +100,10 @@ class Machine:
         required. Example: in the state HEADER, the HeaderReader reads the header of a message.
         """
         return {
-            State.UNCLASSIFIED: self._unclassified_reader.read,
+            State.UNCLASSIFIED: self._unclassified_reader.read_to_first_marker,
             State.REASONING: self._reasoning_reader.read,
             State.INLINE_REASONING: self._reasoning_reader.read_inline,
-            State.INTERRUPTED_REASONING: self._reasoning_reader.read_interrupted,
+            State.INTERRUPTED_REASONING: self._reasoning_reader.store_until_closed,
             State.CONTENT: self._content_reader.read,
             State.CONTENT_ONLY: self._content_reader.read_content_only,
             State.PLAIN_MESSAGE: self._content_reader.read_plain_message,
@@ -179,7 +179,7 @@ class Machine:
         #   would show that this text is reasoning.
         num_unread_chars = len(self._buffer.unread())
         num_stored_chars = self._reasoning_reader.num_stored_chars()
-        self._text_writer.forget_prompt(num_unwritten_chars=num_unread_chars + num_stored_chars)
+        self._text_writer.mark_prompt_end(num_unwritten_chars=num_unread_chars + num_stored_chars)
 
     def set_trace(self, trace: Trace | None) -> None:
         """Pass each later piece of text, together with its classification, to `trace`."""

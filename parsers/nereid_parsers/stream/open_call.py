@@ -118,7 +118,7 @@ class OpenCall:
         """
         part = self._buffer.text[part_start : self._buffer.pos]
         if self._call_writer.is_open:
-            self._text_writer.classify_as_call(part, may_be_reread=self._may_reread_arguments)
+            self._text_writer.accept_call_text(part, may_be_reread=self._may_reread_arguments)
         elif was_call_open or self._has_call_ended():
             # A tool call has ended in this part of the text. It started in an earlier part or in
             # this part.
@@ -157,7 +157,7 @@ class OpenCall:
         # If `may_be_reread` is true, the trace first stores the pieces of the tool call, because
         # the parser may read them again. `end_traced_call` passes all stored pieces to the trace
         # function.
-        self._text_writer.classify_as_call(call_text, may_be_reread=self._may_reread_arguments)
+        self._text_writer.accept_call_text(call_text, may_be_reread=self._may_reread_arguments)
         self._text_writer.end_traced_call()
         if text_after_call:
             self._text_writer.store_pending(text_after_call)
@@ -174,7 +174,7 @@ class OpenCall:
         if self._body_reader.status is DONE:
             # The text after the last tool call of a list, such as `]`, was stored as pending text,
             # because another tool call could have followed. It is markup, so it is removed.
-            if self._text_writer.pending:
+            if self._text_writer.pending_text:
                 self._text_writer.drop_pending()
             return Outcome.ENDED
         # The body is not valid.
@@ -236,7 +236,7 @@ class OpenCall:
             self._call_writer.write(piece)
             # If `may_be_reread` is true, the trace appends this piece to the stored pieces of the
             # tool call.
-            self._text_writer.classify_as_call(piece, may_be_reread=self._may_reread_arguments)
+            self._text_writer.accept_call_text(piece, may_be_reread=self._may_reread_arguments)
         if not marker:  # The text contains no complete marker.
             return False
         self._call_writer.end(BROKEN_ARGUMENTS)
@@ -286,7 +286,7 @@ class OpenCall:
             section_closes: The markers that close the list of all tool calls, such as `</calls>`.
         """
         has_marker = self._is_confirmed
-        if not self._text_writer.pending or not has_marker:
+        if not self._text_writer.pending_text or not has_marker:
             return False
         text = self._text_writer.pending_text
         closing_markers = (*self.variant.closing_markers, *section_closes)

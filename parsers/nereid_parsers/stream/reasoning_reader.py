@@ -41,8 +41,8 @@ class _ReasoningEnd(Enum):
 class ReasoningReader:
     """Reads reasoning, and handles reasoning markers, such as `</think>`, in the content.
 
-    Each method `read_...` handles one state of the parser. The method reads text from the buffer
-    and returns the next state, or None if it needs more text.
+    Each of the methods `read`, `read_inline` and `store_until_closed` handles one state of the
+    parser. The method reads text from the buffer, and returns the next state or None.
 
     The `TextWriter` appends the events. The `CallReader` reports whether tool calls have started,
     and stores the deviation if a tool call ends the reasoning without a closing marker. The
@@ -70,19 +70,16 @@ class ReasoningReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
+        # ---- The format and the policy.
         self._format = context.format
-        # The next four attributes do not change during a message. If `_calls_must_come_first` is
-        # true, a tool call is recognised only before the content, and never inside the reasoning.
+        # Whether tool calls are recognised only before the content, and never in the reasoning.
         self._calls_must_come_first = context.calls_must_come_first
         reasoning = context.format.reasoning
         self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
         # Whether the client receives the reasoning as a part of the content.
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
-        # The parser state in which the reasoning is read.
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # The next three attributes change during a message. `_reasoning_end` is NONE until the
-        # reasoning ends. It becomes CLOSED if a closing marker ends the reasoning, and INTERRUPTED
-        # if other text ends the reasoning.
+        # ---- The progress of the message.
         self._reasoning_end = _ReasoningEnd.NONE
         # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
         # later, this text is reasoning. Otherwise it is a tool call.
@@ -119,12 +116,13 @@ class ReasoningReader:
         self._text_writer.write_generated_content(self._opening_marker)
 
     def read(self) -> State | None:
-        """Read reasoning up to the next marker. If a marker has arrived, return the next state.
+        """Read reasoning up to the next marker. Decide whether the marker ends the reasoning.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
-        is removed. The rest, `Hi`, is content. Any other marker is passed to the method that
-        decides whether the marker is a part of the reasoning. This method reads the marker, or
-        leaves it unread for the next state.
+        is removed. The rest, `Hi`, is content.
+
+        Returns:
+            The next state, or None if no marker has arrived.
         """
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
@@ -141,11 +139,19 @@ class ReasoningReader:
             case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.
                 return self._read_second_opening(marker)
             case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
-                self._reasoning_end = _ReasoningEnd.CLOSED
-        # The remaining kind of marker, END, ends the message or the model's turn. Text after such a
-        # marker is read in the state CONTENT, as content or as the start marker of the next
-        # message.
+                return self._read_closing(marker)
+            case _:  # The kind END, such as `<|im_end|>`. The text of the next message may follow.
+                self._drop_marker(marker)
+                return State.CONTENT
+
+    def _drop_marker(self, marker: str) -> None:
+        """Read `marker`, the next text in the buffer, and remove the marker from the output."""
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
+
+    def _read_closing(self, marker: str) -> State:
+        """Remove a closing marker, such as `</think>`, and end the reasoning. Return CONTENT."""
+        self._drop_marker(marker)
+        self._reasoning_end = _ReasoningEnd.CLOSED
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
@@ -157,19 +163,20 @@ class ReasoningReader:
         """
         if self._text_writer.has_text:
             return self._write_marker_as_reasoning(marker)
-        self._text_writer.drop_markup(self._buffer.take(len(marker)))
+        self._drop_marker(marker)
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
         """Read the opening marker of the content, such as `<response>`, inside the reasoning.
 
-        The marker either ends the reasoning, and is then removed, or is a part of the reasoning.
-        Examples, after a prompt that ends with `<think>`:
+        The marker is a part of the reasoning if the reasoning quotes the marker. Otherwise, the
+        marker ends the reasoning, and is removed. Examples, after a prompt that ends with
+        `<think>`:
 
-            `<response>Hi`           The reasoning is empty, so the marker ends the reasoning.
-            `I write <response>`     Text precedes the marker, so the marker is reasoning.
-            `I write.<|response|>`   A model does not quote a special token, such as
-                                     `<|response|>`, so the marker ends the reasoning.
+            `I write <response>`     Text precedes the marker, so the text quotes the marker.
+            `<response>Hi`           No text precedes the marker, so the marker ends the reasoning.
+            `I write.<|response|>`   Models do not quote special tokens, such as `<|response|>`, so
+                                     the marker ends the reasoning.
 
         Returns:
             The next state.
@@ -177,10 +184,8 @@ class ReasoningReader:
         is_quoted = self._text_writer.has_text and not is_special_token(marker)
         if is_quoted:
             return self._write_marker_as_reasoning(marker)
-        self._text_writer.drop_markup(self._buffer.take(len(marker)))
-        # The reasoning has ended without the closing marker `</think>`. If `</think>` follows
-        # later, it is removed.
-        self._reasoning_end = _ReasoningEnd.INTERRUPTED
+        self._drop_marker(marker)
+        self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
@@ -196,10 +201,10 @@ class ReasoningReader:
             self._text_writer.write_reasoning(text)
 
     def read_inline(self) -> State | None:
-        """Read reasoning, including its markers, and write all of this text as content.
+        """Read reasoning that the client receives as content. Write the text and its markers.
 
-        Example: `Hm</think>` is written unchanged, because the client of this format receives the
-        reasoning as a part of the content.
+        Example: from `Hm</think>Hi`, `Hm</think>` is written unchanged as content. The closing
+        marker ends the reasoning.
 
         Returns:
             The next state, or None if more text is required.
@@ -209,19 +214,18 @@ class ReasoningReader:
             self._text_writer.write_content_exactly(self._buffer.take_until(text_end))
         if not marker:
             return None
-        kind = self._format.reasoning_kinds[marker]
-        if kind is MarkerKind.INTERRUPT:
-            return self._read_possible_call(marker)
-        if kind is MarkerKind.END:  # Such as `<|im_end|>`, which is never a part of the content.
-            self._text_writer.drop_markup(self._buffer.take(len(marker)))
-            return State.CONTENT
-        # Markers such as `<think>` and `</think>` are written as content. Only a closing marker,
-        # such as `</think>`, ends the reasoning.
-        self._text_writer.write_content_exactly(self._buffer.take(len(marker)))
-        if kind is not MarkerKind.CLOSE_REASONING:
-            return State.INLINE_REASONING
-        self._reasoning_end = _ReasoningEnd.CLOSED
-        return State.CONTENT
+        match self._format.reasoning_kinds[marker]:
+            case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
+                return self._read_possible_call(marker)
+            case MarkerKind.END:  # Such as `<|im_end|>`, which is never a part of the content.
+                self._drop_marker(marker)
+                return State.CONTENT
+            case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
+                self._write_marker_as_reasoning(marker)
+                self._reasoning_end = _ReasoningEnd.CLOSED
+                return State.CONTENT
+            case _:  # Such as a second `<think>`, which does not end the reasoning.
+                return self._write_marker_as_reasoning(marker)
 
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
@@ -231,9 +235,9 @@ class ReasoningReader:
         Examples for the marker `<call>`:
 
             `<think>Use <call> here`     reasoning, because no tool call follows the marker
-            `<think><call>{"name": ..`   a tool call, because no reasoning precedes the marker
             `<think>Hm<call>{"name": ..` not known yet: reasoning if `</think>` follows later,
                                          otherwise a tool call
+            `<think><call>{"name": ..`   a tool call, because no reasoning precedes the marker
 
         If the policy requires that tool calls come first, a marker inside the reasoning is always
         reasoning.
@@ -248,17 +252,14 @@ class ReasoningReader:
             return None
         if match == NO_MATCH:
             return self._write_marker_as_reasoning(marker)
-        # If the client receives the reasoning as content ("inline"), the content contains the
-        # opening marker. The reasoning is then never regarded as empty.
-        is_reasoning_empty = not self._text_writer.has_text and not self._is_inline
-        # If the message has ended without a closing marker, `_may_closing_marker_follow` is False.
-        may_be_quoted = not is_reasoning_empty and self._may_closing_marker_follow
-        # In the state INTERRUPTED_REASONING, the text is stored until `</think>` or the end of the
-        # message shows whether it is a tool call.
-        return State.INTERRUPTED_REASONING if may_be_quoted else self._end_at_call()
+        # Inline reasoning is never empty, because it contains the opening marker.
+        has_reasoning = self._text_writer.has_text or self._is_inline
+        if has_reasoning and self._may_closing_marker_follow:
+            return State.INTERRUPTED_REASONING
+        return self._end_at_call()
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether a tool call starts at `marker`, without reading the text.
+        """Test whether a tool call starts with `marker`, the next text in the buffer. Read no text.
 
         Examples: the marker `<call>` in `<call>{"name"` is the start of a tool call. The marker
         `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool call must start after
@@ -281,17 +282,16 @@ class ReasoningReader:
                 return match
         return NO_MATCH
 
-    def read_interrupted(self) -> State | None:
-        """Store text that looks like a tool call inside the reasoning.
+    def store_until_closed(self) -> State | None:
+        """Store text from a possible tool call in the reasoning up to the closing marker.
 
-        If a marker such as `</think>` closes the reasoning later, the stored text was a part of the
-        reasoning. If the message ends without such a marker, `finish_interrupted` lets the parser
-        read the stored text as a tool call. Example: in `<think>I write <call>f()</call>.</think>`,
-        the text `<call>f()</call>.` is stored until `</think>` has arrived, and is then written as
-        reasoning.
+        The closing marker, such as `</think>`, shows that the stored text is reasoning. Example: in
+        `<think>I write <call>f()</call>.</think>`, the text `<call>f()</call>.` is stored until
+        `</think>` has arrived, and is then written as reasoning.
 
         Returns:
             The state in which the closing marker is read, or None if no closing marker has arrived.
+            If the message ends before, the parser calls `finish_interrupted`.
         """
         # If there is no complete marker, the text after `text_end` may be the beginning of a
         # marker.
@@ -303,13 +303,13 @@ class ReasoningReader:
         return self._reasoning_state
 
     def _take_stored_text(self) -> str:
-        """Return the text that `read_interrupted` has stored, and delete the stored text."""
+        """Return the text that `store_until_closed` has stored, and delete the stored text."""
         text = "".join(self._stored_text)
         self._stored_text = []
         return text
 
     def num_stored_chars(self) -> int:
-        """Return the number of characters that `read_interrupted` has read and stored."""
+        """Return the number of characters that `store_until_closed` has read and stored."""
         return sum(map(len, self._stored_text))
 
     def finish_interrupted(self) -> State:
@@ -340,7 +340,9 @@ class ReasoningReader:
         """Start reasoning at an opening marker, such as `<think>`, that is found in the content.
 
         Example: the marker `<think>` at the start of the message is removed, and the next state is
-        REASONING. In `Write <think> first.`, the marker is a part of the content.
+        REASONING. If the client receives the reasoning as content ("inline"), the marker stays
+        unread, and the next state is INLINE_REASONING. In `Write <think> first.`, the marker is a
+        part of the content.
 
         Returns:
             The next state, or None if the marker is a part of the content.
@@ -348,67 +350,61 @@ class ReasoningReader:
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            # The client receives the reasoning as content, including the markers. Therefore the
-            # marker stays unread, and `read_inline` writes it later. Only the white space before
-            # the marker is removed.
-            self._text_writer.drop_whitespace()
+            self._text_writer.drop_whitespace()  # Only the white space before the marker.
         else:
-            self._text_writer.drop_markup(self._buffer.take(len(marker)))
+            self._drop_marker(marker)
         return self._reasoning_state
 
     def _may_open(self, marker: str) -> bool:
         """Return whether `marker`, which was found in the content, starts reasoning.
 
-        Examples for the marker `<think>`:
+        If the policy requires that tool calls come first, only the first example is reasoning:
 
-            `<think>Hm`              True at the start of the message
+            `<think>Hm`              True, because the marker starts the message
             `</tool_call><think>Hm`  True, because another marker directly precedes the marker
-            `Write <think> first.`   False, because text precedes the marker
+            `Hi <|think|>Hm`         True, because ordinary text contains no special token
+            `Write <think> first.`   False, because ordinary text may contain this marker
         """
-        is_message_start = not self.has_reasoned and not self._has_output()
-        if is_message_start:
+        if self._is_at_message_start():
             return True
         if self._calls_must_come_first:
-            return False  # The required order is: reasoning, then tool calls, then content.
-        # A special token, such as `<|think|>`, does not occur in ordinary text.
+            return False
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
         """Handle a closing marker, such as `</think>`, that is found outside the reasoning.
 
-        Example: `</think>Hi` becomes `Hi`, because a model that writes no opening marker may still
-        write the closing marker. In `Hi</think>`, the marker is a part of the content.
+        A marker that no content precedes is removed, because some models write no opening marker:
+        `</think>Hi` becomes `Hi`. A marker after content, as in `Hi</think>`, is usually content.
 
         Returns:
             The next state, or None if the marker is a part of the content.
         """
-        if not self._is_superfluous_closing_marker(marker):
-            return None
-        self._text_writer.drop_markup(self._buffer.take(len(marker)))
-        self._reasoning_end = _ReasoningEnd.CLOSED
-        return State.CONTENT
+        return self._read_closing(marker) if self._is_superfluous_closing(marker) else None
 
-    def _is_superfluous_closing_marker(self, marker: str) -> bool:
+    def _is_superfluous_closing(self, marker: str) -> bool:
         """Return whether to remove a closing marker, such as `</think>`, outside the reasoning.
 
-        If the result is False, the marker is content. "Strict" is the policy that tool calls must
-        come first, which returns as content all text that is not expected:
+        Otherwise, the marker is content, as in `Hi</think>`. Examples of removed markers:
 
-            text                                 result
-            `</think>Hi`                         True: no content and no tool call precedes it.
-            `<think>Hm</think></think>`          True, but False if strict.
-            `<think>Hm<call>..</call></think>`   True: the tool call has interrupted the reasoning.
-            `Hi</think>`                         False: ordinary text may contain this marker.
-            `Hi<|end_think|>`                    True, because ordinary text contains no special
-                                                 tokens, but False if strict.
+            `</think>Hi`                        The marker starts the message.
+            `<think>Hm<call>..</call></think>`  The tool call has interrupted the reasoning.
+            `<think>Hm</think></think>`         The model repeats the marker before the content.
+            `Hi<|end_think|>`                   Ordinary text contains no special token.
+
+        If the policy requires that tool calls come first, the last two markers are content.
         """
-        is_strict = self._calls_must_come_first
-        if not self._has_output():
-            is_second_closing_marker = self.has_reasoned
-            return not (is_strict and is_second_closing_marker)
-        if self._reasoning_end is _ReasoningEnd.INTERRUPTED:
+        if self._is_at_message_start():
             return True
-        return is_special_token(marker) and not is_strict
+        if self._reasoning_end is _ReasoningEnd.INTERRUPTED and self._has_output():
+            return True
+        if self._calls_must_come_first:
+            return False
+        return not self._has_output() or is_special_token(marker)
+
+    def _is_at_message_start(self) -> bool:
+        """Return whether no reasoning, content or tool call precedes the current position."""
+        return not self.has_reasoned and not self._has_output()
 
     def _has_output(self) -> bool:
         """Return whether content or a tool call precedes the current position."""

@@ -30,12 +30,11 @@ class TextWriter:
         has_content: Whether content other than white space has been written.
         is_after_marker: Whether a marker directly precedes the next text. Blank lines at the start
             of that text then belong to the marker.
-        pending: The pieces of the pending text.
     """
 
     __slots__ = (
-        "_events", "_last_text_type", "_num_prompt_chars", "_removed_whitespace", "_trace",
-        "_whitespace", "has_content", "is_after_marker", "pending",
+        "_events", "_last_text_type", "_num_prompt_chars", "_pending_parts", "_removed_whitespace",
+        "_trace", "_whitespace", "has_content", "is_after_marker",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
@@ -44,26 +43,16 @@ class TextWriter:
         The writer does not append the events of tool calls.
         """
         self._events = events
-        # The writer that passes each piece of text, and a classification such as "content", to the
-        # trace function. None if there is no trace function.
         self._trace: TraceWriter | None = None
-        # Which text has been written:
-        self.has_content = False  # Whether the message has content other than white space.
-        self.is_after_marker = False  # Whether a marker directly precedes the next text.
-        # The class of the last event: ReasoningDelta or ContentDelta. It is None directly after a
-        # marker or a tool call. A marker removes the white space before the marker. If the last
-        # event is content, this white space is saved, so that later content can restore it.
+        self.has_content = False
+        self.is_after_marker = False
+        # The class of the last event, or None if a marker or a tool call follows the last event.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # The next three attributes store text that has been received, but not yet written. The
-        # examples are for the text `One\n<call>..</call>Two`.
-        # 1. Text that looks like the start of a tool call, here `<call>`. If no tool call follows,
-        #    this text is written as content.
-        self.pending: list[str] = []
-        # 2. White space after the last visible text, here the `\n` after `One`. It is written if
-        #    text follows, and removed if a marker follows.
+        self._pending_parts: list[str] = []
+        # The stored white space, which directly precedes the next text.
         self._whitespace: list[str] = []
-        # 3. White space that a marker has removed, here the `\n` before `<call>`. If content
-        #    follows, the white space is written before this content: `\nTwo`.
+        # The white space between the last content and the marker after this content. The next
+        # content event starts with this white space: `\n` in `One\n<call>..</call>Two`.
         self._removed_whitespace = ""
         # The number of characters of the prompt at the start of the next text. Events omit these
         # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
@@ -95,17 +84,18 @@ class TextWriter:
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
         next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._defer_trailing_whitespace(text)
-        if ready_text:  # Otherwise `text` contains only white space, which has been stored.
-            if self.is_after_marker:
-                ready_text = self._without_blank_lines(ready_text)
-            if self._trace is not None:
-                self._trace.write(REASONING, ready_text)
-            self._events.append(ReasoningDelta(ready_text))
-            # After this event, the reasoning directly precedes the next text. No marker is between
-            # them.
-            self.is_after_marker = False
-            self._last_text_type = ReasoningDelta
+        if self._num_prompt_chars:
+            text = self._without_prompt(text)
+        ready_text = self._store_trailing_whitespace(text)
+        if not ready_text:
+            return
+        if self.is_after_marker:
+            ready_text = self._without_blank_lines(ready_text)
+        if self._trace is not None:
+            self._trace.write(REASONING, ready_text)
+        self._events.append(ReasoningDelta(ready_text))
+        self.is_after_marker = False
+        self._last_text_type = ReasoningDelta
 
     def write_content(self, text: str) -> None:
         r"""Append an event for the content `text`, but store its trailing white space for later.
@@ -114,35 +104,30 @@ class TextWriter:
         lines before `Hi` belong to the marker, unless content precedes the marker. The line break
         after `Hi` is stored. The next text starts with this line break, unless a marker follows.
         """
-        ready_text = self._defer_trailing_whitespace(text)
-        if ready_text:  # Otherwise `text` contains only white space, which has been stored.
-            # If content has already been written, the blank lines separate two pieces of content,
-            # so they are kept.
-            if self.is_after_marker and not self.has_content:
-                ready_text = self._without_blank_lines(ready_text)
-            self._append_content(ready_text)
-
-    def _defer_trailing_whitespace(self, text: str) -> str:
-        r"""Store the trailing white space of `text` for later. Return the text to write now.
-
-        The stored white space becomes the start of the next text, unless a marker follows, which
-        removes the white space. The result is the white space that an earlier call has stored, and
-        then `text` without its trailing white space. Example: if `"\n"` is stored, the text
-        `"you "` gives `"\nyou"`, and `" "` is stored. If `text` contains only white space, all of
-        it is stored, and the result is "".
-        """
-        if self._num_prompt_chars:  # The text starts with the end of the prompt.
+        if self._num_prompt_chars:
             text = self._without_prompt(text)
+        ready_text = self._store_trailing_whitespace(text)
+        if not ready_text:
+            return
+        # If content precedes the marker, the blank lines separate two pieces of content, so they
+        # are kept.
+        if self.is_after_marker and not self.has_content:
+            ready_text = self._without_blank_lines(ready_text)
+        self._append_content(ready_text)
+
+    def _store_trailing_whitespace(self, text: str) -> str:
+        r"""Store the white space at the end of `text`. Return the text that can be written now.
+
+        The result starts with the white space that was stored before this call. Example: if `"\n"`
+        is stored, `"you "` gives `"\nyou"`, and `" "` is stored. If `text` is only white space, all
+        white space stays stored, and the result is "".
+        """
         visible = text.rstrip()
-        trailing_whitespace = text[len(visible) :]
-        if not visible:
-            self._whitespace.append(trailing_whitespace)
-            return ""
-        # `_take_whitespace` returns and deletes the stored white space, so it is called before the
-        # new white space is stored. If no white space is stored, the call is skipped to save time.
-        ready_text = self._take_whitespace() + visible if self._whitespace else visible
-        if trailing_whitespace:
-            self._whitespace.append(trailing_whitespace)
+        ready_text = visible
+        if visible and self._whitespace:
+            ready_text = self._take_whitespace() + visible
+        if len(visible) < len(text):
+            self._whitespace.append(text[len(visible) :])
         return ready_text
 
     def _without_blank_lines(self, text: str) -> str:
@@ -158,23 +143,19 @@ class TextWriter:
     def _append_content(self, text: str, fault: str | None = None) -> None:
         r"""Append an event for the content `text`, and pass `text` to the trace function.
 
-        The event also restores the white space that a marker has removed after the last content.
-        Example: in `One\n<call>..</call>Two`, the marker `<call>` removes `"\n"`, and the last
-        event is `ContentDelta("\nTwo")`, so that the client receives `One\nTwo`.
+        The event starts with the white space between the last content and the marker after this
+        content. Example: in `One\n<call>..</call>Two`, the marker `<call>` removes `"\n"`, and the
+        last event is `ContentDelta("\nTwo")`, so that the client receives `One\nTwo`. The trace
+        function receives `"\n"` once, as a part of the markup.
 
         Args:
             text: The text. It contains a character that is not white space.
             fault: The reason for returning text that looked like a marker as content, or None.
         """
         if self._trace is not None:
-            # The event also contains white space that was removed before a marker. The trace
-            # function has already received this white space as "markup", so it now receives only
-            # `text`.
             self._trace.write(CONTENT, text)
-        restored_whitespace = self._removed_whitespace
+        self._events.append(ContentDelta(self._removed_whitespace + text, fault))
         self._removed_whitespace = ""
-        self._events.append(ContentDelta(restored_whitespace + text, fault))
-        # After this event, the content directly precedes the next text. No marker is between them.
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta
@@ -225,8 +206,8 @@ class TextWriter:
         """
         if not whitespace:
             return
-        if self.pending:
-            self.pending.append(whitespace)
+        if self._pending_parts:
+            self._pending_parts.append(whitespace)
         else:
             self._whitespace.append(whitespace)
 
@@ -255,10 +236,10 @@ class TextWriter:
         Examples of messages that end with a line break:
 
             message               the line break
-            `Hi\n`                belongs to the content and is written.
             `<think>Hm\n`         belongs to the reasoning and is written.
-            `<call>..</call>\n`   is removed, because it directly follows a marker.
+            `Hi\n`                belongs to the content and is written.
             `\n`                  is content, because the message contains nothing else.
+            `<call>..</call>\n`   is removed, because it directly follows a marker.
 
         Args:
             is_reasoning: Whether the message ended inside the reasoning.
@@ -269,18 +250,14 @@ class TextWriter:
             return
         # Reasoning always follows an opening marker. This marker may be in the prompt.
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        # `has_text` is False in two cases: only white space has followed the last marker or tool
-        # call, or the whole message consists of white space. In the second case, `has_markup` is
-        # False, so the white space is written as content.
-        directly_follows_markup = has_markup and not self.has_text
-        if directly_follows_markup:
-            self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
-        elif is_reasoning:
+        if self.has_text and is_reasoning:
             self._classify(REASONING, whitespace)
             self._events.append(ReasoningDelta(whitespace))
-        else:
+        elif self.has_text or not has_markup:
             self._classify(CONTENT, whitespace)
             self._events.append(ContentDelta(whitespace))
+        else:
+            self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
 
     # ---- pending text --------------------------------------------------------------------------
 
@@ -290,23 +267,22 @@ class TextWriter:
 
         If a tool call or message follows, the text is removed. Otherwise the text is content.
         """
-        return "".join(self.pending)
+        return "".join(self._pending_parts)
 
     def store_pending(self, text: str) -> None:
-        """Add `text` to `pending`, the text that looks like the start of a tool call or message."""
-        self.pending.append(text)
+        """Add `text` to the pending text, which looks like the start of a tool call or message."""
+        self._pending_parts.append(text)
 
     def drop_pending(self) -> None:
-        """Remove the text in `pending`, and the white space before this text, from the output."""
+        """Remove the pending text, and the white space before this text, from the output."""
         self.drop_whitespace()
         self._classify(MARKUP, self.pending_text)
-        self.pending = []
+        self._pending_parts = []
 
     def write_pending(self, text: str, fault: str) -> None:
-        """Append a content event for the pending text and `text`. No tool call has followed.
+        """Append a content event for the pending text and `text`, which are not a tool call.
 
-        The pending text looked like the start of a tool call, so no event contains it yet. Example:
-        with the pending text `<tool_call>` and the text ` is`, an event for the content
+        Example: with the pending text `<tool_call>` and the text ` is`, an event for the content
         `<tool_call> is` is appended. Afterwards, no text is pending.
 
         Args:
@@ -317,7 +293,7 @@ class TextWriter:
         # model writes `_call> is`. The characters `<tool` of the prompt are not a part of the
         # output.
         content = self._without_prompt(self.pending_text + text)
-        self.pending = []
+        self._pending_parts = []
         if content.strip():
             self._append_content(self._take_whitespace() + content, fault)
         else:
@@ -326,20 +302,19 @@ class TextWriter:
 
     # ---- the text of calls -----------------------------------------------------------------------
 
-    def classify_as_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Pass `text`, a piece of a tool call, to the trace function, classified as "call".
+    def accept_call_text(self, text: str, *, may_be_reread: bool) -> None:
+        """Remove the pending text, and pass `text`, a piece of a tool call, to the trace function.
 
-        The CallWriter appends the events of the tool call, so this method appends no event. Text
-        that is still pending is classified as "markup", and removed from the output. Example: with
-        the pending text `<call>` and the text `{"a": 1}`, the trace function receives `<call>` as
-        "markup" and `{"a": 1}` as "call".
+        The pending text is the opening marker of the tool call. Example: with the pending text
+        `<call>` and the text `{"a": 1}`, the trace function receives `<call>` as "markup" and
+        `{"a": 1}` as "call". The CallWriter appends the events of the tool call.
 
         Args:
             text: The next piece of the tool call, as the model wrote it.
             may_be_reread: Whether the parser may read the end of the text again, as other text. If
                 so, the trace function receives the text only when `end_traced_call` is called.
         """
-        if self.pending:  # The opening marker of this tool call.
+        if self._pending_parts:
             self.drop_pending()
         if self._num_prompt_chars:  # The prompt ends with the start of this tool call.
             text = self._without_prompt(text)
@@ -358,15 +333,15 @@ class TextWriter:
 
     # ---- the prompt ------------------------------------------------------------------------------
 
-    def forget_prompt(self, num_unwritten_chars: int) -> None:
+    def mark_prompt_end(self, num_unwritten_chars: int) -> None:
         """Treat all text received so far as a part of the prompt. Later events omit this text.
 
         The pending text stays stored, because later text shows whether it is content. The event
         that contains this content omits the characters of the prompt, too.
 
         Args:
-            num_unwritten_chars: The number of characters of the prompt that the readers will pass
-                to this writer later.
+            num_unwritten_chars: The number of characters of the prompt that this writer has not
+                received yet, because a reader stores them.
         """
         # The stored white space belongs to the prompt. If it were not deleted here, it would be
         # written before the first content of the output.

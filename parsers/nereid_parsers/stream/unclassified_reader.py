@@ -40,24 +40,22 @@ class UnclassifiedReader:
         self.is_reasoning_by_default = False
 
     def is_needed(self) -> bool:
-        """Return whether the text before the first marker may be either reasoning or content.
+        """Return whether, after an unknown prompt, the first text may be reasoning or content.
 
-        The prompt is not known, so the prompt may end with `<think>`. Example: the text `Hm` is
-        reasoning if the output is `Hm</think>Hi`, and content if the output is `Hm`.
+        Example: an unknown prompt may end with `<think>`. The text `Hm` is then reasoning if the
+        output is `Hm</think>Hi`, and content if the output is `Hm`.
         """
         reasoning = self._format.reasoning
         if reasoning is None or reasoning.shown is Shown.INLINE:
             return False  # The client receives all text as content.
-        # `Opener.EITHER` means that some templates of the model family write the opening marker at
-        # the end of the prompt, and that other templates do not.
+        # `Opener.EITHER`: in this model family, only some templates end the prompt with `<think>`.
         prompt_may_open_reasoning = reasoning.opener is Opener.EITHER
-        # If the policy is `StrayClose.REASONING`, the text before `</think>` is reasoning, even if
-        # `<think>` is missing.
+        # `StrayClose.REASONING`: the text before `</think>` is reasoning, even without `<think>`.
         opening_may_be_missing = self._stray_close is StrayClose.REASONING
         return prompt_may_open_reasoning or opening_may_be_missing
 
-    def read(self) -> State | None:
-        """Store the unread text up to the first marker. If there is a marker, classify the text.
+    def read_to_first_marker(self) -> State | None:
+        """Store the text up to the first marker. If the marker has arrived, classify the text.
 
         If the marker closes the reasoning, such as `</think>`, the stored text is reasoning.
         Otherwise the stored text is content. The marker itself stays unread.

@@ -25,7 +25,8 @@ _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "s
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
 _match_zero_padded_number = re.compile(r"([-]?)0+(\d+(?:\.\d+)?)").fullmatch
-_MAX_DEPTH = 8
+# The limit for nested schemas. It also ends a cycle of references (`$ref`).
+_MAX_SCHEMA_DEPTH = 8
 
 
 class Tools:
@@ -105,9 +106,10 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
     Args:
         schema: The JSON schema.
         root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
-        depth: The number of schemas that enclose `schema`.
+        depth: The number of schemas that enclose `schema` or refer to it. Schemas that are nested
+            too deeply, such as a `$ref` to its own schema, define no type.
     """
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
         return None
     types = _declared_types(schema, root, depth)
     if types is not None and schema.get("nullable") is True:
@@ -123,11 +125,11 @@ def _declared_types(
     The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
     or a keyword that occurs only in schemas of one type. Examples:
 
-        {"type": "integer"} and {"type": "int"}   integer: clients also write Python's type names
-        {"enum": ["a", 1]}                        string, integer
-        {"items": {}}                             array
+        {"type": "int"}      integer, because clients also write Python's type names
+        {"enum": ["a", 1]}   string, integer
+        {"items": {}}        array
 
-    The caller handles the keyword `nullable`, and limits `depth`, the number of enclosing schemas.
+    The caller handles the keyword `nullable`, and limits `depth`.
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):
@@ -138,7 +140,7 @@ def _declared_types(
         return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
         return frozenset({json_type_of(schema["const"])})
-    for keyword, combine_types in _COMBINE_TYPES.items():  # For `anyOf`, `oneOf` and `allOf`.
+    for keyword, combine_types in _COMBINE_TYPES_OF_PARTS.items():
         parts = schema.get(keyword)
         if isinstance(parts, list):
             return combine_types([json_types_of(part, root, depth + 1) for part in parts])
@@ -194,7 +196,7 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
 
 # This dict maps each keyword that contains a list of schemas, such as `anyOf`, to a function. The
 # function combines the JSON types of these schemas into one set of types.
-_COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
+_COMBINE_TYPES_OF_PARTS = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
@@ -236,12 +238,14 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 def to_json(text: str, types: frozenset[str] | None) -> str:
     """Convert an argument's text to JSON text. If possible, the result has one of the `types`.
 
-    If the text is JSON of an allowed type other than "string", only the surrounding white space is
-    removed. Text that is neither JSON nor a Python literal becomes a JSON string.
+    Text that is neither JSON nor a Python literal becomes a JSON string. Examples:
 
-    Examples:
-        `to_json("12", {"integer"})` returns `12`, `to_json("12", {"string"})` returns `"12"`,
-        `to_json("True", {"boolean"})` returns `true`, `to_json("Paris", None)` returns `"Paris"`.
+        text      types        result
+        `12`      integer      `12`
+        `12`      string       `"12"`
+        `007`     integer      `7`, because JSON allows no leading zeros
+        `True`    boolean      `true`, because Python literals are accepted
+        `Paris`   not known    `"Paris"`
 
     Args:
         text: The text, as the model wrote it.
@@ -276,37 +280,28 @@ class _Literal(NamedTuple):
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
     """Return whether a value must be converted to a JSON string, for example `12` to `"12"`.
 
-    The value is the text that the model wrote between two tags, as in `<p=days>12</p>`. The types
-    that the schema allows decide. These examples show all cases:
-
-        text    type of the value   allowed types   becomes a string
-        `12`    integer             number          no
-        `12`    integer             string          yes: `"12"`
-        `"a"`   string              string          yes: the quotes are a part of the string,
-                                                    because strings between tags have no quotes
-        `"a"`   string              integer         no: no conversion gives an allowed type
-        `12`    integer             boolean         yes, like `yes` or any other unexpected word
-        `1.5`   number              integer         no: a number is nearer to the schema
-        `null`  null                integer         no: it is kept, like an array or an object
+    The value is the text that the model wrote between two tags, as in `<p=days>12</p>`.
 
     Args:
         json_type: The JSON type of the value.
         types: The JSON types that the schema allows, or None if they are not known.
     """
-    allows_string = types is None or "string" in types
     if json_type == "string":
-        return allows_string
+        # Strings between tags have no quotes, so the quotes in `<p=a>"x"</p>` belong to the string.
+        # If the schema allows no string, no conversion gives an allowed type.
+        return types is None or "string" in types
     if types is None or json_type in types:
         return False
     if json_type == "integer" and "number" in types:
         return False  # Each integer is a number.
-    if allows_string:
+    if "string" in types:
         return True
-    # The schema allows neither the type of the value nor a string. Numbers and booleans, such as
-    # `12` and `true`, become strings, like any other unexpected word. `null`, arrays and objects
-    # are kept. A number such as `1.5` is kept if the schema allows an integer.
-    is_fraction_for_integer = json_type == "number" and "integer" in types
-    return json_type in ("integer", "number", "boolean") and not is_fraction_for_integer
+    # The schema allows neither the type of the value nor a string.
+    if json_type == "number":
+        return "integer" not in types  # The number `1.5` is nearer to an integer than a string.
+    # `12` and `true` become strings, like any other unexpected word. `null`, arrays and objects
+    # are kept.
+    return json_type in ("integer", "boolean")
 
 
 def _parse_literal(text: str) -> _Literal | None:

@@ -16,9 +16,12 @@ _MATCH_STRING_CHARS: dict[str, _Matcher] = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
 }
+# Matches the text up to the next bracket or quote inside an array or object.
 _match_chars_in_container: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
-_match_scalar_chars: _Matcher = re.compile(r"[\w.+\-]*").match
-_CLOSING_BRACKETS = {"{": "}", "[": "]"}
+# Matches a number or a word such as `true`.
+_match_scalar: _Matcher = re.compile(r"[\w.+\-]*").match
+_QUOTES = frozenset(_MATCH_STRING_CHARS)
+_BRACKET_PAIRS = {"{": "}", "[": "]"}
 
 
 class JsonScanner:
@@ -93,28 +96,26 @@ class JsonScanner:
 
         Example: for the text `1, [2]` inside an array, the result is the position after `[`. The
         last closing bracket sets the status DONE. A bracket that does not match the open bracket
-        sets the status BROKEN.
+        sets the status BROKEN. A number or a word outside all brackets ends at the next character
+        that cannot belong to the number or the word, and sets the status DONE.
         """
-        # If no bracket is open, the value is a number or a word such as `true`, and ends at the
-        # next white space. The caller of `scan` has already skipped the white space before the
-        # value.
-        skip_chars = _match_chars_in_container if self._missing_brackets else _match_scalar_chars
-        match = skip_chars(text, pos)
-        assert match is not None  # The regex also matches the empty text.
+        is_in_container = bool(self._missing_brackets)
+        match = (_match_chars_in_container if is_in_container else _match_scalar)(text, pos)
+        assert match is not None  # Both regexes also match the empty text.
         pos = match.end()
         if pos == len(text):
             return pos
         char = text[pos]
-        if char in _MATCH_STRING_CHARS:  # The keys of this dict are the quotes.
+        if char in _QUOTES:
             self._quote = char
             return pos + 1
-        if char in _CLOSING_BRACKETS:  # The keys of this dict are the opening brackets.
-            self._missing_brackets += _CLOSING_BRACKETS[char]
+        if char in _BRACKET_PAIRS:
+            self._missing_brackets += _BRACKET_PAIRS[char]
             return pos + 1
-        if not self._missing_brackets:
-            self.status = DONE  # The value is a number or a word that ends before `char`.
-            return pos
-        return self._close_bracket(char, pos)  # Sets DONE after the last bracket, or BROKEN.
+        if is_in_container:
+            return self._close_bracket(char, pos)
+        self.status = DONE
+        return pos
 
     def _close_bracket(self, char: str, pos: int) -> int:
         """Read `char`, which must close the innermost open bracket, and set `status`.
@@ -143,4 +144,4 @@ def match_object_start(text: str, pos: int) -> int:
     inside = skip_whitespace(text, pos + 1)
     if inside == len(text):
         return NEED_MORE
-    return pos if text[inside] in (*_MATCH_STRING_CHARS, "}") else NO_MATCH
+    return pos if text[inside] in _QUOTES or text[inside] == "}" else NO_MATCH

@@ -73,13 +73,13 @@ class Container:
     Attributes:
         close: The bracket that closes the container in the model's text.
         json_close: The bracket that closes the container in the JSON text.
-        num_written_keys: The number of keys that have been written, if the container is an object.
-            The opening brace is written together with the first key.
+        has_written_key: Whether the container is an object of which a key has been written. The
+            opening brace of an object is written together with the first key.
     """
 
     close: str
     json_close: str
-    num_written_keys: int = 0
+    has_written_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ class KeyOrItem:
 
     Attributes:
         key_json: The JSON text of the value as a key, for example `"1"`.
-        item_json: The JSON text of the value as an item of a set, for example `1`.
+        item_json: The JSON text of the value as an item of a set, for example `1`. A string in
+            quotes has the same JSON text as a key and as an item.
     """
 
     key_json: str

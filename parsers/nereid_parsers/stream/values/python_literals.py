@@ -23,7 +23,7 @@ _match_word = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _match_unquoted_string = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The closing bracket for each opening bracket.
 _BRACKET_PAIRS = {"[": "]", "(": ")", "{": "}"}
-_MAX_DEPTH = 200
+_MAX_DEPTH = 200  # JSON parsers accept only a limited number of nested brackets.
 # The maximum length of a word. An unfinished word is read again from its start whenever more text
 # arrives. Without this limit, the total parsing time would not be linear.
 _MAX_WORD_CHARS = 4096
@@ -59,20 +59,16 @@ class LiteralReader:
         """
         self._dialect = dialect
         self._types_of = types_of
-        # The result.
         self.status = MORE
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
-        # The next attributes store how far the value has been read. Their comments show examples
-        # for the text `{'a': [1, 'b`.
-        self._expected = Expected.VALUE  # The kind of token that may come next.
-        self._containers: list[Container] = []  # The open lists and objects: `{` and `[`.
-        # The last key, such as `'a'`, is stored until its colon arrives. If no colon arrives, it is
-        # not a key, but the first item of a set, as in `{'a', 'b'}`.
+        self._expected = Expected.VALUE
+        self._containers: list[Container] = []  # The open containers, outermost first.
+        # The key, such as `'a'`, whose colon has not arrived yet. Without a colon, it is the first
+        # item of a set, as in `{'a', 'b'}`.
         self._key: KeyOrItem | None = None
-        # The JSON types that the schema allows for the value after the last key. None if any type
-        # is allowed.
+        # The JSON types that the schema allows for the value after the last key, or None for all.
         self._value_types: frozenset[str] | None = None
-        self._string: OpenString | None = None  # The string that is being read: `'b`.
+        self._string: OpenString | None = None
 
     def take_json(self) -> str:
         """Return the JSON text that has been written since the last call of this method."""
@@ -101,9 +97,7 @@ class LiteralReader:
             if string is None:
                 end = self._read_token(text, pos, is_final)
             else:
-                end = string.reader.read(text, pos, is_final)
-                if string.reader.is_closed:
-                    self._close_string(string)
+                end = self._read_string(string, text, pos, is_final)
             if end == pos:  # More text is required, or the text is not valid.
                 return pos
             pos = end
@@ -120,33 +114,28 @@ class LiteralReader:
         return self._completion_of_value() + closing_brackets
 
     def _completion_of_value(self) -> str:
-        """Return the text, such as a quote, that an unfinished value needs before closing brackets.
+        """Return the JSON text that must precede the closing brackets of an unfinished value.
 
-        The text has ended inside the value. Examples:
+        Examples of unfinished values:
 
-            `{"a": `         gives `null` for the missing value.
-            `{`, `{'a`       give `{`, which has not been written. The incomplete key is omitted.
-            `{"a": 1, 'b`    gives "", because `{"a": 1` has been written.
-            `{"a": 1`        gives "", because the last value is complete.
-            `{"a": ["x`      gives `"`, which closes the string.
-            `{"days": "3`    gives `3` if the schema allows no string for `days`.
+            `{"a": `        `null` replaces the missing value.
+            `{`, `{'a`      `{` is missing, because it is written together with a complete key.
+            `{"a": 1, 'b`   "", because the incomplete key is omitted.
+            `{"days": "3`   `3`, if the schema allows only an integer for `days`.
+            `{"a": ["x`     `"` closes the string.
+            `{"a": 1`       "", because the last value is complete.
         """
         if self._expected is Expected.VALUE:
             return "null"
-        # `_expected` becomes COLON at the start of a key, as in `{'a`, so the rest of the key may
-        # be missing.
+        # A colon is expected from the first character of a key on.
         is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
         if is_key_incomplete:
-            # The brace `{` opens an object or a set, and a set becomes a JSON array. Therefore, the
-            # brace is not written until the colon after the first key shows that the brace opens an
-            # object.
-            return "" if self._containers[-1].num_written_keys else "{"
-        string = self._string
-        if string is None:
+            return "" if self._containers[-1].has_written_key else "{"
+        if self._string is None:
             return ""
-        if string.role is StringRole.CONVERTED_VALUE:  # Stored until now.
-            return self._convert_string(string)
-        return '"'  # The text of the string has already been written.
+        if self._string.role is StringRole.CONVERTED_VALUE:
+            return self._convert_string(self._string)
+        return '"'
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -175,18 +164,19 @@ class LiteralReader:
         Examples for the text after `{'a'`:
 
             `: 1}`   The colon is read, and `{"a": ` is written.
-            `, 1}`   The braces enclose a set, and `'a'` is its first item. `["a"` is written.
+            `, 1}`   The braces enclose a set, and `'a'` is its first item. `["a"` is written, and
+                     the comma is read.
             `1}`     The text is not valid. The status becomes BROKEN.
         """
         key = self._key
         assert key is not None  # The key has been stored before the colon is expected.
         self._key = None
-        if text[pos] == ":":
+        char = text[pos]
+        if char == ":":
             self._write_key(key)
             return pos + 1
-        is_first_key = not self._containers[-1].num_written_keys
-        is_set = is_first_key and text[pos] in ",}"
-        if is_set:
+        is_first_key = not self._containers[-1].has_written_key
+        if is_first_key and char in ",}":
             self._turn_into_set(first_item=key)
             return self._read_comma_or_bracket(text, pos)
         return self._reject(pos)
@@ -198,9 +188,9 @@ class LiteralReader:
         `_value_types` becomes `{"integer"}`.
         """
         container = self._containers[-1]
-        before_key = ", " if container.num_written_keys else "{"
+        before_key = ", " if container.has_written_key else "{"
         self._json_parts.append(f"{before_key}{key.key_json}: ")
-        container.num_written_keys += 1
+        container.has_written_key = True
         # The members of the outermost object are the arguments of the tool call. The schema
         # declares only the types of the arguments, so inner members may have any type.
         is_argument = len(self._containers) == 1
@@ -257,19 +247,16 @@ class LiteralReader:
     def _read_value(self, text: str, pos: int, is_final: bool) -> int:
         """Read the start of a value or key: a quote, an opening bracket or a whole word.
 
-        Instead of a value, a closing bracket may follow an opening bracket or a comma, as in `[]`
-        and `(1,)`. Examples: for `(`, `[` is written, and for `None`, `null` is written.
+        Instead of an item or key, a closing bracket may follow an opening bracket or a comma, as in
+        `[]` and `{'a': 1,}`. Examples: for `(`, `[` is written, and for `None`, `null` is written.
 
         Returns:
             The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
-        # A closing bracket is allowed where an item or a key could start, as in `[]` and
-        # `{'a': 1,}`. At the start of the literal and after a colon, a value is required
-        # (Expected.VALUE), so a closing bracket is not allowed. Everywhere else, a bracket is open,
-        # so `_containers` is not empty.
-        may_close = self._expected is not Expected.VALUE
-        if may_close and char == self._containers[-1].close:
+        # An item or a key is expected only inside brackets, so `_containers` is not empty.
+        is_item_or_key = self._expected is not Expected.VALUE
+        if is_item_or_key and char == self._containers[-1].close:
             self._close_container()
             return pos + 1
         # A quote may have several characters, such as `'''` or a marker of the model.
@@ -286,50 +273,46 @@ class LiteralReader:
     def _open_container(self, bracket: str, pos: int) -> int:
         """Read an opening bracket: `[`, `(` or `{`. Return the position after the bracket.
 
-        Examples: for `[` and `(`, the JSON text `[` is written. For `{`, nothing is written yet.
-        The status becomes BROKEN, and the result is `pos`, if a key is expected, because such a
-        value cannot be a key, or if more than `_MAX_DEPTH` brackets would be open, because JSON
-        parsers accept only a limited depth.
+        Examples: for `[` and `(`, the JSON text `[` is written. For `{`, nothing is written yet,
+        because the brace may open an object or a set, and a set becomes a JSON array.
+
+        The text is not valid if a key is expected, or if too many brackets are open. The status
+        then becomes BROKEN, and the result is `pos`.
         """
         is_key = self._expected in _KEYS
         if is_key or len(self._containers) >= _MAX_DEPTH:
             return self._reject(pos)
-        self._begin_value_or_key()  # Writes the comma before an item.
-        closing_bracket = _BRACKET_PAIRS[bracket]
-        if bracket == "{":
-            # The first key or item will show whether the brace opens an object or a set. A set
-            # becomes a JSON array.
-            self._containers.append(Container(closing_bracket, json_close="}"))
-            self._expected = Expected.FIRST_KEY
-        else:
-            self._containers.append(Container(closing_bracket, json_close="]"))
+        self._write_comma_and_set_expected()
+        is_brace = bracket == "{"
+        self._containers.append(
+            Container(_BRACKET_PAIRS[bracket], json_close="}" if is_brace else "]")
+        )
+        if not is_brace:
             self._json_parts.append("[")
-            self._expected = Expected.FIRST_ITEM
+        self._expected = Expected.FIRST_KEY if is_brace else Expected.FIRST_ITEM
         return pos + 1
 
-    def _begin_value_or_key(self) -> None:
-        """Write the comma before an item, if necessary. Store which token must follow.
+    def _write_comma_and_set_expected(self) -> None:
+        """Before a value or key is read, write a necessary comma. Store which token must follow.
 
-        A comma is written before an item that follows another item, as `2` in `[1, 2]`. The comma
-        before a key is written later, by `_write_key`. A colon is expected after a key. A comma or
-        a closing bracket is expected after any other value.
+        Examples: in `[1, 2]`, the comma is written before `2`. A comma or a closing bracket must
+        follow each value, and a colon must follow a key. `_write_key` writes the comma before a
+        key, because a key is written only when its colon is read.
         """
-        if self._expected in _KEYS:
-            self._expected = Expected.COLON
-            return
         if self._expected is Expected.ITEM:
             self._json_parts.append(", ")
-        self._expected = Expected.COMMA
+        self._expected = Expected.COLON if self._expected in _KEYS else Expected.COMMA
 
     def _read_word(self, text: str, pos: int, is_final: bool) -> int:
         """Read a number, a constant, a key without quotes or a string without quotes.
 
         Examples: the constant `True`, the key `days` in `{days:3}`, and the string `New York` in
-        `{city:New York}`. A word at the end of the text is not read, because it may continue.
+        `{city:New York}`.
 
         Returns:
-            The position after the word. `pos` if more text is required, or if there is no valid
-            word. In the latter case, the status becomes BROKEN.
+            The position after the word. The result is `pos` if the word may continue after the end
+            of the text, and also if the text is not valid. In the second case, the status becomes
+            BROKEN.
         """
         is_key = self._expected in _KEYS
         may_contain_spaces = self._dialect.allows_unquoted_strings and not is_key
@@ -339,12 +322,10 @@ class LiteralReader:
         end = match.end()
         may_continue = end == len(text) and not is_final
         if may_continue:
-            is_too_long = end - pos > _MAX_WORD_CHARS
-            return self._reject(pos) if is_too_long else pos
-        is_empty = end == pos
-        if is_empty:
+            return pos if end - pos <= _MAX_WORD_CHARS else self._reject(pos)
+        if end == pos:
             return self._reject(pos)
-        self._begin_value_or_key()  # Writes the comma before an item.
+        self._write_comma_and_set_expected()
         self._write_word(text[pos:end].rstrip(), is_key)
         return end
 
@@ -369,24 +350,27 @@ class LiteralReader:
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
         too, if the schema requires a number.
         """
-        # The role of the string depends on `_expected`. Therefore, the role is determined before
-        # `_begin_value_or_key` changes `_expected`.
-        role = self._role_of_string()
-        self._begin_value_or_key()
+        role = self._role_of_string()  # Depends on `_expected`, which the next call changes.
+        self._write_comma_and_set_expected()
         if role is StringRole.VALUE:
             self._json_parts.append('"')
-            string_parts = self._json_parts  # The reader writes the text of the string directly.
-        else:
-            string_parts = []  # The text is stored until the whole string has been read.
-        # The second quote of `'it's'` is a part of the string. A quote closes the string only if
-        # `can_follow` matches the text after the quote. Which text may follow depends on whether
-        # the string is a key, an item or a whole argument. If no bracket of the literal is open,
-        # the string is a whole argument, such as `'x'` in `f(a='x')`.
-        can_follow = matcher_after_string(
+        # The reader appends the text of the string to `output`. The text of a value is written at
+        # once. Other text is stored in a new list until the whole string has been read.
+        output = self._json_parts if role is StringRole.VALUE else []
+        # In `'it's'`, the second quote is a part of the string, because the text after this quote
+        # cannot follow a string. Outside all brackets, the string is an argument: `f(a='x')`.
+        match_text_after = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )
-        reader = StringReader(quote, self._dialect, can_follow, string_parts)
-        self._string = OpenString(role, reader, string_parts)
+        reader = StringReader(quote, self._dialect, match_text_after, output)
+        self._string = OpenString(role, reader, output)
+
+    def _read_string(self, string: OpenString, text: str, pos: int, is_final: bool) -> int:
+        """Read a piece of `string`. Return the position after the piece."""
+        end = string.reader.read(text, pos, is_final)
+        if string.reader.is_closed:
+            self._close_string(string)
+        return end
 
     def _role_of_string(self) -> StringRole:
         """Return the `StringRole` of the next string in the literal, for example KEY or VALUE.
@@ -413,10 +397,7 @@ class LiteralReader:
                 self._json_parts.append('"')
             case StringRole.CONVERTED_VALUE:
                 self._json_parts.append(self._convert_string(string))
-            case StringRole.KEY:  # The key is written together with the colon that must follow.
-                # A string in quotes has the same JSON text as a key and as an item: `'a'` becomes
-                # `"a"`. Only a word without quotes has two JSON texts: `1` becomes the key `"1"` or
-                # the item `1`.
+            case StringRole.KEY:
                 json_text = string.whole_json()
                 self._key = KeyOrItem(key_json=json_text, item_json=json_text)
 

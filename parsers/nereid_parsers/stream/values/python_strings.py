@@ -53,6 +53,10 @@ def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
         the argument in `f(a='x', b=1)` `, b=` or `)`
         the item in `['x', 'y']`        `,` or `]`
 
+    The function has the arguments `text`, `start` and `end`, and matches the start of
+    `text[start:end]`. The function also matches the beginning of such a text, because the missing
+    characters may still arrive.
+
     Args:
         is_key: Whether the string is the key of an object.
         is_argument: Whether the string is an argument of a Python call.
@@ -110,26 +114,27 @@ class StringReader:
         is_closed: Whether the closing quote has been read.
     """
 
-    __slots__ = ("_can_follow", "_find_end", "_may_occur_inside", "_output", "_quote", "is_closed")
+    __slots__ = (
+        "_find_end", "_match_text_after", "_may_occur_inside", "_output", "_quote", "is_closed",
+    )  # fmt: skip
 
     def __init__(
-        self, quote: str, dialect: Dialect, can_follow: _Matcher, output: list[str]
+        self, quote: str, dialect: Dialect, match_text_after: _Matcher, output: list[str]
     ) -> None:
         """Create a reader for the string that `quote` has opened.
 
         Args:
             quote: The quote, which also closes the string.
             dialect: The rules for escape sequences, and for quotes inside strings.
-            can_follow: A function with the arguments `text`, `start` and `end`. It returns a match
-                if `text[start:end]` starts with a text that can follow the string, such as `,`. If
-                `text` ends too early, the beginning of such a text also matches.
+            match_text_after: A result of `matcher_after_string`. The quote closes the string only
+                if this function matches the text after the quote, for example `,`.
             output: The list to which the JSON text of the string is appended, without quotes.
         """
         self.is_closed = False
         self._quote = quote
         # Whether the quote may also occur inside the string without a backslash, as in `'it's'`.
         self._may_occur_inside = quote in dialect.quotes_allowed_inside
-        self._can_follow = can_follow
+        self._match_text_after = match_text_after
         # Finds the closing quote or an escape sequence, whichever comes first.
         has_escapes = quote in dialect.quotes_with_escapes
         self._find_end = _string_end_regex(quote, has_escapes).search
@@ -151,55 +156,57 @@ class StringReader:
             The position after the piece. It is `pos` if more text is required. After the closing
             quote, `is_closed` is true.
         """
-        # The match is the whole quote or a backslash. If `text` ends inside a quote such as `'''`,
-        # the match is the beginning of this quote.
         match = self._find_end(text, pos)
         end = match.start() if match else len(text)
         if end > pos:
             self._output.append(escape_json(text[pos:end]))
         if match is None:
             return end
-        quote_or_backslash = match.group()
-        if quote_or_backslash == self._quote:
+        # The match is the quote, a backslash, or the beginning of the quote at the end of `text`,
+        # such as `''` of `'''`.
+        matched_text = match.group()
+        if matched_text == self._quote:
             return self._read_quote(text, end, is_final)
-        if quote_or_backslash == "\\":
+        if matched_text == "\\":
             return self._read_escape(text, end, is_final)
-        # The match is only the beginning of the quote, for example `''` of `'''`.
         if not is_final:
             return end  # More text may complete the quote.
-        self._output.append(escape_json(quote_or_backslash))
+        self._output.append(escape_json(matched_text))
         return match.end()
 
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
         """Read the quote at `pos`, which may close the string or be a part of the string.
 
-        The quote closes the string only if the text after the quote is valid after a string.
-        Examples: in `f(a='sed 's/x/y/' b')`, only the last quote closes the string, because the
-        text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
-
-        Returns:
-            The position after the quote, or `pos` if more text is required to decide.
+        Return the position after the quote, or `pos` if more text is required to decide.
         """
         quote_end = pos + len(self._quote)
-        if not self._may_occur_inside:
-            self.is_closed = True
-            return quote_end
-        max_end = quote_end + _MAX_LOOKAHEAD_CHARS
-        # The match is a text such as `)` or `, b=`, or the beginning of such a text.
-        text_after_quote = self._can_follow(text, quote_end, max_end)
-        if text_after_quote is None:  # The quote is a part of the string.
-            self._output.append(escape_json(self._quote))
-            return quote_end
-        # In `'x', b=`, the second quote closes the string. In `'x', or not'`, it is a part of the
-        # string. If only `'x',` has arrived, both cases are still possible, so more text is
-        # required. After `_MAX_LOOKAHEAD_CHARS` characters, no more text is required: the quote
-        # closes the string.
-        may_match_more = text_after_quote.end() == len(text)
-        has_whole_lookahead = len(text) >= max_end
-        if may_match_more and not has_whole_lookahead and not is_final:
+        closes_string = self._closes_string(text, quote_end, is_final)
+        if closes_string is None:
             return pos
-        self.is_closed = True
+        if closes_string:
+            self.is_closed = True
+        else:
+            self._output.append(escape_json(self._quote))
         return quote_end
+
+    def _closes_string(self, text: str, quote_end: int, is_final: bool) -> bool | None:
+        """Return whether the quote that ends at `quote_end` closes the string, or is a part of it.
+
+        Return None if more text is required to decide. Examples:
+
+            `f(a='x', b=1)`             The quote after `x` closes the string, because the text
+                                        `, b=` can follow an argument.
+            `f(a='sed 's/x/y/' b')`     Only the last quote closes the string.
+            `f(a='x',`                  None, because ` b=` or ` or not'` may follow.
+        """
+        if not self._may_occur_inside:
+            return True
+        max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+        text_after = self._match_text_after(text, quote_end, max_end)
+        if text_after is None:
+            return False
+        may_continue = text_after.end() == len(text) and len(text) < max_end and not is_final
+        return None if may_continue else True
 
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
         r"""Read the escape sequence at `pos`, and convert the escape sequence to JSON text.
@@ -235,14 +242,14 @@ class StringReader:
         num_digits = _NUM_HEX_DIGITS[text[pos + 1]]
         digits = text[letter_end : letter_end + num_digits]
         is_hex = _HEX_DIGITS.issuperset(digits)
-        is_incomplete = len(digits) < num_digits
-        if is_hex and is_incomplete and not is_final:
+        if is_hex and len(digits) < num_digits and not is_final:
             return pos
-        if not is_hex or is_incomplete or int(digits, 16) > _MAX_CODE_POINT:
-            self._output.append(escape_json(text[pos:letter_end]))
-            return letter_end
-        self._output.append(_json_char(int(digits, 16)))
-        return letter_end + num_digits
+        is_complete = is_hex and len(digits) == num_digits
+        if is_complete and int(digits, 16) <= _MAX_CODE_POINT:
+            self._output.append(_json_char(int(digits, 16)))
+            return letter_end + num_digits
+        self._output.append(escape_json(text[pos:letter_end]))
+        return letter_end
 
 
 @lru_cache(maxsize=64)

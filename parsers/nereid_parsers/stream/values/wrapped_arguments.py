@@ -55,18 +55,18 @@ def _parse_json(text: str) -> object:
         return None
 
 
-class _WaitsFor(Enum):
-    """The part of the arguments for which a `WrapperFilter` waits.
+class _Position(Enum):
+    """The position in the arguments up to which a `WrapperFilter` has read.
 
-    OPENING_BRACE  The opening brace has not arrived.
-    FIRST_KEY      The brace has been passed on. The first key is not complete.
-    END            The first key may belong to a superfluous object. All later text is stored until
-                   the arguments end.
+    BEFORE_BRACE       The opening brace has not arrived.
+    IN_FIRST_KEY       The brace has been passed on. The first key is not complete.
+    INSIDE_WRAPPER     The first key is `"arguments"` or a similar word, so the object is probably
+                       superfluous. All later text is stored until the arguments end.
     """
 
-    OPENING_BRACE = "opening_brace"
-    FIRST_KEY = "first_key"
-    END = "end"
+    BEFORE_BRACE = "before_brace"
+    IN_FIRST_KEY = "in_first_key"
+    INSIDE_WRAPPER = "inside_wrapper"
 
 
 class StoredText(NamedTuple):
@@ -91,7 +91,7 @@ class WrapperFilter:
         is_passing: Whether `add` returns all text unchanged from now on.
     """
 
-    __slots__ = ("_stored_text", "_waits_for", "is_passing")
+    __slots__ = ("_position", "_stored_text", "is_passing")
 
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
@@ -100,101 +100,74 @@ class WrapperFilter:
             is_passing: Whether `add` returns all text unchanged.
         """
         self.is_passing = is_passing
-        self._waits_for = _WaitsFor.OPENING_BRACE
+        self._position = _Position.BEFORE_BRACE
         self._stored_text: list[str] = []
 
     def add(self, text: str) -> str:
-        """Filter the next piece of the arguments. Return the text that the filter need not store.
+        """Add the next piece of the arguments. Return the text that can be passed on.
 
         A superfluous object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The
         filter stores the text until the first key shows that there is no such object.
 
         Example: for the pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and
         `3}`. The piece `"a` was stored, because it could become the key `"arguments"`.
-
-        Mutates: `_waits_for` and `_stored_text`. `_read_brace` and `_read_key` set the next state,
-            and remove the text that they return from `_stored_text`.
         """
         if self.is_passing:  # The arguments have no superfluous object.
             return text
         self._stored_text.append(text)
-        if self._waits_for is _WaitsFor.END:  # The first key was `"arguments"`.
-            return ""
-        stored_text = "".join(self._stored_text)
-        if self._waits_for is _WaitsFor.OPENING_BRACE:
-            return self._read_brace(stored_text)
-        return self._read_key(stored_text)  # `_waits_for` is FIRST_KEY.
+        match self._position:
+            case _Position.BEFORE_BRACE:
+                return self._read_brace("".join(self._stored_text))
+            case _Position.IN_FIRST_KEY:
+                return self._read_key("".join(self._stored_text))
+            case _Position.INSIDE_WRAPPER:
+                return ""
 
     def _read_brace(self, text: str) -> str:
-        """Read the opening brace of the arguments. Return the text that the filter need not store.
+        """Read the opening brace of the arguments. Return the text that can be passed on.
 
-        The filter removes a superfluous object, as in `{"arguments": {"a": 1}}`. Examples:
-
-            text                result
-            white space         "", because the brace may follow
-            much white space    the white space. All later text is passed on, too.
-            `{"a`               `{`. `"a` stays stored, because it may become the key `"arguments"`
-                                of a superfluous object.
-            `[`                 `[`, because no object starts. All later text is passed on, too.
+        Examples:
+            `[`      `[` is passed on. All later text is passed on, too, because no object starts.
+            ` `      Nothing is passed on, because the brace may follow.
+            `{"a`    `{` is passed on. `"a` stays stored, because it may become the key
+                     `"arguments"` of a superfluous object.
 
         Args:
             text: All text that has arrived. It may start with white space.
-
-        Mutates: `_waits_for`. After the brace, the filter waits for the first key.
         """
-        visible = text.lstrip()
-        if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
-            return ""
-        if not visible.startswith("{"):
-            return self._stop_filtering(text)
-        self._waits_for = _WaitsFor.FIRST_KEY
-        whitespace, brace, after_brace = text.partition("{")
-        # The text after the brace may contain the first key. `_read_key` returns this text, or ""
-        # if the text must be stored for later.
-        text_from_key = self._read_key(after_brace)
-        return whitespace + brace + text_from_key
+        before_brace, brace, after_brace = text.partition("{")
+        if before_brace.strip():
+            return self._pass_all(text)
+        if not brace:
+            return "" if len(text) <= _MAX_WHITESPACE_CHARS else self._pass_all(text)
+        self._position = _Position.IN_FIRST_KEY
+        return before_brace + brace + self._read_key(after_brace)
 
     def _read_key(self, text: str) -> str:
         """Read the first key of the arguments. Return `text`, or "" if the text must be stored.
 
-        If the first key is `"arguments"` or a similar word, a superfluous object may enclose the
-        arguments. The text is then stored. Examples:
-
-            text            result
-            `"arg`          "", because more text may complete the key `"arguments"`
+        Examples:
+            `"age`          `"age` is returned. All later text is passed on, too.
+            `"arg`          "", because more text may complete the key `"arguments"`.
             `"arguments"`   "". Later text is stored, too, until the arguments end.
-            `"age`          `"age`. All later text is passed on, too.
 
         Args:
             text: All text that has arrived after the opening brace.
-
-        Mutates: `_stored_text` and `_waits_for`. `_stop_filtering(text)` deletes the stored text,
-            and returns `text`.
         """
-        key_start = text.lstrip()
-        num_whitespace_chars = len(text) - len(key_start)
-        if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
-            # Whenever a new piece arrives, this method reads all stored text again. Therefore, the
-            # amount of stored white space is limited. Otherwise, the parsing time could become
-            # quadratic.
-            return self._stop_filtering(text)
-        self._stored_text = [text]  # `text` contains all earlier pieces after the brace.
-        is_wrapper_key = key_start.startswith(_QUOTED_KEYS)
+        key = text.lstrip()
+        num_whitespace_chars = len(text) - len(key)
+        is_wrapper_key = key.startswith(_QUOTED_KEYS)
+        may_become_wrapper_key = any(quoted_key.startswith(key) for quoted_key in _QUOTED_KEYS)
+        may_be_wrapper_key = is_wrapper_key or may_become_wrapper_key
+        if not may_be_wrapper_key or num_whitespace_chars > _MAX_WHITESPACE_CHARS:
+            return self._pass_all(text)
+        self._stored_text = [text]  # Without the brace, which has been passed on.
         if is_wrapper_key:
-            self._waits_for = _WaitsFor.END
-            return ""
-        may_become_wrapper_key = any(
-            quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS
-        )
-        if may_become_wrapper_key:
-            return ""
-        return self._stop_filtering(text)
+            self._position = _Position.INSIDE_WRAPPER
+        return ""
 
-    def _stop_filtering(self, text: str) -> str:
-        """End the filtering, so that `add` returns all later text unchanged. Return `text`.
-
-        `text` is all text that is still stored. The filter deletes its copy of this text.
-        """
+    def _pass_all(self, text: str) -> str:
+        """Return `text`, all text that is still stored, and pass on all later text unchanged."""
         self.is_passing = True
         self._stored_text = []
         return text
@@ -210,8 +183,8 @@ class WrapperFilter:
             `{"arguments": 1, "b": 2}`   `"arguments": 1, "b": 2}`   the stored text
         """
         stored_text = "".join(self._stored_text)
-        starts_like_wrapper = self._waits_for is _WaitsFor.END
-        inner_object = unwrap("{" + stored_text) if starts_like_wrapper else None
+        is_inside_wrapper = self._position is _Position.INSIDE_WRAPPER
+        inner_object = unwrap("{" + stored_text) if is_inside_wrapper else None
         if inner_object is None:
             return StoredText(stored_text, is_unwrapped=False)
         return StoredText(inner_object.removeprefix("{"), is_unwrapped=True)

@@ -69,10 +69,8 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
     weights = _weight_bytes(folder, settings)
     draft_model = settings.get("draft_model")
     if draft_model:
-        # The estimate ignores the settings `weight_dtype` and `device`. It is therefore too large
-        # for a quantized draft model, and for a draft model with float16 weights on a GPU.
-        draft_settings = {"dtype": settings.get("dtype", "auto")}
-        weights += _weight_bytes(Path(draft_model).expanduser(), draft_settings)
+        # The settings `dtype`, `weight_dtype` and `device` also apply to the draft model.
+        weights += _weight_bytes(Path(draft_model).expanduser(), settings)
     kv_cache_memory = settings.get("kv_cache_memory")
     kv_cache = parse_size("kv_cache_memory", kv_cache_memory) if kv_cache_memory else 0
     num_replicas = _num_replicas(settings)

@@ -52,6 +52,8 @@ def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
             "rounded": 'weight_dtype = "int8"\nload_at_start = false',
             "gpu": 'device = "cuda:0"\ndata_parallel_size = 2\nload_at_start = false',
             "search": 'kind = "embedding"\nload_at_start = false',
+            "draft": f'weight_dtype = "int8"\ndraft_model = "{tmp_path / name}"\n'
+            "load_at_start = false",
         }.items()
     )
     models = file_with_budget(tmp_path, '"400MiB"', text)
@@ -60,6 +62,7 @@ def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
     assert memory["auto"] == ModelMemory(4 * 1_024_010 + 8, 1 << 20)
     assert memory["half"] == ModelMemory(2 * 1_024_010 + 8, 100 << 20)
     assert memory["rounded"].weights == int(1.04 * 1_024_000 + 4 * 10 + 8)
+    assert memory["draft"].weights == 2 * memory["rounded"].weights
     assert memory["gpu"] == ModelMemory(2 * (2 * 1_024_010 + 8), 200 << 20)
     assert memory["search"] == ModelMemory(4 * 1_024_010 + 8, 0)
     # The engine must use the KV cache that the budget contains.

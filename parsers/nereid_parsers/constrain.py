@@ -86,7 +86,7 @@ def structural_tag(
         return None
     for tool in request.tools:
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
-    layout = fmt.layout  # The output is a sequence of messages, or one text with markers.
+    layout = fmt.layout
     if isinstance(layout, Messages):
         reasoning_node = reasoning_message(fmt, layout, reasoning)
         answer_or_calls = final_messages(fmt, layout, request)
@@ -96,12 +96,13 @@ def structural_tag(
     return {"type": "structural_tag", "format": sequence(reasoning_node, answer_or_calls)}
 
 
-def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers around the reasoning, and whether the prompt ends inside the reasoning.
+def reasoning_gate(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
+    """Return a `ReasoningGate`: the markers around the reasoning, and where the reasoning starts.
 
     A server that limits the length of the reasoning needs the closing marker to find or to enforce
-    the end of the reasoning. Return None if the format has no reasoning, or if no marker closes the
-    reasoning.
+    the end of the reasoning. The reasoning starts in the prompt (`is_open`), or the model may still
+    write the opening marker (`may_open`), or the prompt has already closed the reasoning (neither).
+    Return None if the format has no reasoning, or if no marker closes the reasoning.
 
     Example: if the prompt ends with `<think>`, the reasoning is open, and the result is
     `ReasoningGate("<think>", "</think>", is_open=True, may_open=False)`.
@@ -115,7 +116,6 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
         return None
     opening, closing = markers
     is_open = start.stage is Stage.REASONING
-    # If the prompt contains no reasoning, the model itself may write the opening marker.
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
@@ -146,8 +146,9 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
-    # `layout.ends[0]` ends one message. The other markers in `layout.ends` end the whole output.
-    return _ReasoningMarkers(header_text(layout, route), layout.ends[0])
+    # The other markers in `layout.ends` end the whole output, not only one message.
+    message_end = layout.ends[0]
+    return _ReasoningMarkers(header_text(layout, route), message_end)
 
 
 # ---- the layout Sections -------------------------------------------------------------------------
@@ -233,11 +234,11 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
 
     The request decides which text the node matches:
 
-        tools   tool_choice   response_format   matching text
-        none                                    the requested content
-        yes     "required"                      tool calls
-        yes     "auto"        any text          free text that may contain tool calls
-        yes     "auto"        such as a regex   tool calls, or the requested content
+        tools   must_call   answer    matching text
+        none                          content that matches `answer`
+        some    True                  tool calls
+        some    False       None      free text that may contain tool calls
+        some    False       a node    tool calls, or content that matches `answer`
 
     Raises:
         ConstraintError: The request has tools, but the format declares no tool calls.

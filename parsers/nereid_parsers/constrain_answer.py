@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
-from nereid_parsers.enforceable_schema import enforceable
+from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
 from nereid_parsers.errors import ConstraintError, shorten
 from nereid_parsers.unenforced_keywords import unenforced_keywords
 
@@ -123,21 +123,30 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
     Raises:
         ConstraintError: A value has a wrong type, or a strict schema cannot be enforced.
     """
-    schema_and_options = response_format.get("json_schema", response_format)
-    if not isinstance(schema_and_options, Mapping):
+    schema_and_strict = response_format.get("json_schema", response_format)
+    if not isinstance(schema_and_strict, Mapping):
         raise ConstraintError(
-            f"response_format: json_schema must be an object, but is {shorten(schema_and_options)}"
+            f"response_format: json_schema must be an object, but is {shorten(schema_and_strict)}"
         )
-    schema = schema_and_options.get("schema", {})
+    schema = rewrite_for_xgrammar(_required_schema(schema_and_strict))
+    is_strict = bool(schema_and_strict.get("strict"))
+    report_unenforced(schema, is_strict, "response_format", is_answer=True)
+    return json_schema(schema)
+
+
+def _required_schema(schema_and_strict: Mapping[str, Any]) -> Mapping[str, Any] | bool:
+    """Return the value of the key `schema`. The default is `{}`, which accepts any value.
+
+    Raises:
+        ConstraintError: The value is neither an object nor a boolean, so it is not a JSON schema.
+    """
+    schema = schema_and_strict.get("schema", {})
     if not isinstance(schema, Mapping | bool):
         raise ConstraintError(
             "response_format: json_schema.schema must be an object, true or false, but is "
             f"{shorten(schema)}"
         )
-    enforceable_schema = enforceable(schema)
-    is_strict = bool(schema_and_options.get("strict"))
-    report_unenforced(enforceable_schema, is_strict, "response_format", is_answer=True)
-    return json_schema(enforceable_schema)
+    return schema
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
@@ -164,10 +173,10 @@ def _choice_node(choices: object) -> Node:
             "response_format: choice must be a list of at least one string, but is "
             f"{shorten(choices)}"
         )
-    for number, choice in enumerate(choices):
+    for index, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             raise ConstraintError(
-                f"response_format: choice[{number}] must be a string of at least one character, "
+                f"response_format: choice[{index}] must be a string of at least one character, "
                 f"but is {shorten(choice)}"
             )
     distinct_choices = dict.fromkeys(choices)
@@ -249,8 +258,8 @@ def _inner_nodes(
     elif node_type in _KEY_OF_NODE_LIST:
         key = _KEY_OF_NODE_LIST[node_type]
         inner_nodes = _required_list(node.get(key), f"{path}.{key}")
-        for number, inner in enumerate(inner_nodes):
-            yield inner, f"{path}.{key}[{number}]"
+        for index, inner in enumerate(inner_nodes):
+            yield inner, f"{path}.{key}[{index}]"
 
 
 def _required_list(value: object, path: str) -> list[Any]:
@@ -266,8 +275,8 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     """Convert a structural tag in the older form (`structures`, `triggers`) to a grammar node.
 
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
-    gives a node of type `triggered_tags` with one tag. This node matches free text. After a
-    trigger, the text must match one of the tags.
+    gives a node of type `triggered_tags` with one tag. The node matches free text that may contain
+    `<f>`, a JSON value and `</f>`. Text that starts with the trigger `<f` must match the tag.
 
     Raises:
         ConstraintError: The structural tag is not valid.
@@ -276,8 +285,8 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     path = "response_format.structures"
     structures = _required_list(response_format.get("structures"), path)
     tags = [
-        _legacy_tag(structure, triggers, f"{path}[{number}]")
-        for number, structure in enumerate(structures)
+        _legacy_tag(structure, triggers, f"{path}[{index}]")
+        for index, structure in enumerate(structures)
     ]
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
 
@@ -304,8 +313,8 @@ def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
 
     Args:
         structure: The member, which the client has sent.
-        triggers: The texts at which xgrammar starts to enforce a tag. The member's `begin` must
-            start with one of these texts.
+        triggers: The texts at which xgrammar starts to enforce a tag. xgrammar requires that
+            `begin` starts with one of these texts.
         path: The path of the member in the request, for use in error messages.
 
     Raises:
@@ -326,9 +335,8 @@ def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
             f"response_format.triggers, but is {shorten(begin)}"
         )
     schema = structure.get("schema", {})
-    # A member of the request's list `structures` cannot set `strict`, so none of the schemas in
-    # this list is strict. If xgrammar does not enforce a keyword of the schema, a warning is
-    # logged, and no error is raised.
+    # The older form has no key `strict`, so a keyword that xgrammar does not enforce causes only a
+    # warning.
     report_unenforced(schema, is_strict=False, field=f"{path}.schema")
     return {"type": "tag", "begin": begin, "content": json_schema(schema), "end": end}
 

@@ -95,7 +95,7 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
 
 def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`."""
-    types = json_types_of(schema, schema)
+    types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
         return _tagged_text(declaration, key, schema)
     return _tagged_json(declaration, key, schema, types)
@@ -104,33 +104,39 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a tagged argument that may be a string: `<p=city>Paris</p>`.
 
-    Args:
-        declaration: The declaration of the tags.
-        key: The name of the argument.
-        schema: The JSON schema of the argument. If it lists the allowed strings, the node matches
-            only these strings. Otherwise the value may be any text.
+    If `schema` lists the allowed strings, the node matches only these strings. Otherwise the value
+    may be any text.
     """
-    # `pattern_node` ignores fields that are not in the pattern of the opening tag. Example: the
-    # pattern `<p name="{key}" string="{string}">` contains no field `type`.
-    field_values = {"key": [key], "string": ["true"], "type": ["string"]}
-    choices = _string_choices(schema)  # The allowed strings, or None.
-    if choices is not None:
-        # The node matches only the declared form of the tags. Every further form would repeat the
-        # list of allowed strings, which would make the grammar larger.
-        opening = pattern_node(declaration.open, field_values)
-        value = one_of(*(const(choice) for choice in choices))
-        return sequence(opening, value, const(declaration.close))
-    # Some declared forms enclose the value in quotes or CDATA: `<p><![CDATA[..]]></p>`. If
-    # `declaration.also` contains the unquoted form, `<p>..</p>`, the node matches this form, too.
-    # No other forms are needed, because the declared form accepts any text.
+    choices = _string_choices(schema)
+    if choices is None:
+        return _tagged_free_text(declaration, key)
+    # The node matches only the declared form of the tags. Every further form would repeat the list
+    # of allowed strings, which would make the grammar larger.
+    value = one_of(*(const(choice) for choice in choices))
+    return sequence(_opening_tag_of_string(declaration, key), value, const(declaration.close))
+
+
+def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:
+    """Return the grammar node for a tagged argument whose value may be any text.
+
+    Example of matching text: `<p=city>Paris</p>`. If the declared form encloses the value in quotes
+    or CDATA, as in `<p><![CDATA[..]]></p>`, and `declaration.also` contains the form without them,
+    `<p>..</p>`, the node matches both forms.
+    """
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
     ]
     options = [
-        _text_until(pattern_node(form.open, field_values), form.close)
+        _text_until(_opening_tag_of_string(form, key), form.close)
         for form in (declaration, *unquoted_forms)
     ]
     return one_of(*options)
+
+
+def _opening_tag_of_string(form: TaggedArguments, key: str) -> Node:
+    """Return the grammar node for the tag before a string, such as `<p name="a" string="true">`."""
+    # Most tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
+    return pattern_node(form.open, {"key": [key], "string": ["true"], "type": ["string"]})
 
 
 def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
@@ -180,11 +186,11 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    # `pattern_node` ignores fields that are not in the opening tag. Example: the tag
-    # `<p name="a" string="false">` contains the fields `key` and `string`, but no field `type`.
+    # The texts for the fields of the opening tag, as in `<p name="{key}" string="{string}">`. Most
+    # tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     forms = (declaration, *declaration.also)
-    if types <= _SCALARS:  # The value is a number, a boolean or null, which needs no quotes.
+    if types <= _SCALARS:
         forms = _forms_of_scalars(forms)
     options: list[Node] = []
     for form in forms:
@@ -207,20 +213,21 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
 
 
 def _forms_of_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return only the forms that models use for numbers, booleans and null.
+    """Return only the forms that are needed for numbers, booleans and null.
 
-    Example: of the forms `<p>3</p>` and `<p><![CDATA[3]]></p>`, only the form without quotes is
-    returned, because models quote only values with special characters.
+    Two kinds of forms are omitted:
+
+    - Forms with quotes or CDATA around the value, if there is the same form without them. Models
+      quote only values with special characters. Example: of `<p>3</p>` and
+      `<p><![CDATA[3]]></p>`, only `<p>3</p>` is returned.
+    - Forms that declare the type of the value in the opening tag, such as `<p type="{type}">`, if
+      there is another form without the type. One form is enough, and makes the grammar smaller.
     """
-
-    def has_quotes(form: TaggedArguments) -> bool:
-        """Return whether `form` has quotes or CDATA around the value: `<p><![CDATA[3]]></p>`."""
-        return any(_is_quoted_form(form, unquoted=other) for other in forms)
-
-    # Some forms declare the type of the value in the opening tag (`{type}`). To keep the grammar
-    # small, these forms are omitted if at least one form does not declare a type.
-    untyped_forms = tuple(form for form in forms if "{type}" not in form.open)
-    return tuple(form for form in untyped_forms or forms if not has_quotes(form))
+    quoted_forms = [
+        form for form in forms if any(_is_quoted_form(form, unquoted=other) for other in forms)
+    ]
+    untyped_forms = [form for form in forms if "{type}" not in form.open]
+    return tuple(form for form in untyped_forms or forms if form not in quoted_forms)
 
 
 def _json_or_python_word(
@@ -282,17 +289,16 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
 
     Examples of matching texts: `True` for a boolean, `None` for null, and `"Paris"` or `'Paris'`
     for a string. Every other value is JSON text, because only a JSON schema can describe lists,
-    objects and unions. JSON text contains the words true, false and null, as in `[true]`, or
-    `true` for "boolean or null". The parser accepts the words of both languages.
+    objects and unions. JSON text contains the words true, false and null, as in `[true]`. The
+    parser accepts the words of both languages.
     """
-    types = json_types_of(schema, schema)
+    types = json_types_of(schema, root=schema)
     if types == frozenset({"boolean"}):
         return one_of(const("True"), const("False"))
     if types == frozenset({"null"}):
         return const("None")
     if types is not None and "null" in types:
-        # The schema of this node does not list the type null. If another keyword, such as `enum`,
-        # still allows null, the node also matches the JSON word `null`.
+        # `None` replaces the JSON word `null`, so the JSON text need not match the type null.
         other_types = sorted(types - {"null"})
         return one_of(const("None"), json_schema({**schema, "type": other_types}))
     # The regex of single-quoted strings cannot enforce a keyword such as `enum` or `maxLength`.
@@ -325,8 +331,8 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
         return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
     types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
-        # If the schema allows strings and other types, the grammar matches only strings, because a
-        # string is valid for such a schema.
+        # For a union such as "string or integer", the node matches only strings. The output is
+        # valid, because the union accepts every string.
         return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
     if types == frozenset({"array"}):
         declared_schema = schema.get("items")
@@ -335,7 +341,8 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
         items = one_or_more([item], const(","))
         return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
-        # The members of an object are written in the same way as the arguments of a tool.
+        # The members of an object are written in the same way as the arguments of a tool. The name
+        # of the tool is not part of the node.
         return unquoted_key_arguments(declaration, ToolSchema(name="", parameters=schema))
     return json_schema(schema)
 
@@ -356,22 +363,22 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         separator: The text between two arguments.
     """
     required = [member_node(key) for key in tool.required_keys]
-    optional_members = [member_node(key) for key in tool.optional_keys]
+    optionals = [member_node(key) for key in tool.optional_keys]
     if not required:
-        return _list_of_optional(optional_members, separator)
+        return _list_of_optional(optionals, separator)
     # A separator precedes each argument except the first.
     first_required, *other_required = required
-    required_followers = [sequence(const(separator), node) for node in other_required]
-    optional_followers = _optional_followers(optional_members, separator)
-    return sequence(first_required, *required_followers, *optional_followers)
+    other_arguments = [sequence(const(separator), argument) for argument in other_required]
+    return sequence(first_required, *other_arguments, *_optional_followers(optionals, separator))
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:
     """Return the grammar node for a list in which each of `members` is optional.
 
-    Example: if the members match `a` and `b`, and the separator is `,`, the node matches the empty
-    text, `a`, `b` and `a,b`. If there are more than `_MAX_ORDERED_MEMBERS` members, the node also
-    matches other orders, such as `b,a`, because a node that enforces the order would be too large.
+    Example: if the members match `a`, `b` and `c`, and the separator is `,`, the grammar is
+    `(a(,b)?(,c)? | b(,c)? | c)?`. It matches the empty text, `a`, `a,c` and `b,c`, for example. If
+    there are more than `_MAX_ORDERED_MEMBERS` members, the node also matches other orders, such as
+    `b,a`, because a node that enforces the order would be too large.
     """
     if not members:
         return NOTHING
@@ -379,11 +386,11 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
         return optional(separated_tags(members, separator))
     # Any member can be the first member of the list, because the members before it can be omitted.
     # The grammar therefore has one alternative for each possible first member.
-    options: list[Node] = []
-    for index, first in enumerate(members):
-        later_members = members[index + 1 :]
-        options.append(sequence(first, *_optional_followers(later_members, separator)))
-    return optional(one_of(*options))
+    alternatives = [
+        sequence(first, *_optional_followers(members[index + 1 :], separator))
+        for index, first in enumerate(members)
+    ]
+    return optional(one_of(*alternatives))
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:

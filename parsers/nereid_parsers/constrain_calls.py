@@ -74,20 +74,33 @@ def section_node(section: ToolSection, request: Request) -> Node:
     """
     call = section.calls[0]
     if isinstance(call.body, ListBody):
-        # Models of some formats write a single tool call without the list: `{"name": "f", ..}`.
         items = [_list_or_object(section, call.body, request)]
-        # A message can contain several lists only if each list is enclosed in markers, as in
-        # `<call>[f()]</call><call>[g()]</call>`.
-        may_repeat = bool(call.open.strip() and call.close.strip())
     else:
         items = [call_node(call, tool) for tool in request.tools]
-        may_repeat = True
-    # The parser skips white space between tool calls. If the declared separator contains only white
-    # space, such as one line break, the grammar matches up to two spaces or line breaks instead.
-    separator = const(section.separator) if section.separator.strip() else WHITESPACE
-    allows_several = may_repeat and not request.is_single
-    content = one_or_more(items, separator) if allows_several else one_of(*items)
+    if request.is_single or not _may_repeat(call):
+        content = one_of(*items)
+    else:
+        content = one_or_more(items, _separator_node(section))
     return sequence(const(section.open), content, const(section.close))
+
+
+def _may_repeat(call: Call) -> bool:
+    """Return whether a message can contain several texts of the form that `call` declares.
+
+    A message can contain several lists only if each list is enclosed in markers, as in
+    `<call>[f()]</call><call>[g()]</call>`.
+    """
+    has_markers = bool(call.open.strip() and call.close.strip())
+    return has_markers or not isinstance(call.body, ListBody)
+
+
+def _separator_node(section: ToolSection) -> Node:
+    """Return the grammar node for the text between two tool calls.
+
+    If the declared separator contains only white space, such as one line break, the node matches up
+    to two spaces or line breaks instead, because the parser skips white space between tool calls.
+    """
+    return const(section.separator) if section.separator.strip() else WHITESPACE
 
 
 def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> Node:
@@ -271,9 +284,9 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
         return sequence(const("{"), name, const(": "), arguments, const("}"))
-    members = _members_node(keys, name, arguments)  # Includes the id if `keys` requires an id.
-    if keys.id is not None and _is_id_optional(keys, keys.id):
-        # The id is optional, and may be the first or the last member. The grammar also accepts an
+    members = _members_node(keys, name, arguments)
+    if _is_id_optional(keys):
+        # The optional id may be the first or the last member. The grammar also accepts an
         # object that contains the id twice, as the first and the last member.
         id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
         id_at_start = optional(sequence(id_member, const(", ")))
@@ -282,11 +295,11 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     return sequence(const("{"), members, const("}"))
 
 
-def _is_id_optional(keys: Keys, id_path: str) -> bool:
-    """Return whether the id of a tool call is optional and is a key of the outermost object."""
+def _is_id_optional(keys: Keys) -> bool:
+    """Return whether the outermost object may, but need not, have a member with the call's id."""
     is_required = "id" in keys.order  # `order` lists the members that the model must write.
-    is_in_inner_object = "." in id_path
-    return not is_required and not is_in_inner_object
+    is_in_outermost_object = keys.id is not None and "." not in keys.id
+    return is_in_outermost_object and not is_required
 
 
 def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
@@ -302,9 +315,10 @@ def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
         arguments: The node for the arguments.
     """
     # A path such as "function.name" contains the keys of nested objects.
-    path_of = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}
-    value_of = {"name": name, "arguments": arguments, "id": _QUOTED_ID}
-    return _members_at_paths({path_of[member]: value_of[member] for member in keys.order})
+    members = {"name": (keys.name, name), "arguments": (keys.arguments, arguments)}
+    if keys.id is not None:
+        members["id"] = (keys.id, _QUOTED_ID)
+    return _members_at_paths(dict(members[member] for member in keys.order))
 
 
 def _members_at_paths(values: Mapping[str, Node]) -> Node:
@@ -316,18 +330,25 @@ def _members_at_paths(values: Mapping[str, Node]) -> Node:
     """
     values_by_key: dict[str, dict[str, Node]] = {}  # Grouped by the first key of the path.
     for path, value in values.items():
-        key, _, inner_path = path.partition(".")  # The inner path is "" for a path of one key.
+        key, _, inner_path = path.partition(".")
         values_by_key.setdefault(key, {})[inner_path] = value
-    members: list[Node] = []
-    for key, inner_values in values_by_key.items():
-        is_nested = "" not in inner_values
-        if is_nested:
-            value = sequence(const("{"), _members_at_paths(inner_values), const("}"))
-        else:
-            value = inner_values[""]
-        members.append(sequence(const(f"{json.dumps(key)}: "), value))
-    first, *others = members
+    first, *others = (_member(key, inner_values) for key, inner_values in values_by_key.items())
     return sequence(first, *(sequence(const(", "), member) for member in others))
+
+
+def _member(key: str, values: Mapping[str, Node]) -> Node:
+    """Return the grammar node for one member of a JSON object, such as `"name": "f"`.
+
+    Args:
+        key: The key of the member.
+        values: The nodes for the texts inside the member's value. Their keys are paths, as in
+            `_members_at_paths`. The path "" belongs to a node for the whole value.
+    """
+    if "" in values:
+        value = values[""]
+    else:
+        value = sequence(const("{"), _members_at_paths(values), const("}"))
+    return sequence(const(f"{json.dumps(key)}: "), value)
 
 
 def _with_whitespace(node: Node, whitespace: Node) -> Node:

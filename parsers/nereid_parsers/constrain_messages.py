@@ -47,9 +47,9 @@ def _has_fields(pattern: str) -> bool:
 def header_text(layout: Messages, route: Route, name: str = "") -> str:
     """Return the text before the content of a message, such as `<|channel|>final<|message|>`.
 
-    This text consists of the header and `layout.header_end`. Examples, if `header_end` is
-    `<|message|>`: the header `<|channel|>final` gives `"<|channel|>final<|message|>"`. The header
-    ` to=functions.{name}` and the name `f` give `" to=functions.f<|message|>"`.
+    This text consists of the header and `layout.header_end`. Example: the header
+    ` to=functions.{name}`, the name `f` and the header end `<|message|>` give
+    `" to=functions.f<|message|>"`.
 
     Args:
         layout: The declaration of the messages.
@@ -79,12 +79,11 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
 
     The state of the reasoning at the start of the output determines which text the node matches:
 
-        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or nothing.
-                         The prompt may already contain an ended reasoning message (ENDED), and a
-                         model may write one more.
-        OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
         EXCLUDED         `<|start|>assistant`, because the caller constrains only the text after the
                          reasoning
+        OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
+        POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or the empty
+                         text. A model may write one more reasoning message after an ended message.
 
     Args:
         fmt: The format of the output.
@@ -95,19 +94,17 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
     next_message_start = const(layout.start)
-    is_open = state is ReasoningState.OPEN
     if state is ReasoningState.EXCLUDED:
         return next_message_start
-    route = first_route(layout, Stage.REASONING)  # The declaration of the message's header.
-    if route is None or not layout.ends:
-        if is_open:
+    route = first_route(layout, Stage.REASONING)
+    if route is None or not layout.ends:  # The format has no reasoning message that can end.
+        if state is ReasoningState.OPEN:
             raise unclosed_reasoning_error(fmt)
-        return NOTHING  # No reasoning message can end, so the output starts with the answer.
-    body = _reasoning_body(fmt, layout)  # The reasoning and the marker after it.
-    if is_open:
-        return sequence(body, next_message_start)
-    header = const(header_text(layout, route))
-    return optional(sequence(header, body, next_message_start))
+        return NOTHING
+    text_after_header = sequence(_reasoning_body(fmt, layout), next_message_start)
+    if state is ReasoningState.OPEN:
+        return text_after_header
+    return optional(sequence(const(header_text(layout, route)), text_after_header))
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
@@ -209,9 +206,8 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         ConstraintError: The text of the first header is not known.
     """
     first, *others = routes
-    # The grammar needs at least one header. Therefore `header_text` raises an error if the text of
-    # the first header is not known. Any other header whose text is not known (`written` is empty)
-    # is omitted.
+    # The grammar needs at least one header, so the first header is always used. Other headers are
+    # omitted if their text may be unknown (`written` is empty).
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -153,17 +153,18 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
     and `b`, and the separator matches `,`, the node matches `a`, `b,a` and `a,a,b`.
     """
     item = one_of(*items)
-    # The usual node, `item (separator item)*`, contains all members of `items` twice. If there are
-    # many members, the next two branches return a smaller node, which contains each member once.
-    has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
-    if has_many_items and separator == WHITESPACE:
+    further_items = {"type": "star", "content": sequence(separator, item)}
+    node = sequence(item, further_items)
+    if len(items) <= _MAX_DUPLICATED_ITEMS:
+        return node
+    # `node` contains each of the many `items` twice. The next two nodes contain each item once.
+    if separator == WHITESPACE:
         # The node `(item separator)+` requires a separator after the last item as well. This is
         # harmless, because the separator `WHITESPACE` also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
-    if has_many_items and _is_const(separator):
+    if _is_const(separator):
         return separated_tags(items, separator["value"])
-    further_items = {"type": "star", "content": sequence(separator, item)}
-    return sequence(item, further_items)
+    return node
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:

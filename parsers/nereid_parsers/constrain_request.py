@@ -8,7 +8,7 @@ from typing import Any
 
 from nereid_parsers.constrain_answer import answer_node
 from nereid_parsers.constrain_nodes import Node
-from nereid_parsers.enforceable_schema import enforceable
+from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
 from nereid_parsers.errors import ConstraintError, shorten
 
 
@@ -45,7 +45,7 @@ class ToolSchema:
             )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         is_strict = bool(function.get("strict") or tool.get("strict"))
-        return cls(name, enforceable(parameters), is_strict)
+        return cls(name, rewrite_for_xgrammar(parameters), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
         """Return the schema of the argument `key`, including the tool's definitions (`$defs`).
@@ -111,10 +111,10 @@ class Request:
         *,
         parallel_tool_calls: bool,
     ) -> Request:
-        """Create the constraints from the fields of an OpenAI request.
+        """Create a `Request` from the fields of an OpenAI request.
 
-        Example: if the request has the tools f and g, and `tool_choice` names f, the constraints
-        contain only f, and the model must call f exactly once.
+        Example: if the fields contain the tools f and g, and `tool_choice` names f, the `Request`
+        contains only f, and the model must call f exactly once.
 
         Args:
             tools: The field `tools`.

@@ -25,8 +25,8 @@ _LARGEST_MULTIPLE_OF = 1024
 # A schema with `multipleOf` and bounds is rewritten as a list of all allowed values. The list may
 # not be longer than this limit, because a long list would make the grammar too large.
 _MAX_MULTIPLES = 256
-# Schemas that contain 2**53 or a larger number are not rewritten. The code divides bounds as floats,
-# and floats cannot represent all integers above 2**53.
+# Schemas with a bound or a multiple of 2**53 or more are not rewritten. The code divides these
+# numbers as floats, and floats cannot represent all integers above 2**53.
 _LIMIT_OF_NUMBERS = 2**53
 
 

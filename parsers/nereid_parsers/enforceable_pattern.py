@@ -13,6 +13,7 @@ A JSON schema has regular expressions in the keyword `pattern`. Measurements sho
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nereid_parsers.errors import ConstraintError, shorten
@@ -40,14 +41,24 @@ The pattern does not match at the beginning of a token that is incomplete or not
 
 _SUPPORTED_LETTERS = frozenset("dDsSwWnrtfv")
 """The letters after a backslash that have the same meaning in xgrammar."""
+_LETTERS_SUPPORTED_IN_SETS = _SUPPORTED_LETTERS | {"x", "u"}
+r"""The letters after a backslash that have the same meaning in the sets of xgrammar.
+
+Outside a set, `\x41` and `\u0041` are tokens of the kind "code_point".
+"""
 _CONTROL_LETTERS = frozenset("nrtfv")
 """The letters after a backslash that stand for control characters."""
+_KINDS_THAT_CANNOT_REPEAT = ("open", "bar", "anchor", "repeat")
+"""The kinds of tokens after which a repetition, such as `*`, is not valid."""
 _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES = re.compile(
     r"""\[ (?: \\?["\x00-\x1f] | \\[\\nrtfv] | \\x(?:[01][0-9a-fA-F]|22|5[cC])
     | \\u00(?:[01][0-9a-fA-F]|22|5[cC]) )+ \]""",
     re.VERBOSE,
 )
 """A set that contains only characters that JSON writes with a backslash, such as `["\\n]`."""
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_MAX_SHOWN_CHARACTERS = 24
+"""The length at which the wrong part of an expression is cut in an error message."""
 _NEEDS_JSON_ESCAPE = (
     "requires a quotation mark, a backslash or a control character, which JSON writes with a "
     "backslash"
@@ -68,9 +79,9 @@ class PatternError(ConstraintError):
         Args:
             regex: The regular expression.
             position: The index in `regex` at which the wrong part begins.
-            problem: The end of the sentence "the part ... at the position ... ...".
+            problem: The predicate of the message's sentence, such as "has no closing parenthesis".
         """
-        part = shorten(regex[position : position + 24])
+        part = shorten(regex[position : position + _MAX_SHOWN_CHARACTERS])
         super().__init__(f"the part {part} at the position {position} {problem}")
         self.needs_json_escape = problem == _NEEDS_JSON_ESCAPE
         """Whether the expression requires a character that JSON writes with a backslash. xgrammar
@@ -112,69 +123,84 @@ def check_pattern(regex: str) -> PatternError | None:
 def split_pattern(regex: str) -> list[PatternToken]:
     r"""Split a regular expression into tokens, and check that xgrammar enforces each token.
 
-    The pattern `_TOKEN` has one named group for each kind of token. The name of the group that
-    matches is the kind.
-
     Example: `(a\d)+` returns tokens with the kinds "open", "text", "escape", "close" and "repeat".
 
     Raises:
         PatternError: The expression is not valid, or xgrammar does not enforce it.
     """
     tokens: list[PatternToken] = []
-    open_groups: list[int] = []  # The positions of the groups around the next token.
-    position = 0
-    while position < len(regex):
-        match = _TOKEN.match(regex, position)
-        if match is None:
-            raise PatternError(regex, position, "is incomplete or not supported")
-        token = PatternToken(match.lastgroup or "", match[0], position, len(open_groups))
+    for token in _tokens_of(regex):
         problem = _problem_of(token, tokens[-1] if tokens else None)
         if problem:
-            raise PatternError(regex, position, problem)
+            raise PatternError(regex, token.position, problem)
         tokens.append(token)
-        if token.kind == "open":
-            open_groups.append(position)
-        elif token.kind == "close":  # A group is open, because `_problem_of` has checked the token.
-            open_groups.pop()
-        position = match.end()
-    if open_groups:
-        raise PatternError(regex, open_groups[-1], "has no closing parenthesis")
     for index, token in enumerate(tokens):
         if token.kind == "anchor" and not _begins_or_ends_alternative(tokens, index):
             raise PatternError(regex, token.position, "is an anchor inside the expression")
     return tokens
 
 
+def _tokens_of(regex: str) -> Iterator[PatternToken]:
+    """Yield the tokens of a regular expression.
+
+    Raises:
+        PatternError: The text at a position is not a token, or a parenthesis has no partner.
+    """
+    open_groups: list[int] = []  # The positions of the groups around the next token.
+    position = 0
+    while position < len(regex):
+        match = _TOKEN.match(regex, position)
+        if match is None:
+            raise PatternError(regex, position, "is incomplete or not supported")
+        token = PatternToken(match.lastgroup or "", match[0], position, depth=len(open_groups))
+        if token.kind == "close" and not open_groups:
+            raise PatternError(regex, position, "has no opening parenthesis")
+        yield token
+        if token.kind == "open":
+            open_groups.append(position)
+        elif token.kind == "close":
+            open_groups.pop()
+        position = match.end()
+    if open_groups:
+        raise PatternError(regex, open_groups[-1], "has no closing parenthesis")
+
+
 def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
     r"""Return the reason why xgrammar does not enforce a token, or "" if xgrammar enforces it.
 
-    The reason is the end of the sentence "the part ... at the position ... ...". Example: a `*` at
-    the beginning of the expression gives "repeats nothing".
+    Examples: a `*` at the beginning of the expression gives "repeats nothing". A quotation mark
+    gives "requires a quotation mark, ...", because JSON writes a quotation mark as `\"`.
 
-    A character is refused if JSON writes it with a backslash, such as a quotation mark or a
-    newline. The expression can contain the character itself (the kind "needs_json_escape"), its
-    number as in `\x22` ("code_point"), or an escape such as `\n` or `\"` ("escape").
+    Args:
+        token: The token.
+        previous: The token before `token`, or None if `token` begins the expression.
     """
     match token.kind:
-        case "repeat" if previous is None or previous.kind in ("open", "bar", "anchor", "repeat"):
-            return "repeats nothing"
-        case "close" if token.depth == 0:  # no group is open before this token
-            return "has no opening parenthesis"
+        case "repeat":
+            has_target = previous is not None and previous.kind not in _KINDS_THAT_CANNOT_REPEAT
+            return "" if has_target else "repeats nothing"
         case "needs_json_escape":
             return _NEEDS_JSON_ESCAPE
         case "set":
             return _problem_of_set(token.text)
         case "code_point":
             return _problem_of_character(chr(int(token.text[2:], 16)))
-        # There are three kinds of escapes: control characters such as `\n`, other letters such as
-        # `\d`, and literal characters such as `\.`. The next three cases handle them in this order.
-        case "escape" if token.text[1] in _CONTROL_LETTERS:
-            return _NEEDS_JSON_ESCAPE
-        case "escape" if token.text[1].isalnum():
-            return "" if token.text[1] in _SUPPORTED_LETTERS else "is not supported"
         case "escape":
-            return _problem_of_character(token.text[1])
+            return _problem_of_escape(token.text[1])
     return ""
+
+
+def _problem_of_escape(character: str) -> str:
+    r"""Return the reason why xgrammar does not enforce a backslash and `character`, or "".
+
+    Examples: "n" gives `_NEEDS_JSON_ESCAPE`, because `\n` is a control character. "A" gives "is not
+    supported", because `\A` has no meaning in xgrammar. "d" and "." give "".
+    """
+    if character in _CONTROL_LETTERS:
+        return _NEEDS_JSON_ESCAPE
+    if character.isalnum():
+        return "" if character in _SUPPORTED_LETTERS else "is not supported"
+    return _problem_of_character(character)
 
 
 def _problem_of_character(character: str) -> str:
@@ -187,28 +213,29 @@ def _problem_of_character(character: str) -> str:
 def _problem_of_set(text: str) -> str:
     r"""If xgrammar does not enforce a set such as `[a-z]`, return the reason. Otherwise return "".
 
-    A set is refused if JSON writes all its characters with a backslash, as in `["\n]`. The set
-    `["a]` is accepted, because the model can write the `a`. The model then never writes the
-    quotation mark, but each text that it writes matches the expression. Sets in sets, as in
-    `[[:alpha:]]` and `[a-z&&[^b]]`, are refused, because they have different meanings in the
-    libraries for regular expressions.
+    A set is refused only if JSON writes all its characters with a backslash, as in `["\n]`. With
+    the set `["a]`, the model writes only `a`, which is valid.
     """
     if _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES.fullmatch(text):
         return _NEEDS_JSON_ESCAPE
     if any(character < " " for character in text):
         return r"contains a control character, which must be written as an escape such as \n"
-    escapes = re.findall(r"\\.", text, re.DOTALL)
-    # `text[1:]` skips the bracket that begins the set.
-    without_escapes = re.sub(r"\\.", "", text[1:], flags=re.DOTALL)
-    if "[" in without_escapes or "&&" in without_escapes:
+    if _contains_set(text):
         return "contains another set"
-    # Outside a set, `\x41` and `\u0041` are tokens of their own, so `_SUPPORTED_LETTERS` does not
-    # contain "x" and "u".
-    supported_letters = _SUPPORTED_LETTERS | {"x", "u"}
-    for escape in escapes:
-        if escape[1].isalnum() and escape[1] not in supported_letters:
-            return f"contains {escape}, which is not supported"
+    for letter in _ESCAPE.findall(text):
+        if letter.isalnum() and letter not in _LETTERS_SUPPORTED_IN_SETS:
+            return rf"contains \{letter}, which is not supported"
     return ""
+
+
+def _contains_set(text: str) -> bool:
+    """Return whether a set contains another set, as in `[[:alpha:]]` and `[a-z&&[^b]]`.
+
+    Libraries for regular expressions interpret such a set differently.
+    """
+    inside = text[1:-1]
+    without_escapes = _ESCAPE.sub("", inside)
+    return "[" in without_escapes or "&&" in without_escapes
 
 
 def _begins_or_ends_alternative(tokens: list[PatternToken], at: int) -> bool:

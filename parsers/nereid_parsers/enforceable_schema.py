@@ -23,9 +23,9 @@ class _Scope(NamedTuple):
     Attributes:
         root: The outermost schema of the document. It contains the definitions to which the keyword
             `$ref` refers, for example `"#/$defs/Address"`.
-        replaced_references: The references that were replaced by their definitions. The schema is a
-            part of these definitions. If the schema contains one of these references again, the
-            schema is recursive.
+        replaced_references: The references that were replaced by their definitions. If the
+            definitions contain one of these references again, the schema is recursive. The
+            reference is then not replaced a second time, so that the rewriting ends.
     """
 
     root: object
@@ -44,19 +44,16 @@ class _SchemaInScope(NamedTuple):
     scope: _Scope
 
 
-def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
+def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
     """Return a copy of a JSON schema, rewritten so that xgrammar enforces more of the keywords.
 
-    xgrammar constrains the output of the model, but ignores some keywords of JSON schemas. The copy
-    accepts the same values as `schema`.
-
-    The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
-    integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.
-    Other parts are not changed, so xgrammar may still ignore some of their keywords.
+    The copy accepts the same values as `schema`. Two keywords are rewritten, `allOf` and
+    `multipleOf`. xgrammar may still ignore other keywords.
 
     Examples:
         {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]} returns
         {"type": "integer", "minimum": 1, "maximum": 5}.
+        {"type": "number", "multipleOf": 2.0} returns {"type": "integer", "multipleOf": 2}.
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
         {"enum": [10, 15, 20]}.
     """
@@ -80,85 +77,87 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         return [_rewrite(item, scope, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    merged = _without_all_of(schema, scope)
+    merged, inner_scope = _without_all_of(schema, scope)
+
+    def rewrite_inner(inner: object) -> Any:  # noqa: ANN401 - JSON
+        """Rewrite a value inside the schema. A value such as 5 is returned unchanged."""
+        return _rewrite(inner, inner_scope, depth + 1)
+
     rewritten: dict[str, Any] = {}
-    for keyword, value in with_enforced_multiple(merged.schema).items():
+    for keyword, value in with_enforced_multiple(merged).items():
         if keyword in VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
             # Each key of this dict is a name, such as the name of a property. A property called
             # `enum` is not the keyword `enum`, so its schema is rewritten, too.
-            rewritten[keyword] = {
-                name: _rewrite(inner, merged.scope, depth + 1) for name, inner in value.items()
-            }
+            rewritten[keyword] = {name: rewrite_inner(inner) for name, inner in value.items()}
         else:
-            # `merged.scope` lists the references that have been replaced by their definitions. If
-            # an inner schema contains such a reference again, the definition is recursive. The
-            # reference in the inner schema is then not replaced.
-            rewritten[keyword] = _rewrite(value, merged.scope, depth + 1)
+            rewritten[keyword] = rewrite_inner(value)
     return rewritten
 
 
 def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
-    """Merge the schemas in `allOf` and the other keywords of a schema into one schema.
+    """Merge the members of `allOf` into a schema, or return the schema unchanged.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
-    `{"type": "integer", "minimum": 1, "maximum": 5}`. A reference next to other keywords is merged
-    in the same way: `{"$ref": .., "maximum": 5}` is read as `{"allOf": [{"$ref": ..}], "maximum":
-    5}`. A schema with nothing to merge, or with parts that cannot be merged, is returned unchanged.
-
-    `scope` contains the root of the document, in which references are looked up, and the references
-    that were replaced to build `schema`. The latter are not replaced again, because the schema may
-    be recursive. The scope of the result also contains the references that are replaced now.
+    `{"type": "integer", "minimum": 1, "maximum": 5}`. The schema is returned unchanged if there is
+    nothing to merge, or if the members cannot be merged.
     """
-    keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
-    parts = schema.get("allOf", [])
-    if not isinstance(parts, list):
-        return _SchemaInScope(schema, scope)
-    if "$ref" in keywords and not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"}):
-        # xgrammar ignores keywords next to a `$ref`. Therefore the `$ref` is treated as a member of
-        # `allOf`, and is merged with these keywords below.
-        parts = [{"$ref": keywords.pop("$ref")}, *parts]
-    if not parts:
-        return _SchemaInScope(schema, scope)
-    has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
-    if has_only_annotations and _is_one_reference(parts):
-        # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
-        # follows a reference itself, so the definition need not be inserted.
-        return _SchemaInScope({**parts[0], **keywords}, scope)
     try:
-        return _merge_parts([keywords, *parts], scope)
+        return _merge_all_of(schema, scope)
     except (CannotMergeError, TypeError, AttributeError):
         # The schema comes from a client and has not been validated. If the value of a keyword has a
         # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError.
         return _SchemaInScope(schema, scope)
 
 
-def _is_one_reference(parts: list[Any]) -> bool:
-    """Return whether `parts`, the value of an `allOf`, is one reference: `[{"$ref": ..}]`."""
-    return len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
+def _merge_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
+    """Merge the members of `allOf` into a schema. See `_without_all_of` for an example.
 
-
-def _merge_parts(parts: list[object], scope: _Scope) -> _SchemaInScope:
-    """Merge schemas into one schema, which accepts a value only if all schemas accept the value.
-
-    Example: `[{"minimum": 1}, {"maximum": 5}]` gives `{"minimum": 1, "maximum": 5}`. References in
-    `parts` are replaced by their definitions.
-
-    Args:
-        parts: The members of an `allOf`, and the other keywords of the schema.
-        scope: The outermost schema, and the references that have already been replaced. The scope
-            of the result also contains the references that are replaced now. If the merged schema
-            contains one of these references again, the reference is not replaced a second time, so
-            that the rewriting of a recursive schema ends.
+    References in the members are replaced by their definitions. The scope of the result also
+    contains these references.
 
     Raises:
-        CannotMergeError: The parts cannot be merged.
+        CannotMergeError: The members cannot be merged, or `allOf` is not a list of schemas.
     """
-    flat_parts = [_flatten_part(part, scope) for part in parts]
-    merged = functools.reduce(merge_schemas, [part.schema for part in flat_parts])
-    replaced = frozenset().union(*(part.scope.replaced_references for part in flat_parts))
-    return _SchemaInScope(merged, _Scope(scope.root, replaced))
+    keywords, members = _split_all_of(schema)
+    if not members:
+        if "allOf" in schema:
+            raise CannotMergeError("the list allOf is empty")
+        return _SchemaInScope(schema, scope)
+    has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
+    if has_only_annotations and _is_one_reference(members):
+        # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
+        # follows a reference itself, so the definition need not be inserted.
+        return _SchemaInScope({**members[0], **keywords}, scope)
+    parts = [_flatten_part(part, scope) for part in (keywords, *members)]
+    merged = functools.reduce(merge_schemas, [part.schema for part in parts])
+    references = frozenset().union(*(part.scope.replaced_references for part in parts))
+    return _SchemaInScope(merged, _Scope(scope.root, references))
+
+
+def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
+    """Split a schema into its keywords without `allOf`, and the list of the members of `allOf`.
+
+    A `$ref` next to a keyword that restricts the value is moved to the list, because xgrammar
+    ignores keywords next to a `$ref`. Example: `{"$ref": "#/$defs/A", "maximum": 5}` gives
+    `{"maximum": 5}` and `[{"$ref": "#/$defs/A"}]`.
+
+    Raises:
+        CannotMergeError: `allOf` is not a list.
+    """
+    keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
+    members = schema.get("allOf", [])
+    if not isinstance(members, list):
+        raise CannotMergeError("the value of allOf is not a list")
+    if "$ref" in keywords and not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"}):
+        members = [{"$ref": keywords.pop("$ref")}, *members]
+    return keywords, members
+
+
+def _is_one_reference(members: list[Any]) -> bool:
+    """Return whether the members of an `allOf` are one reference: `[{"$ref": ..}]`."""
+    return len(members) == 1 and isinstance(members[0], Mapping) and "$ref" in members[0]
 
 
 def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
@@ -169,20 +168,15 @@ def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
     `{"type": "integer"}`.
 
     Raises:
-        CannotMergeError: The member is recursive, or refers to another document, or the parts of
+        CannotMergeError: The member is recursive, or refers to another document, or the members of
             its `allOf` cannot be merged.
     """
-    if part is True:  # The schemas `true` and `{}` accept every value.
+    if part is True:  # The schema `{}` also accepts every value.
         return _SchemaInScope({}, scope)
     if not isinstance(part, Mapping):
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
-    without_reference = _replace_reference(part, scope)
-    merged = _without_all_of(without_reference.schema, without_reference.scope)
-    # `_without_all_of` returns a schema unchanged if it cannot merge the parts of the `allOf`.
-    has_unmerged_parts = "allOf" in merged.schema
-    if has_unmerged_parts:
-        raise CannotMergeError("the parts of the inner allOf cannot be merged")
-    return merged
+    without_reference, inner_scope = _replace_reference(part, scope)
+    return _merge_all_of(without_reference, inner_scope)
 
 
 def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:

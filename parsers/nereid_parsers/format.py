@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nereid_parsers.constrain import gate_of, structural_tag
+from nereid_parsers.constrain import reasoning_gate, structural_tag
 from nereid_parsers.constrain_reasoning import reasoning_state
 from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
@@ -160,4 +160,4 @@ class Format(FormatData):
 
         Return None if the format has no reasoning, or if no marker closes the reasoning.
         """
-        return gate_of(self, output_start(self, prompt))
+        return reasoning_gate(self, output_start(self, prompt))

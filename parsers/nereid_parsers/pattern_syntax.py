@@ -46,16 +46,21 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     parts: list[str | PatternField] = []
     for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
         previous = parts[-1] if parts else None
-        # A single brace, as in `a}b`, is not valid. `_field` raises the error for this brace.
-        is_field = token[0] in "{}" and token not in _LITERAL_BRACES
-        if is_field:
-            parts.append(_field(token, previous, text))
+        if token in _LITERAL_BRACES or token[0] not in "{}":
+            literal = _LITERAL_BRACES.get(token, token)  # `{{` stands for `{`.
+            if isinstance(previous, str):
+                parts[-1] = previous + literal
+            else:
+                parts.append(literal)
             continue
-        literal = _LITERAL_BRACES.get(token, token)  # `{{` stands for `{`.
-        if isinstance(previous, str):
-            parts[-1] = previous + literal
-        else:
-            parts.append(literal)
+        field = _field(token, text)
+        # {rest} matches any text, so the field before {rest} may end at any character.
+        if isinstance(previous, PatternField) and field.field != "rest":
+            raise FormatError(
+                f"The pattern {text!r} has two fields without text between them, so the end "
+                "of the first field is not defined. Insert text between the two fields."
+            )
+        parts.append(field)
     return tuple(parts)
 
 
@@ -70,17 +75,15 @@ def first_literal(text: str) -> str:
     return first_part.strip() if isinstance(first_part, str) else ""
 
 
-def _field(token: str, previous: str | PatternField | None, pattern: str) -> PatternField:
+def _field(token: str, pattern: str) -> PatternField:
     """Convert the text of a field to a `PatternField`. Example: `{name}` gives the field "name".
 
     Args:
-        token: The field with its braces, or a single brace.
-        previous: The part of the pattern before the field. If this part is a field, too, the field
-            must be {rest}. {rest} matches any text, so the end of the first field does not matter.
+        token: The field with its braces.
         pattern: The whole pattern, for use in error messages.
 
     Raises:
-        FormatError: The field is unknown, or follows another field without text between them.
+        FormatError: The field is unknown, or `token` is a single brace, as in the pattern `a}b`.
     """
     name = token.strip("{}")
     if name not in FIELDS:
@@ -88,11 +91,6 @@ def _field(token: str, previous: str | PatternField | None, pattern: str) -> Pat
         raise FormatError(
             f"The pattern {pattern!r} contains {token!r}, which is not a field. The "
             f"fields are {fields}. Write literal braces as {{{{ and }}}}."
-        )
-    if isinstance(previous, PatternField) and name != "rest":
-        raise FormatError(
-            f"The pattern {pattern!r} has two fields without text between them, so the end "
-            "of the first field is not defined. Insert text between the two fields."
         )
     return PatternField(name)
 

@@ -41,7 +41,12 @@ def merge_schemas(first: object, second: object) -> dict[str, Any]:
         return _as_dict(second)
     if second is True:
         return _as_dict(first)
-    return _merge_keywords(_as_dict(first), _as_dict(second))
+    merged = _merge_keywords(_as_dict(first), _as_dict(second))
+    if merged.get("enum") == []:
+        raise CannotMergeError("no value of enum matches both schemas")
+    if ignored_keywords(merged):
+        raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
+    return merged
 
 
 def _as_dict(schema: object) -> dict[str, Any]:
@@ -64,8 +69,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     `{"type": "integer", "minimum": 3}`.
 
     Raises:
-        CannotMergeError: No value matches both schemas, or the result has a combination of keywords
-            that xgrammar does not enforce.
+        CannotMergeError: Two values of a keyword cannot be merged.
     """
     merged: dict[str, Any] = {**first, **second}
     common_keywords = [keyword for keyword in first if keyword in second]
@@ -77,14 +81,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
         required_names = merged.get("required") or []
         merged |= _merge_properties(first, second, required_names)
     # The `enum` of one schema may contain values that the `type` of the other schema excludes.
-    merged = _drop_impossible_choices(merged)
-    if merged.get("enum") == []:
-        raise CannotMergeError("no value of enum matches both schemas")
-    if ignored_keywords(merged):
-        # If this error is raised, the caller leaves the `allOf` in the schema. xgrammar does not
-        # enforce `allOf`, so a strict request with this schema is rejected.
-        raise CannotMergeError("xgrammar would ignore a keyword of the merged schema")
-    return merged
+    return _drop_impossible_choices(merged)
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
@@ -169,23 +166,33 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         name: _merge_or_forbid(_schema_of_property(first, name), _schema_of_property(second, name))
         for name in names
     }
-    forbidden_names = {name for name, schema in merged.items() if schema is False}
-    if any(name in required for name in forbidden_names):
-        raise CannotMergeError("a required property is forbidden")
     first_others = _schema_of_other_properties(first)
     second_others = _schema_of_other_properties(second)
-    allows_others = first_others is not False and second_others is not False
-    if forbidden_names and allows_others:
-        # xgrammar does not support False as the schema of a property. A property can be forbidden
-        # only by `{"additionalProperties": False}`.
-        raise CannotMergeError("a property is forbidden, but other properties are allowed")
-    # If a property is forbidden, the merged schema has `{"additionalProperties": False}`. The
-    # merged `properties` do not list this property, so it stays forbidden.
-    allowed = {name: schema for name, schema in merged.items() if name not in forbidden_names}
+    others = _merge_or_forbid(first_others, second_others)
+    forbidden_names = [name for name, schema in merged.items() if schema is False]
+    _check_forbidden_names(forbidden_names, required, allows_others=others is not False)
+    # A forbidden property is not listed, so `{"additionalProperties": False}` forbids it.
+    allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if first_others is True and second_others is True:
         return {"properties": allowed}
-    others = _merge_or_forbid(first_others, second_others)
     return {"properties": allowed, "additionalProperties": others}
+
+
+def _check_forbidden_names(names: list[str], required: list[str], *, allows_others: bool) -> None:
+    """Raise CannotMergeError if the properties `names` cannot be forbidden.
+
+    xgrammar does not support False as the schema of a property. A property is forbidden only by
+    `{"additionalProperties": False}`, which forbids every property that is not listed.
+
+    Args:
+        names: The names of the forbidden properties.
+        required: The names of the properties that the object must have.
+        allows_others: Whether the object may have properties that are not listed.
+    """
+    if any(name in required for name in names):
+        raise CannotMergeError("a required property is forbidden")
+    if names and allows_others:
+        raise CannotMergeError("a property is forbidden, but other properties are allowed")
 
 
 def _schema_of_property(schema: Schema, name: str) -> object:

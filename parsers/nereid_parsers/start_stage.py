@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import FormatData, Messages, Opener, Sections, Stage
 
+# The stage of an output that starts inside the header of a message. The header, which the parser
+# has not read yet, determines the stage of the message.
+_HEADER = None
+
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
@@ -26,13 +30,12 @@ class StartPoint:
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the initial state of a parser for the output that follows `prompt`.
 
-    A prompt may end with the beginning of the model's message, the "prefill". Example: the prompt
-    `"..<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. The
-    parser starts in the content, and reads the prefill before the output. Then it is in the
-    reasoning. The line break after `<think>` is not needed, because it belongs to the marker.
+    A prompt may end with the beginning of the model's message, the "prefill". The parser reads the
+    prefill before the output. Example: the prompt `"..<|im_start|>assistant\n<think>\n"` gives
+    `StartPoint(Stage.CONTENT, prefill="<think>")`. The parser starts in the content. The prefill
+    `<think>` opens the reasoning, so the output is read as reasoning.
 
-    An empty prompt is treated like None, which means that the prompt is not known, because a
-    rendered prompt is never empty.
+    If the prompt is None or empty, the prompt is not known. A rendered prompt is never empty.
     """
     if isinstance(fmt.layout, Messages):
         return _find_start_in_messages(fmt, fmt.layout, prompt)
@@ -54,23 +57,21 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
     """Return the initial state of a parser for output that is one text, not a list of messages.
 
-    The result contains the "prefill", the beginning of the answer that the prompt contains.
-    Examples: the prompt `"..<|assistant|><think>"` has the prefill `<think>`, and the prompt
-    `"..<|assistant|>"` has no prefill.
+    The prefill of the result is the beginning of the answer that the prompt already contains. It is
+    the text after the marker that starts an assistant message, as declared by `fmt.turn`. If the
+    prompt contains no such marker, the prefill is the marker at the end of the prompt. Examples:
+    `"..<|assistant|><think>"` has the prefill `<think>`, and `"..<|assistant|>"` has no prefill.
     """
-    if not prompt:  # A rendered prompt is never empty, so an empty prompt is not known, either.
-        # If the format normally writes `<think>` into the prompt, the output starts in reasoning.
+    if not prompt:  # None and the empty prompt mean that the prompt is not known.
         stage = _stage_without_prefill(layout, is_prompt_known=False)
         return StartPoint(stage, is_prompt_known=False)
-    prefill = _text_after_turn(fmt, prompt)
-    if prefill is None:  # The prompt contains no declared text that starts an answer.
-        prefill = _marker_at_end(layout, prompt)
-    if prefill.strip():
-        # The prompt contains the beginning of the answer (the "prefill"). The parser starts in the
-        # stage CONTENT, and parses the prefill before the output. A prefill such as `<think>`
-        # changes the stage to REASONING.
-        return StartPoint(Stage.CONTENT, prefill)
-    return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
+    text_after_turn = _text_after_turn(fmt, prompt)
+    prefill = _marker_at_end(layout, prompt) if text_after_turn is None else text_after_turn
+    if not prefill.strip():
+        return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
+    # The parser parses the prefill before the output. A prefill such as `<think>` changes the stage
+    # from CONTENT to REASONING.
+    return StartPoint(Stage.CONTENT, prefill)
 
 
 def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
@@ -111,9 +112,10 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     if layout.tools is not None:
         # A trigger is the text that starts a tool call, such as `<tool_call>`.
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
-    visible_markers = [marker.strip() for marker in markers]
     visible_prompt = prompt.rstrip()
-    markers_at_end = [marker for marker in visible_markers if visible_prompt.endswith(marker)]
+    markers_at_end = [
+        marker.strip() for marker in markers if visible_prompt.endswith(marker.strip())
+    ]
     # If a prompt ends with both `<b>` and `<a><b>`, the result is the longer marker, `<a><b>`.
     return max(markers_at_end, key=len, default="")
 
@@ -125,15 +127,14 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
     `<|start|>assistant` is the prefill. The prompt `"..<|end|>"` has no prefill, so the output
     starts with the header of a message.
     """
-    if not prompt:  # A rendered prompt is never empty, so an empty prompt is not known, either.
-        return StartPoint(stage=None, is_prompt_known=False)
+    if not prompt:  # None and the empty prompt mean that the prompt is not known.
+        return StartPoint(_HEADER, is_prompt_known=False)
     prefill = _open_message(fmt, layout, prompt)
-    if prefill.strip():
-        # The prompt ends with an unfinished message, the "prefill". The parser starts in the stage
-        # CONTENT, and parses the prefill before the output. If the prefill starts with the start
-        # marker of a message, the parser leaves this stage and reads the header of the message.
-        return StartPoint(Stage.CONTENT, prefill)
-    return StartPoint(stage=None)  # None means that the output starts with a header.
+    if not prefill.strip():
+        return StartPoint(_HEADER)
+    # The parser parses the prefill before the output. The start marker in a prefill changes the
+    # stage from CONTENT to the header of a message.
+    return StartPoint(Stage.CONTENT, prefill)
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
@@ -160,15 +161,13 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
 def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str) -> str:
     """Return the unfinished last message of a prompt whose messages have no end markers.
 
-    Without end markers, the prompt does not show whether the last message is complete. Two texts
-    show that the model continues a message:
+    Without end markers, only two prompts show that the model continues the last message:
 
-        `..>>>`                The prompt ends with the marker before each message, here `>>>`. The
-                               result is this marker.
-        `..<|assistant|>Hi`    The prompt contains the text that opens the model's turn, here
-                               `<|assistant|>`. The result is the text after it, `Hi`.
+        end of the prompt     result
+        `..>>>`               `>>>`, the marker before each message
+        `..<|assistant|>Hi`   `Hi`, the text after the marker that opens the model's turn
 
-    In all other cases, the result is "".
+    For any other prompt, the result is "".
     """
     if prompt.rstrip().endswith(message_start):
         return message_start

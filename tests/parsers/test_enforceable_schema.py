@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_parsers.enforceable_schema import enforceable
+from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
 from nereid_parsers.unenforced_keywords import unenforced_keywords
 
 ADDRESS = {
@@ -60,7 +60,7 @@ TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
     ],
 )
 def test_a_schema_is_rewritten_and_then_enforced(schema, rewritten):
-    assert enforceable(schema) == rewritten
+    assert rewrite_for_xgrammar(schema) == rewritten
     rest = unenforced_keywords(rewritten)
     assert not rest or rest == ["multipleOf at $.items"]
 
@@ -92,13 +92,13 @@ def test_a_schema_is_rewritten_and_then_enforced(schema, rewritten):
     ],
 )
 def test_what_cannot_be_rewritten_stays_and_is_reported(schema):
-    assert enforceable(schema) == schema
+    assert rewrite_for_xgrammar(schema) == schema
     assert unenforced_keywords(schema)
 
 
 def test_a_recursive_schema_is_inlined_once():
     tree = {"type": "object", "properties": {"left": TREE, "right": TREE}}
-    found = enforceable({"$defs": {"tree": tree}, **TREE})
+    found = rewrite_for_xgrammar({"$defs": {"tree": tree}, **TREE})
     assert found["properties"]["left"] == TREE
 
 
@@ -136,6 +136,6 @@ def test_the_rewritten_schema_accepts_the_same_values(parts, others, values):
     jsonschema = pytest.importorskip("jsonschema")
     schema = {**others, "allOf": parts}
     before = jsonschema.Draft202012Validator(schema)
-    after = jsonschema.Draft202012Validator(enforceable(schema))
+    after = jsonschema.Draft202012Validator(rewrite_for_xgrammar(schema))
     for value in values:
         assert before.is_valid(value) == after.is_valid(value), value

@@ -29,21 +29,19 @@ REASONING = {
 }
 
 
-def _between_tokens(head: str, close: str) -> ToolSection:
+def _between_tokens(head: str, close: str, separator: str) -> ToolSection:
     """Return a description of how DeepSeek V3 and V3.1 write tool calls between special tokens.
 
     Args:
         head: The pattern of the text between the opening token and the arguments of a tool call.
         close: The text after the arguments of a tool call.
+        separator: The text between two tool calls.
     """
-    # V3 writes a line break between two tool calls, and before the arguments of each tool call.
-    # V3.1 writes no line breaks.
-    has_line_breaks = head.endswith("\n")
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",
         close="<｜tool▁calls▁end｜>",
-        separator="\n" if has_line_breaks else "",
+        separator=separator,
     )
 
 
@@ -66,30 +64,35 @@ def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
         section: The name of the tag around all tool calls.
         gap: The text between the token and the name of a tag. V4.1 writes a space.
     """
-    open_invoke = f'<{token}{gap}invoke name="{{name}}">\n'
-    close_invoke = f"</{token}{gap}invoke>\n"
+    opening = "<" + token + gap
+    closing = "</" + token + gap
+    open_invoke = opening + 'invoke name="{name}">\n'
+    close_invoke = closing + "invoke>\n"
     tagged_arguments = TaggedArguments(
-        f'<{token}{gap}parameter name="{{key}}" string="{{string}}">',
-        f"</{token}{gap}parameter>\n",
+        opening + 'parameter name="{key}" string="{string}">', closing + "parameter>\n"
     )
     return ToolSection(
         (
             Call(tagged_arguments, head=open_invoke, close=close_invoke),
             Call(JsonArguments(), head=open_invoke, close=close_invoke),
         ),
-        open=f"<{token}{gap}{section}>\n",
-        close=f"</{token}{gap}{section}>",
+        open=opening + section + ">\n",
+        close=closing + section + ">",
     )
 
 
 TOOLS = {
     "deepseek_v3": ToolEntry(
-        _between_tokens("function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        _between_tokens(
+            "function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", separator="\n"
+        ),
         _R1,
         ends=_ENDS,
     ),
     "deepseek_v31": ToolEntry(
-        _between_tokens("{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), _V31, ends=_ENDS
+        _between_tokens("{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", separator=""),
+        _V31,
+        ends=_ENDS,
     ),
     "deepseek_v32": ToolEntry(_dsml("｜DSML｜", "function_calls"), _V32, ends=_ENDS),
     "deepseek_v4": ToolEntry(_dsml("｜DSML｜", "tool_calls"), _V4, ends=_ENDS),

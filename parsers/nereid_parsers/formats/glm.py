@@ -74,7 +74,9 @@ def _glm_section(gap: str, tag: str = "tool_call") -> ToolSection:
         gap: The white space after the function's name and after each closing tag.
         tag: The name of the tag around a tool call.
     """
-    arguments = TaggedArguments(f"<arg_key>{{key}}</arg_key>{gap}<arg_value>", f"</arg_value>{gap}")
+    arguments = TaggedArguments(
+        "<arg_key>{key}</arg_key>" + gap + "<arg_value>", "</arg_value>" + gap
+    )
     call = Call(arguments, open=f"<{tag}>", head="{name}" + gap, close=f"</{tag}>")
     return ToolSection((call,), separator=gap)
 
@@ -90,24 +92,30 @@ _SUFFIX = ":opensource"
 def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
     """Return a description of how a Hunyuan model writes one tool call.
 
-    The parser reads the tool call according to this declaration. Example of a tool call with the
-    tag `tool_sep` after the name f, without its line breaks:
-    `<tool_call>f<tool_sep><arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
+    Example of a tool call with the tag `<tool_sep>` after the name, and no suffix:
+
+        <tool_call>f<tool_sep>
+        <arg_key>city</arg_key>
+        <arg_value>Paris</arg_value>
+        </tool_call>
 
     Args:
-        tag_after_name: The name of the tag after the function's name, or "" if no tag follows.
+        tag_after_name: The tag after the function's name, or "" if no tag follows.
         suffix: The text at the end of each tag name, for example `:opensource`, or "".
     """
-    after_name = f"<{tag_after_name}{suffix}>\n" if tag_after_name else "\n"
+
+    def with_suffix(tags: str) -> str:
+        """Insert the suffix into each tag: `<arg_key>` gives `<arg_key:opensource>`."""
+        return tags.replace(">", suffix + ">")
+
     arguments = TaggedArguments(
-        f"<arg_key{suffix}>{{key}}</arg_key{suffix}>\n<arg_value{suffix}>",
-        f"</arg_value{suffix}>\n",
+        with_suffix("<arg_key>{key}</arg_key>\n<arg_value>"), with_suffix("</arg_value>\n")
     )
     return Call(
         arguments,
-        open=f"<tool_call{suffix}>",
-        head="{name}" + after_name,
-        close=f"</tool_call{suffix}>\n",
+        open=with_suffix("<tool_call>"),
+        head=with_suffix("{name}" + tag_after_name + "\n"),
+        close=with_suffix("</tool_call>\n"),
     )
 
 
@@ -119,10 +127,13 @@ def _hunyuan_section(tag_after_name: str) -> ToolSection:
     `<tool_calls:opensource>`.
 
     Args:
-        tag_after_name: The name of the tag after the function's name, or "" if no tag follows.
+        tag_after_name: The tag after the function's name, or "" if no tag follows.
     """
     return ToolSection(
-        (_hunyuan_call(tag_after_name, ""), _hunyuan_call(tag_after_name, _SUFFIX)),
+        (
+            _hunyuan_call(tag_after_name, suffix=""),
+            _hunyuan_call(tag_after_name, suffix=_SUFFIX),
+        ),
         open="<tool_calls>\n",
         close="</tool_calls>",
         also_open=(f"<tool_calls{_SUFFIX}>\n",),
@@ -150,7 +161,7 @@ TOOLS = {
         _SPARK,
     ),
     "iquest_q1": ToolEntry(_glm_section("", "iquest_tool_call"), _IQUEST),
-    "hy_v3": ToolEntry(_hunyuan_section("tool_sep"), _HUNYUAN),
+    "hy_v3": ToolEntry(_hunyuan_section("<tool_sep>"), _HUNYUAN),
     "hy_v4": ToolEntry(_hunyuan_section(""), _HY4),
     "k2_horizon": ToolEntry(
         ToolSection(

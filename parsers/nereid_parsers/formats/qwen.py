@@ -30,12 +30,16 @@ REASONING = {
 }
 
 
-def _coder(arguments: TaggedArguments) -> ToolSection:
-    """Return a description of how Qwen3-Coder writes tool calls: `<function=f>..</function>`.
+def _function_tags(arguments: TaggedArguments) -> ToolSection:
+    """Return a description of how Qwen3-Coder writes tool calls.
 
-    Example of a tool call, without its line breaks:
-    `<tool_call><function=f>..</function></tool_call>`. `arguments` declares how the model writes
-    the arguments, here `..`.
+    Example of a tool call, in which `arguments` declares the third line:
+
+        <tool_call>
+        <function=f>
+        ..
+        </function>
+        </tool_call>
     """
     head = "<function={name}>\n"
     close = "</function>\n</tool_call>"
@@ -48,8 +52,8 @@ def _coder(arguments: TaggedArguments) -> ToolSection:
     )
 
 
-CODER = _coder(TaggedArguments("<parameter={key}>\n", "\n</parameter>\n"))
-_COMPACT = _coder(TaggedArguments("<parameter={key}>", "</parameter>\n"))
+CODER = _function_tags(TaggedArguments("<parameter={key}>\n", "\n</parameter>\n"))
+_COMPACT = _function_tags(TaggedArguments("<parameter={key}>", "</parameter>\n"))
 
 TOOLS = {
     "qwen3_coder": ToolEntry(CODER, _CODER),

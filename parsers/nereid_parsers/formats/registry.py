@@ -104,14 +104,15 @@ def get_format(
 ) -> Format:
     """Return the chat format `name`, or combine the formats `reasoning` and `tools`.
 
-    Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
+    A caller passes either `name`, or one or both of `reasoning` and `tools`. Examples:
+    `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
     Args:
-        name: A reasoning name, a tool name, or a name that is both. In the last case, the format
-            contains the reasoning and the tool calls.
+        name: A name of a reasoning, of tool calls, or of both. The format contains all parts that
+            have this name.
         reasoning: The name of the reasoning. If None, the format has the reasoning that the entry
-            of the tool calls declares. If this entry declares no reasoning, the format has none.
-        tools: The name of the tool calls.
+            of the tool calls declares, or no reasoning.
+        tools: The name of the tool calls, or None for a format without tool calls.
         policy: The policy of the format.
 
     Raises:
@@ -266,7 +267,7 @@ def _combine(
     Raises:
         FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
-    layout = _combined_layout(label, reasoning, tools)  # The markers of the two descriptions.
+    layout = _combined_layout(label, reasoning, tools)
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     # A source is the document from which an entry was derived. `dict.fromkeys` removes duplicates
     # and keeps the order.
@@ -285,30 +286,30 @@ def _combined_layout(
     calls, the result is the `Messages` of this entry.
 
     Args:
-        label: The names of the two entries for use in error messages, for example "qwen3+hermes".
-            If one name selects both entries, the label is this name, and no error occurs, because
-            the registry contains only names whose two entries can be combined.
+        label: The name of the format, such as "qwen3+hermes", for use in error messages.
         reasoning: The declaration of the reasoning, or None.
         tools: The declaration of the tool calls, or None.
 
     Raises:
         FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
-    reasoning_part = reasoning.part if reasoning is not None else None
-    tool_part = tools.part if tools is not None else None
+    reasoning_layout = reasoning.part if reasoning is not None else None
+    tool_layout = tools.part if tools is not None else None
+    # The names are only used in errors. If one name selects both entries, no error occurs, because
+    # the registry contains only entries with the same name that can be combined.
     reasoning_name, _, tools_name = label.partition("+")
-    if isinstance(reasoning_part, Messages):
+    if isinstance(reasoning_layout, Messages):
         # A declaration of the type `Messages` describes both reasoning and tool calls, so it cannot
         # be combined with another description of tool calls.
-        if tool_part is not None and tool_part != reasoning_part:
+        if tool_layout is not None and tool_layout != reasoning_layout:
             raise _not_combinable(label, reasoning_name)
-        return reasoning_part
-    if isinstance(tool_part, Messages):
-        if reasoning_part is not None:
+        return reasoning_layout
+    if isinstance(tool_layout, Messages):
+        if reasoning_layout is not None:
             raise _not_combinable(label, tools_name)
-        return tool_part
+        return tool_layout
     content = reasoning.content if reasoning is not None else None
-    return Sections(reasoning=reasoning_part, content=content, tools=tool_part)
+    return Sections(reasoning=reasoning_layout, content=content, tools=tool_layout)
 
 
 def _not_combinable(label: str, name: str) -> FormatError:

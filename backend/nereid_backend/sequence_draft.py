@@ -56,19 +56,24 @@ class SequenceDraft:
 
         Mutates: `num_known`, and the tokens and `num_computed_tokens` of `sequence`.
         """
-        own = self.sequence  # the known tokens, followed by the draft tokens
-        # The tokens that the large model has chosen since the last update. The draft model's
-        # sequence `own` begins with the token `target.token_ids[start_in_target]`, because an MTP
-        # layer leaves out the first token of the target. The first `num_known` tokens of `own` were
-        # copied from the target earlier.
-        chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
-        # The draft model's KV cache stays valid for this number of tokens at the beginning of the
-        # sequence.
+        chosen_tokens = self._chosen_tokens()
+        # The number of tokens at the beginning of the sequence for which the draft model's KV cache
+        # stays valid.
         num_reusable = self.num_known
         if keeps_accepted:
             num_reusable += common_prefix_len(self.draft_tokens, chosen_tokens)
-        own.token_ids[self.num_known :] = chosen_tokens
-        self.num_known = len(own.token_ids)
+        sequence = self.sequence
+        sequence.token_ids[self.num_known :] = chosen_tokens
+        self.num_known = len(sequence.token_ids)
         # The last token is always computed again, because sampling needs its logits.
         num_reusable = min(num_reusable, self.num_known - 1)
-        own.num_computed_tokens = min(own.num_computed_tokens, num_reusable)
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_reusable)
+
+    def _chosen_tokens(self) -> list[int]:
+        """Return the tokens that the large model has chosen since the last call of `update`.
+
+        Example: the tokens of `target` are [4, 5, 6, 7, 9]. `start_in_target` is 1, because an MTP
+        layer leaves out the first token. The first two tokens after it are known. The result is
+        [7, 9].
+        """
+        return self.target.token_ids[self.start_in_target + self.num_known :]

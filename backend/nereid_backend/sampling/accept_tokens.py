@@ -9,7 +9,7 @@ import logging
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
-from nereid_backend.sampling.draft_verification import Sampling
+from nereid_backend.sampling.draft_verification import Position, Sampling
 from nereid_backend.sampling.sampler import SampledTokens
 from nereid_backend.sampling.token_masks import StepMasks, guide_of
 
@@ -32,36 +32,43 @@ def read_sampled(
         sampled_tokens: one sampled token for each position.
         masks: the token masks of the step, with the errors of guides.
     """
-    token_ids = sampled_tokens.token_ids
-    logprobs = sampled_tokens.logprobs
     if _all_sequences_have_one_plain_token(sampling, sampled_tokens):
         # This shortcut applies in nearly all steps. It returns the same tokens as the loop below,
         # but in less time.
         return [
             Sampled([token_id], [logprob])
-            for token_id, logprob in zip(token_ids, logprobs, strict=True)
+            for token_id, logprob in zip(
+                sampled_tokens.token_ids, sampled_tokens.logprobs, strict=True
+            )
         ]
     sampled = []
-    end = 0
+    first = 0
     for num_positions in sampling.counts:
-        # The positions of this sequence have the indices from `first` to `end` - 1.
-        first = end
-        end = first + num_positions
-        sequence, drafts = sampling.positions[end - 1]
-        # `_accept_or_return_error` verifies draft tokens, advances the grammar, and adds the tokens
-        # that the grammar forces. If sampling has failed, it returns an error.
-        needs_processing = drafts or sequence.guide is not None or sampled_tokens.errors
-        if first in masks.errors:
-            # The grammar has failed. `masks.errors` stores the error of a sequence under the index
-            # of the sequence's first position.
-            new_tokens = Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
-        elif needs_processing:
-            new_tokens = _accept_or_return_error(sequence, drafts, sampled_tokens, first)
-        else:  # The sampled token is the only new token.
-            top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
-            new_tokens = Sampled([token_ids[first]], [logprobs[first]], top=top)
-        sampled.append(new_tokens)
+        last_position = sampling.positions[first + num_positions - 1]
+        sampled.append(_read_sequence(last_position, first, sampled_tokens, masks))
+        first += num_positions
     return sampled
+
+
+def _read_sequence(
+    last_position: Position, first: int, sampled_tokens: SampledTokens, masks: StepMasks
+) -> Sampled:
+    """Return the new tokens of one sequence, or the error of its grammar or its sampling.
+
+    Args:
+        last_position: the last position of the sequence, which follows all its draft tokens.
+        first: the index of the sequence's first position among all positions of the step.
+        sampled_tokens: the sampled tokens of all sequences of the step.
+        masks: the token masks of the step. The key of an error is the index of the first position.
+    """
+    if first in masks.errors:
+        return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
+    sequence, drafts = last_position
+    if drafts or sequence.guide is not None or sampled_tokens.errors:
+        return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
+    # Without draft tokens and a grammar, the sampled token is the only new token.
+    top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
+    return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
 
 
 def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
@@ -76,9 +83,9 @@ def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: Samp
     has_drafts = len(positions) > len(sampling.counts)
     if has_drafts or sampled_tokens.top or sampled_tokens.errors:
         return False
-    # Building a list takes less time than passing a generator to `any`.
-    guides = [sequence.guide for sequence, _ in positions if sequence.guide is not None]
-    return not guides
+    # A list takes less time than a generator, and this function runs in every step.
+    guided_sequences = [sequence for sequence, _ in positions if sequence.guide is not None]
+    return not guided_sequences
 
 
 def _accept_or_return_error(
@@ -163,7 +170,8 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
     """Return those tokens of `forced` that can be added without another forward pass.
 
     A token is forced if the grammar allows no other token at its position. The result ends at the
-    first stop token, which is left out if the output would be shorter than min_tokens.
+    first stop token, which is left out if the output would be shorter than min_tokens. If the
+    request asks for log-probabilities or forbids tokens itself, the result is empty.
 
     Args:
         sequence: the sequence.
@@ -171,16 +179,14 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
         num_new: the number of tokens that this step has already added to the sequence.
     """
     params = sequence.params
-    if params.logprobs is not None:
-        return []  # Only a forward pass computes the log-probabilities of the tokens.
-    has_other_limits = params.allowed_token_ids is not None or params.bad_words_token_ids
-    if has_other_limits:
-        # `allowed_token_ids` and `bad_words_token_ids` may forbid a token that the grammar forces.
-        # The mask of the next step considers these fields as well as the grammar, so the token is
-        # left to the next step.
+    # Only a forward pass computes the log-probabilities of the tokens.
+    needs_logits = params.logprobs is not None
+    # `allowed_token_ids` and `bad_words_token_ids` may forbid a token that the grammar forces. The
+    # mask of the next step considers these fields as well as the grammar.
+    forbids_tokens = params.allowed_token_ids is not None or bool(params.bad_words_token_ids)
+    if needs_logits or forbids_tokens:
         return []
-    num_output_before = sequence.num_output_tokens + num_new
-    return _until_stop(sequence, forced, num_output_before)
+    return _until_stop(sequence, forced, num_before=sequence.num_output_tokens + num_new)
 
 
 def _until_stop(sequence: Sequence, token_ids: list[int], num_before: int) -> list[int]:

@@ -76,7 +76,7 @@ def sampling_of(plan: StepPlan) -> Sampling:
 
     Example: the first chunk has 1 row of logits and no draft tokens. The second chunk has 3 rows of
     logits and the draft tokens [8, 9]. The result has 4 positions. Their draft tokens are [], [],
-    [8] and [8, 9]. The rows of logits are [0, 1, 2, 3]. The chunks have [1, 3] positions.
+    [8] and [8, 9]. `rows` is [0, 1, 2, 3], and `counts` is [1, 3].
     """
     positions: list[Position] = []
     rows: list[int] = []
@@ -88,12 +88,14 @@ def sampling_of(plan: StepPlan) -> Sampling:
             continue
         sequence = chunk.sequence
         drafts = sequence.draft_token_ids
-        if drafts:  # Usually false. The test is faster than building an empty list.
-            positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
-        positions.append(Position(sequence, drafts))
+        num_positions = len(drafts) + 1
+        if drafts:
+            positions += [Position(sequence, drafts[:number]) for number in range(num_positions)]
+        else:
+            # Most sequences have no drafts. Then, `append` is faster than a list of one position.
+            positions.append(Position(sequence, drafts))
         # The last rows of logits belong to the positions at which tokens are sampled. The earlier
         # rows belong to prompt tokens, whose log-probabilities are reported.
-        num_positions = len(drafts) + 1
         rows += range(end_row - num_positions, end_row)
         counts.append(num_positions)
     return Sampling(positions, rows, counts)

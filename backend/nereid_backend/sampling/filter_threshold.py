@@ -45,16 +45,25 @@ def filter_threshold(
     # The threshold of min_p and top_k, which are applied before top_p.
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
-    # `total` is the total probability of the tokens that min_p and top_k keep. The parameter top_p
-    # is a share of this total. If the threshold is 0, the whole vocabulary is kept, so the total is
-    # 1. Otherwise, the probabilities of the kept tokens in `probs` are added. If min_p and top_k
-    # may also keep tokens outside `probs`, this sum may be too small, and `floor.is_certain` is
-    # False.
-    total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
+    total = _total_kept(kept, floor)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
     is_certain = floor.is_certain & _removes_all_unexamined(probs, threshold)
     return FilterThreshold(threshold, is_certain)
+
+
+def _total_kept(kept: Tensor, floor: FilterThreshold) -> Tensor:
+    """Return the total probability of the tokens that min_p and top_k keep in each row, [n, 1].
+
+    If the threshold `floor` is 0, min_p and top_k keep the whole vocabulary, so the total is 1.
+    Otherwise, the total is the sum of `kept`. The sum may be too small if `floor` is not certain,
+    because the filters may then also keep tokens that were not examined.
+
+    Args:
+        kept: [n, width], the probabilities of the examined tokens; 0 for the removed tokens.
+        floor: the threshold of min_p and top_k.
+    """
+    return torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
 
 
 def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> FilterThreshold:
@@ -73,14 +82,21 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The
     # threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
-    # The threshold is certainly right in two cases. In the first case, min_p and top_k are off, and
-    # the threshold is 0. In the second case, the threshold removes the last token in `probs`. It
-    # then also removes all tokens outside `probs`, because they are not more likely. Example of an
-    # uncertain threshold: if min_p is off and top_k exceeds the number of tokens in `probs`, the
-    # threshold is 0, and removes no token.
-    has_neither_filter = (threshold == 0) & (top_k <= 0)
-    is_certain = has_neither_filter | _removes_all_unexamined(probs, threshold)
-    return FilterThreshold(threshold, is_certain)
+    return FilterThreshold(threshold, _is_floor_certain(probs, threshold, top_k))
+
+
+def _is_floor_certain(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
+    """Return, for each row, whether the threshold of min_p and top_k is certain, [n, 1] bool.
+
+    A threshold that removes all tokens outside `probs` is certain. The threshold 0 removes no
+    token. This threshold is certain if min_p and top_k are off, and wrong if top_k is on. Example:
+    `probs` contains 64 tokens, min_p is off and top_k is 100. The threshold is 0, because the 100th
+    probability is not in `probs`.
+
+    Shapes: probs [n, width] in descending order, threshold [n, 1], top_k [n, 1].
+    """
+    are_both_off = (threshold == 0) & (top_k <= 0)
+    return are_both_off | _removes_all_unexamined(probs, threshold)
 
 
 def _kth_largest(probs: Tensor, top_k: Tensor) -> Tensor:

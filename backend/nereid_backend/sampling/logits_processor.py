@@ -71,10 +71,10 @@ class LogitsParams:
         bias_ids: the token ids of logit_bias, [n] int64.
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
-        bad_tokens: the bad words that consist of one token.
-        bad_words: the bad words that consist of several tokens, grouped by their second-to-last
-            token. A lookup of the newest output token therefore returns all bad words that the next
-            token could complete; see `_longer_bad_words`.
+        single_token_bad_words: the bad words that consist of one token.
+        longer_bad_words: the bad words that consist of several tokens, grouped by their
+            second-to-last token. A lookup of the newest output token therefore returns all bad
+            words that the next token could complete; see `_longer_bad_words`.
         stops: the stop tokens that min_tokens forbids. Stop tokens outside the vocabulary are
             omitted.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
@@ -84,8 +84,8 @@ class LogitsParams:
     bias_ids: Integers
     bias_values: NDArray[np.float32]
     allowed: TokenMask | None
-    bad_tokens: Integers
-    bad_words: dict[int, list[BadWord]]
+    single_token_bad_words: Integers
+    longer_bad_words: dict[int, list[BadWord]]
     stops: Integers
     has_penalties: bool
 
@@ -100,7 +100,7 @@ class LogitsParams:
         bias = _bias_pairs(params)
         allowed_ids = params.allowed_token_ids
         # A bad word is a sequence of tokens. Bad words of one token are forbidden everywhere.
-        bad_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
+        single_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
         # Omit stop tokens outside the vocabulary, because the logits have no columns for these
         # tokens.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
@@ -109,8 +109,8 @@ class LogitsParams:
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             allowed=None if allowed_ids is None else mask_of(allowed_ids, vocab_size),
-            bad_tokens=np.array(bad_tokens, np.int64),
-            bad_words=_longer_bad_words(params),
+            single_token_bad_words=np.array(single_tokens, np.int64),
+            longer_bad_words=_longer_bad_words(params),
             stops=np.array(stops, np.int64),
             has_penalties=asks_for_penalties(params),
         )
@@ -125,9 +125,9 @@ class LogitsParams:
         output has 3 tokens, and its last token is 5. The result contains the arrays [4], [7], [2].
         """
         forbidden: list[Integers] = []
-        if len(self.bad_tokens):
-            forbidden.append(self.bad_tokens)
-        if self.bad_words:
+        if len(self.single_token_bad_words):
+            forbidden.append(self.single_token_bad_words)
+        if self.longer_bad_words:
             last_tokens = self._last_tokens_of_bad_words(position)
             if last_tokens:
                 forbidden.append(np.array(last_tokens, np.int64))
@@ -146,8 +146,8 @@ class LogitsParams:
         if num_output == 0:
             return []
         last_tokens = []
-        # `bad_words` maps a token to the bad words whose second-to-last token is this token.
-        for bad_word in self.bad_words.get(position.newest_token, ()):
+        # The keys of `longer_bad_words` are the second-to-last tokens of the bad words.
+        for bad_word in self.longer_bad_words.get(position.newest_token, ()):
             length = len(bad_word.beginning)
             # Bad words are forbidden only in the output. Ignore a bad word that would begin in the
             # prompt.
@@ -172,7 +172,7 @@ class LogitsProcessor:
         self,
         logits: Tensor,
         positions: abc.Sequence[Position],
-        changed: abc.Iterable[int],
+        rows_with_params: abc.Iterable[int],
         masks: abc.Mapping[int, TokenMask],
     ) -> Tensor:
         """Apply the sampling parameters and token masks of requests to the logits.
@@ -181,7 +181,7 @@ class LogitsProcessor:
             logits: [n, vocab_size], any float dtype. Not changed.
             positions: the position of each row. A position is a place in a sequence at which a
                 token is sampled.
-            changed: the indices of the rows whose requests have a parameter that changes logits.
+            rows_with_params: the rows whose requests have a parameter that changes logits.
             masks: maps the index of a row to the token mask of the request's grammar. The grammar
                 forbids no token in rows without an entry.
 
@@ -189,22 +189,24 @@ class LogitsProcessor:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
         vocab_size = logits.shape[1]
-        # For each index in `changed`, get the parameters of the request at this position, as
-        # arrays. `_logits_params_of` caches the arrays of a request for later steps.
-        params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
+        # `_logits_params_of` caches the parameters of a request for later steps.
+        params = {
+            row: self._logits_params_of(positions[row], row, vocab_size) for row in rows_with_params
+        }
         if not params and not masks:
             return logits
         # A request can have two masks: the mask of its grammar, and the mask of the parameter
         # `allowed_token_ids`. The combined mask allows only the tokens that both masks allow.
-        # `with_masks` returns a new tensor, so the functions below may change `logits` in place.
-        logits = with_masks(logits.float(), _combine_with_allowed_tokens(masks, params))
+        combined_masks = _combine_with_allowed_tokens(masks, params)
+        # `with_masks` returns a new tensor. The functions below change this tensor in place.
+        processed = with_masks(logits.float(), combined_masks)
         if params:
-            _forbid_tokens(logits, positions, params)
-            _add_bias(logits, params)
-            penalised_rows = [i for i, row_params in params.items() if row_params.has_penalties]
+            _forbid_tokens(processed, positions, params)
+            _add_bias(processed, params)
+            penalised_rows = [row for row, row_params in params.items() if row_params.has_penalties]
             if penalised_rows:
-                self._penalise(logits, positions, penalised_rows)
-        return logits
+                self._penalise(processed, positions, penalised_rows)
+        return processed
 
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
         """Return the `LogitsParams` of the request to which a position belongs.
@@ -345,6 +347,7 @@ def _forbid_tokens(
             _concatenate_on_device(rows, logits),
             _concatenate_on_device(columns, logits),
         )
+        # `index_put_` accepts no Python number as the value, only a tensor.
         logits.index_put_(rows_and_columns, logits.new_full((), float("-inf")))
 
 

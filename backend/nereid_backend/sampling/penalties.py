@@ -96,13 +96,13 @@ class TokenCounts:
         # request has a token yet.
         width = max(1, max_distinct + max_drafts)
         self._ensure_width(width)
-        # Indexing with a list of rows copies the rows. Draft tokens are counted only in the copies,
-        # not in the stored rows, because draft tokens may be rejected.
+        # Draft tokens may be rejected, so they are counted only in copies. Indexing with a list of
+        # rows copies the rows.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
-        for index, position in enumerate(positions):
+        for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
             if position.drafts:
-                columns = dict(self._requests[rows[index]].columns)  # maps tokens to columns
+                columns = self._requests[row].columns.copy()
                 _count_tokens(ids[index], counts[index], position.drafts, columns)
         return ids, counts
 
@@ -135,22 +135,21 @@ class TokenCounts:
         Returns:
             The object that records which tokens are counted. It is also stored in `_requests`.
         """
-        self._ensure_num_rows(row + 1)
-        # The token 0 with the count 0 fills the unused columns. It changes no logit, because the
-        # penalties for output tokens ignore tokens with the count 0.
-        self._ids[row] = 0
-        self._counts[row] = 0
         num_prompt = sequence.num_prompt_tokens
-        # Only the tokens of the output are counted, so the counting begins after the prompt.
-        counted = _CountedTokens(sequence, num_counted=num_prompt)
+        tokens: list[int] = []
         if sequence.params.repetition_penalty != 1:
-            distinct = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
-            self._ensure_width(len(distinct))
-            self._ids[row, : len(distinct)] = distinct
-            # The repetition penalty would apply to the token 0 in the unused columns. Fill these
-            # columns with the first token of the prompt instead.
-            _fill_unused_columns(self._ids[row], self._counts[row], num_used=len(distinct))
-            counted.columns = {token_id: column for column, token_id in enumerate(distinct)}
+            tokens = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
+        self._ensure_num_rows(row + 1)
+        self._ensure_width(len(tokens))
+        self._ids[row, : len(tokens)] = tokens
+        # The unused columns repeat the first token, so that the repetition penalty applies to no
+        # further token. Without tokens, the columns contain the token 0. Its logit is not changed,
+        # because the penalties for output tokens ignore tokens with the count 0.
+        self._ids[row, len(tokens) :] = tokens[0] if tokens else 0
+        self._counts[row] = 0
+        columns = {token_id: column for column, token_id in enumerate(tokens)}
+        # Only the tokens of the output are counted, so the counting begins after the prompt.
+        counted = _CountedTokens(sequence, num_counted=num_prompt, columns=columns)
         self._requests[row] = counted
         return counted
 
@@ -171,10 +170,9 @@ class TokenCounts:
             padding = ((0, 0), (0, max(missing, old_width)))
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
-            # `apply_penalties` writes one logit for each element of a row. If a row contains
-            # several copies of a token, they must have equal counts, so that all of them give the
-            # same logit. Fill the new elements of each row with the row's first token and the count
-            # of this token.
+            # Replace the zeros of the padding, because the unused columns of a row must repeat the
+            # first token and its count. `apply_penalties` writes one logit for each column, so all
+            # copies of a token must have equal counts.
             self._ids[:, old_width:] = self._ids[:, :1]
             self._counts[:, old_width:] = self._counts[:, :1]
 

@@ -78,8 +78,8 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     num_removed = torch.searchsorted(cumulated, max_removed, right=True)
     # In ascending order, the first token after the removed tokens is the least likely token of the
     # nucleus. The last token, which is the likeliest, is always kept.
-    first_kept = num_removed.clamp(max=probs.shape[1] - 1)
-    smallest_kept = ascending.gather(1, first_kept)
+    index_of_smallest_kept = num_removed.clamp(max=probs.shape[1] - 1)
+    smallest_kept = ascending.gather(1, index_of_smallest_kept)
     return probs * (probs >= smallest_kept)
 
 

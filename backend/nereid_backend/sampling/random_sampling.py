@@ -124,6 +124,14 @@ class UncertainRows(NamedTuple):
     rows: NDArray[np.int64]
     is_certain: Tensor
 
+    def in_batch(self, batch_rows: NDArray[np.int64]) -> "UncertainRows":
+        """Convert `rows` from indices into a part of a batch to indices into the whole batch.
+
+        `batch_rows` contains the index in the batch of each row of the part. Example: the part
+        consists of the rows [1, 4] of a batch, and `rows` is [1]. In the result, `rows` is [4].
+        """
+        return UncertainRows(batch_rows[self.rows], self.is_certain)
+
 
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample one token for each row. The random number of the row selects the token.
@@ -156,41 +164,38 @@ def sample_or_defer(
             for the GPU. If False, this function samples them again, so no row is uncertain.
 
     Returns:
-        Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
+        Token ids [n] int64, and all rows that have a filter, with a tensor on the device that
+        marks the uncertain rows. The second item is None if `defers` is False or no row has a
+        filter.
     """
     is_filtered = batch.has_filters(vocab_size=logits.shape[1])
     if not is_filtered.any():
         return _sample_unfiltered(logits, batch), None
     if is_filtered.all():
-        token_ids, is_certain = _sample_filtered(logits, batch, defers=defers)
-    else:
-        token_ids, is_certain = _sample_separately(logits, batch, is_filtered, defers=defers)
-    if is_certain is None:
-        return token_ids, None
-    # `is_certain` is a tensor on the device, with one element for each row that has a filter.
-    return token_ids, UncertainRows(np.flatnonzero(is_filtered), is_certain)
+        return _sample_filtered(logits, batch, defers=defers)
+    return _sample_separately(logits, batch, is_filtered, defers=defers)
 
 
 def _sample_separately(
     logits: Tensor, batch: SamplingBatch, is_filtered: NDArray[np.bool_], *, defers: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, UncertainRows | None]:
     """Sample the rows with filters (top_k, top_p, min_p) and the rows without filters separately.
 
     Args:
         logits: [n, vocab_size].
         batch: the sampling parameters and random numbers of the rows.
         is_filtered: [n] bool, whether each row has a filter. Some rows have one, and others do not.
-        defers: see `sample_or_defer`.
+        defers: whether a row whose token may be wrong is returned (True), or is sampled again from
+            more tokens at once (False).
 
     Returns:
-        The token ids of all rows, [n] int64. The second item is None if `defers` is False.
-        Otherwise, it contains for each row with a filter whether its token is certainly right.
+        The token ids of all rows, [n] int64, and the returned rows; None if `defers` is False.
     """
     filtered = np.flatnonzero(is_filtered)
     unfiltered = np.flatnonzero(~is_filtered)
     filtered_index = upload(filtered, logits.device)
     unfiltered_index = upload(unfiltered, logits.device)
-    filtered_ids, is_certain = _sample_filtered(
+    filtered_ids, uncertain = _sample_filtered(
         logits[filtered_index], batch.rows(filtered), defers=defers
     )
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -198,7 +203,7 @@ def _sample_separately(
     token_ids[unfiltered_index] = _sample_unfiltered(
         logits[unfiltered_index], batch.rows(unfiltered)
     )
-    return token_ids, is_certain
+    return token_ids, None if uncertain is None else uncertain.in_batch(filtered)
 
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -215,22 +220,22 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _sample_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, UncertainRows | None]:
     """Sample one token for each row. Each row uses at least one of top_k, top_p and min_p.
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
-    If the filters may keep other tokens, too, the row is uncertain and must be sampled again. If
-    `defers` is True, the caller samples the row again later. Otherwise, this function examines more
-    tokens until the row is certain.
+    If the filters may also keep other tokens, the sampled token may be wrong. If `defers` is True,
+    the caller reads on the device which tokens are wrong, and samples these rows again later.
+    Otherwise, this function examines more tokens until every token is right.
 
     Returns:
-        The token ids, [n] int64, and a tensor [n] bool that is False for each uncertain row. The
-        second item is None if `defers` is False, because no row is uncertain then.
+        The token ids, [n] int64. If `defers` is True, all rows are also returned as rows whose
+        tokens may be wrong; otherwise None.
     """
-    if defers:
-        attempt = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
-        return attempt.token_ids, attempt.is_certain
-    return _sample_until_certain(logits, batch), None
+    if not defers:
+        return _sample_until_certain(logits, batch), None
+    attempt = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
+    return attempt.token_ids, UncertainRows(np.arange(len(logits)), attempt.is_certain)
 
 
 def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -243,14 +248,15 @@ def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.has_kernels_for(logits):
         # On a CPU with compiled kernels, it is faster to examine more candidates in a second
-        # attempt than to sort all tokens. The second attempt changes the tensors of `attempt`.
-        _replace_uncertain_tokens(logits, batch, attempt)
+        # attempt than to sort all tokens.
+        attempt = _after_second_attempt(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
-    if len(uncertain_rows) > 0:
-        uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
-        probs = _probs(logits[uncertain_rows], uncertain_batch)
-        attempt.token_ids[uncertain_rows] = _sample_from_all(probs, uncertain_batch)
-    return attempt.token_ids
+    if len(uncertain_rows) == 0:
+        return attempt.token_ids
+    uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
+    probs = _probs(logits[uncertain_rows], uncertain_batch)
+    new_ids = _sample_from_all(probs, uncertain_batch)
+    return attempt.token_ids.index_copy(0, uncertain_rows, new_ids)
 
 
 class _Attempt(NamedTuple):
@@ -267,22 +273,25 @@ class _Attempt(NamedTuple):
     total_probs: Tensor
 
 
-def _replace_uncertain_tokens(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
-    """Sample the uncertain rows of `attempt` again, and store the new tokens in `attempt`.
+def _after_second_attempt(logits: Tensor, batch: SamplingBatch, first: _Attempt) -> _Attempt:
+    """Sample the uncertain rows of a first attempt again. Return the results of all rows.
 
-    A row is uncertain if its filters may keep tokens that were not examined. This time, more tokens
-    are examined. The logits must be on the CPU.
+    A row is uncertain if its filters may keep tokens that were not examined. The second attempt
+    examines more tokens. Rows with a flat distribution are not sampled again: if the tokens of the
+    first attempt have a small total probability, a second attempt would usually fail, too.
 
-    Mutates: the tensors of `attempt`.
+    The logits must be on the CPU.
     """
-    # If the examined tokens have a small total probability, the distribution is so flat that the
-    # second attempt would usually fail, too.
-    is_flat = attempt.total_probs < _MIN_TOTAL_PROB
-    rows = _true_rows(~attempt.is_certain & ~is_flat)
-    if len(rows) > 0:
-        second = _sample_from_likeliest(logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND)
-        attempt.token_ids[rows] = second.token_ids
-        attempt.is_certain[rows] = second.is_certain
+    is_flat = first.total_probs < _MIN_TOTAL_PROB
+    rows = _true_rows(~first.is_certain & ~is_flat)
+    if len(rows) == 0:
+        return first
+    second = _sample_from_likeliest(logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND)
+    return _Attempt(
+        token_ids=first.token_ids.index_copy(0, rows, second.token_ids),
+        is_certain=first.is_certain.index_copy(0, rows, second.is_certain),
+        total_probs=first.total_probs.index_copy(0, rows, second.total_probs),
+    )
 
 
 def _true_rows(is_selected: Tensor) -> Tensor:

@@ -61,6 +61,17 @@ class SampledTokens:
     errors: dict[int, str] = field(default_factory=dict)
     top: dict[int, TokenLogprobs] = field(default_factory=dict)
 
+    def replace(self, indices: list[int], new: "SampledTokens") -> None:
+        """Replace the tokens and log-probabilities at the positions `indices` with those of `new`.
+
+        `new` has one token for each item of `indices`.
+        """
+        for new_index, index in enumerate(indices):
+            self.token_ids[index] = new.token_ids[new_index]
+            self.logprobs[index] = new.logprobs[new_index]
+            if new_index in new.top:
+                self.top[index] = new.top[new_index]
+
 
 class _RankedCopy(NamedTuple):
     """The log-probabilities of some consecutive positions, while they are copied to the host."""
@@ -131,8 +142,8 @@ class PendingTokens:
         """
         sampled = SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
-        sampled_tokens = SampledTokens(list(device_token_ids), sampled.logprobs.tolist())
-        # Each of these calls completes `sampled_tokens`.
+        # The list is copied, because the calls below change `sampled_tokens`.
+        sampled_tokens = SampledTokens(device_token_ids.copy(), sampled.logprobs.tolist())
         self._read_top(sampled_tokens)
         self._replace_uncertain(sampled_tokens)
         # If masks and parameters forbid all tokens at a position, `has_allowed` is False for this
@@ -157,7 +168,10 @@ class PendingTokens:
             (is_certain,) = is_certain_copy.wait()
             wrong_rows = rows[~is_certain.numpy()].tolist()
             if wrong_rows:
-                self._sample_again(part, wrong_rows, sampled_tokens)
+                new = self._sampler.sample_again(part, wrong_rows)
+                # The indices of the rows in the whole step, not in the slice.
+                indices = [part.inputs.start + row for row in wrong_rows]
+                sampled_tokens.replace(indices, new)
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
         """Store an error message for each position at which no token could be sampled.
@@ -178,25 +192,6 @@ class PendingTokens:
                 sampled_tokens.errors[index] = NOT_FINITE
             elif not has_allowed[index]:
                 sampled_tokens.errors[index] = explain_no_token(position.sequence)
-
-    def _sample_again(
-        self, part: PendingSlice, rows: list[int], sampled_tokens: SampledTokens
-    ) -> None:
-        """Sample the given rows a second time, and replace the tokens of these rows.
-
-        Args:
-            part: the slice.
-            rows: the indices of the rows in the slice.
-            sampled_tokens: the sampled tokens of the step. Mutated.
-        """
-        new = self._sampler.sample_again(part, rows)
-        for new_index, row in enumerate(rows):
-            # `row` is an index in the slice, and `index` is an index in the whole step.
-            index = part.inputs.start + row
-            sampled_tokens.token_ids[index] = new.token_ids[new_index]
-            sampled_tokens.logprobs[index] = new.logprobs[new_index]
-            if new_index in new.top:
-                sampled_tokens.top[index] = new.top[new_index]
 
 
 class Sampler:
@@ -226,10 +221,6 @@ class Sampler:
         self, logits: Tensor, positions: abc.Sequence[Position], masks: StepMasks | None = None
     ) -> PendingTokens:
         """Start to sample one token at each position. Do not wait for the GPU.
-
-        A row of logits may first be sampled from only some of its tokens. If these tokens turn out
-        to be insufficient, the row is sampled again: at once on a CPU, and on a GPU when the result
-        is read, so that this method need not wait.
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
@@ -301,11 +292,11 @@ class Sampler:
         `defers` states whether uncertain rows are sampled again only when the result is read.
         """
         # `processed` contains the logits after masks, penalties and similar parameters are applied.
+        # If nothing applies to a row of this slice, `_process` returns `model_logits` itself.
         processed = self._process(model_logits, inputs)
+        is_unchanged = processed is model_logits
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # `model_likeliest` was computed from the model's own logits. It is valid for `processed`
-        # only if `_process` has returned these logits unchanged.
-        likeliest = model_likeliest if processed is model_logits else None
+        likeliest = model_likeliest if is_unchanged else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         # Log-probabilities are reported for the model's own distribution, before masks and
         # penalties.
@@ -322,8 +313,8 @@ class Sampler:
 
     def _process(self, logits: Tensor, inputs: SliceInputs) -> Tensor:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
-        changed = true_indices(inputs.params["changes_logits"])
-        return self._processor.process(logits, inputs.positions, changed, inputs.masks)
+        rows_with_params = true_indices(inputs.params["changes_logits"])
+        return self._processor.process(logits, inputs.positions, rows_with_params, inputs.masks)
 
 
 def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
@@ -360,7 +351,9 @@ def _rank_positions(
     needs_all_rows = len(indices) == len(inputs.positions)
     if not needs_all_rows:
         rows = upload(np.array(indices), logits.device)
-        logits, logsumexp, token_ids = logits[rows], logsumexp[rows], token_ids[rows]
+        logits = logits[rows]
+        logsumexp = logsumexp[rows]
+        token_ids = token_ids[rows]
     return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
 
 
@@ -396,17 +389,23 @@ def _sample_rows(
     likeliest_ids = argmax(logits) if likeliest is None else likeliest
     if is_greedy.all():
         return likeliest_ids, None
-    (random_rows,) = (~is_greedy).nonzero()
+    return _replace_random_rows(likeliest_ids, logits, inputs, defers=defers)
+
+
+def _replace_random_rows(
+    likeliest_ids: Tensor, logits: Tensor, inputs: SliceInputs, *, defers: bool
+) -> tuple[Tensor, UncertainRows | None]:
+    """Return `likeliest_ids` with a random token in each row whose request is not greedy.
+
+    `likeliest_ids` is [n] int64. `_sample_rows` documents the other arguments and the result.
+    """
+    (random_rows,) = (~inputs.params["is_greedy"]).nonzero()
     device_rows = upload(random_rows, logits.device)
     random_positions = [inputs.positions[row] for row in random_rows]
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
-    if uncertain is not None:
-        # `uncertain.rows` contains indices into `random_rows`. Convert them to indices of rows in
-        # `logits`. Example: `random_rows` is [1, 4], and the second of these rows is uncertain. The
-        # index 1 becomes the index 4.
-        uncertain = uncertain._replace(rows=random_rows[uncertain.rows])
-    return likeliest_ids.index_copy(0, device_rows, random_ids), uncertain
+    token_ids = likeliest_ids.index_copy(0, device_rows, random_ids)
+    return token_ids, None if uncertain is None else uncertain.in_batch(random_rows)
 
 
 def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:

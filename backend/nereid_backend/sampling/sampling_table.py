@@ -100,21 +100,19 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
-    """Return the sampling parameters of a sequence as one row of the sampling table.
-
-    The values are in the order of the fields of `ROW`.
-    """
+    """Return the sampling parameters of a sequence as one row of the sampling table."""
     params = sequence.params
-    return (
-        params.temperature,
-        params.top_p,
-        _top_k_or_zero(params),  # 0 if the request turns top_k off
-        params.min_p,
-        sequence.seed,
-        params.is_greedy,
-        params.logprobs is not None,  # has_logprobs
-        changes_logits(params),
-    )
+    values = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": _top_k_or_zero(params),
+        "min_p": params.min_p,
+        "seed": sequence.seed,
+        "is_greedy": params.is_greedy,
+        "has_logprobs": params.logprobs is not None,
+        "changes_logits": changes_logits(params),
+    }
+    return tuple(values[name] for name in ROW.names or ())
 
 
 def _top_k_or_zero(params: SamplingParams) -> int:

@@ -56,13 +56,12 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """In one call, write the token masks of several guides, which are all of this class.
+        """Write the masks of the next tokens of several guides. One call is faster than many.
 
-        Every class of guides implements this method of the interface. A guide is the state of a
-        request's grammar, and its mask marks the allowed tokens.
+        The method is static, because it concerns several guides. Each class has its own method.
 
         Args:
-            guides: the guides.
+            guides: the guides, which are instances of the class whose method is called.
             rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32. Mutated.
             places: for each guide, the index of its row in `rows`.
 
@@ -142,7 +141,7 @@ class _MaskFillJob:
         masks = StepMasks()
         started = time.thread_time()
         for guide_class, indices in self._first_positions_by_class().items():
-            self._fill_first_or_store_errors(guide_class, indices, masks)
+            self._fill_first_positions(guide_class, indices, masks)
         # Each group contains the indices of all positions of one sequence.
         for group in self.groups:
             has_drafts = len(group) > 1
@@ -181,27 +180,27 @@ class _MaskFillJob:
         """Return the guide (the state of the grammar) of the sequence at `positions[index]`."""
         return cast(MaskingGuide, self.positions[index].sequence.guide)
 
-    def _fill_first_or_store_errors(
+    def _fill_first_positions(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """For several sequences, fill the token mask of each sequence's first position.
+        """Fill the token masks of the first positions of several sequences.
 
-        If the grammar of a sequence fails, store an error in `masks` instead of the mask.
+        If the grammar of a sequence fails, store an error in `masks` instead of its mask.
 
         Args:
             guide_class: the class of the sequences' guides. A guide is the state of a grammar.
-            indices: the indices of the positions.
+            indices: for each sequence, the index of its first position in `positions`.
             masks: the result. Mutated.
         """
         try:
-            self._fill_first(guide_class, indices, masks)
+            self._fill_together(guide_class, indices, masks)
         except Exception:  # noqa: BLE001 - `_fill_alone` reports the error
             # The grammar of one sequence has failed. Fill the masks one by one to find this
             # sequence. Masks that have been filled already are filled a second time.
             for index in indices:
                 self._fill_alone(guide_class, index, masks)
 
-    def _fill_first(
+    def _fill_together(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
         """Fill the masks of the positions `indices`. Each position is the first of its sequence.
@@ -221,7 +220,7 @@ class _MaskFillJob:
     def _fill_alone(self, guide_class: type[MaskingGuide], index: int, masks: StepMasks) -> None:
         """Write the token mask of one position. If the grammar fails, store an error instead."""
         try:
-            self._fill_first(guide_class, [index], masks)
+            self._fill_together(guide_class, [index], masks)
         except Exception as error:  # noqa: BLE001
             # The grammar library may raise any exception. Only the request with this grammar ends
             # with an error.
@@ -245,7 +244,7 @@ class _MaskFillJob:
             for index in draft_indices:
                 sequence, drafts = self.positions[index]
                 newest_draft = drafts[-1]  # The guide has already accepted the earlier drafts.
-                if not _accepts(guide, newest_draft, sequence):
+                if not _try_accept(guide, newest_draft, sequence):
                     return
                 mask = self.buffer[self.rows[index]]
                 is_limited = guide.fill(mask)
@@ -263,8 +262,8 @@ class _MaskFillJob:
         masks.errors[index] = f"The grammar of the request failed: {type(error).__name__}: {error}"
 
 
-def _accepts(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
-    """Return whether `guide` allows `token` next. If so, add the token to the state of `guide`.
+def _try_accept(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
+    """Add `token` to the state of `guide`. Return False if the guide does not allow the token.
 
     A stop token ends the output, so the result is False for a stop token. Mutates: guide.
     """

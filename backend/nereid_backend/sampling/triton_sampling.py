@@ -52,17 +52,20 @@ def fixed_point(bits):
 
 
 @triton.jit
-def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
+def count_at_thresholds(
+    logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr
+):
     """Count the tokens whose weights are at least a threshold, and sum the weights of these tokens.
 
     There are three thresholds: `low`, `middle` and `high`. One pass over the row serves all three.
-    A threshold is the bit pattern of a weight, which is a float32 number. The binary logarithm of a
-    weight is (logit - max_logit) * factor. Every threshold must be at least 1. `load_logits` gives
-    the logit -inf after the end of the vocabulary. Its weight 0 has the bit pattern 0, so it is
-    below every threshold.
+    The weight of a token is 2 ** ((logit - max_logit) * factor), a float32 number. A threshold is
+    the bit pattern of a weight, read as an integer: a larger weight has a larger bit pattern. Every
+    threshold must be at least 1, so that no column after the end of the vocabulary is counted.
+    There, the weight is 0, and its bit pattern is 0.
 
     Returns:
-        Three counts, int32, and three sums in units of 2 ** -40, int64.
+        Three counts, int32, and three sums, int64. The unit of the sums is 2 ** -40, so the weight
+        0.5 adds 2 ** 39.
     """
     low_count = tl.zeros([TILE], tl.int32)
     middle_count = tl.zeros([TILE], tl.int32)
@@ -84,6 +87,18 @@ def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: t
         tl.sum(low_count, 0), tl.sum(middle_count, 0), tl.sum(high_count, 0),
         tl.sum(low_sum, 0), tl.sum(middle_sum, 0), tl.sum(high_sum, 0),
     )  # fmt: skip
+
+
+@triton.jit
+def count_at_threshold(logits, max_logit, factor, vocab_size, threshold, TILE: tl.constexpr):
+    """Count the tokens whose weights are at least one threshold, and sum their weights.
+
+    `count_at_thresholds` documents the arguments and the units of the result.
+    """
+    count, _, _, total, _, _ = count_at_thresholds(
+        logits, max_logit, factor, vocab_size, threshold, threshold, threshold, TILE
+    )
+    return count, total
 
 
 @triton.jit
@@ -122,7 +137,7 @@ def search(
         first = low + step
         second = tl.minimum(first + step, high)
         third = tl.minimum(second + step, high)
-        count_1, count_2, count_3, sum_1, sum_2, sum_3 = count_from(
+        count_1, count_2, count_3, sum_1, sum_2, sum_3 = count_at_thresholds(
             logits, max_logit, factor, vocab_size, first, second, third, TILE
         )
         if BY_COUNT:
@@ -152,32 +167,39 @@ def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
 def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr):
     """Return the first token at which the cumulative weights exceed `target`.
 
-    The weights are cumulated in the order of the vocabulary. The binary logarithm of a weight is
-    (logit - max_logit) * factor. `low` is the bit pattern of the smallest weight that counts: bit
-    patterns of non-negative floats have the same order as the floats. `low` must be at least 1, so
-    that the columns after the end of the vocabulary do not count: `load_logits` gives them the
-    logit -inf, whose weight is 0. `target` and the sums are integers in units of 2 ** -40. `target`
-    must be less than the sum of the weights that count.
+    The weights are cumulated in the order of the vocabulary. Weights below a threshold are left
+    out. `low` is the bit pattern of this threshold. `target` is an integer in units of 2 ** -40. It
+    is less than the sum of all weights that are not left out.
+
+    Example: the weights are 0.5, 0.1 and 1, the threshold is 0.25, and `target` is 0.7 * 2 ** 40.
+    The cumulative weights are 0.5, 0.5 and 1.5, so the result is 2.
     """
-    # Find the tile that contains the token. `begin` is the first column of the next tile.
-    # `tile_sum` is the sum of the weights in the tile that was read last, and `sum_before` is the
-    # sum of the weights in all earlier tiles.
-    begin = tl.full([], 0, tl.int32)
+    # Find the tile that contains the token. `begin` is the first column of the tile that was read
+    # last. `tile_sum` is the sum of the weights in this tile, and `sum_before` is the sum of the
+    # weights in all earlier tiles. At first, no tile has been read.
+    begin = tl.full([], -TILE, tl.int32)
     sum_before = tl.full([], 0, tl.int64)
     tile_sum = sum_before
-    while (sum_before + tile_sum <= target) & (begin < vocab_size):
-        sum_before += tile_sum
-        values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
-        bits = weight_bits(values, max_logit, factor)
-        tile_sum = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
+    while (sum_before + tile_sum <= target) & (begin + TILE < vocab_size):
         begin += TILE
-    # The tile that was read last contains the token. Read this tile again to find the column of the
-    # token.
-    begin -= TILE
+        sum_before += tile_sum
+        tile_sum = tl.sum(kept_weights(logits, begin, max_logit, factor, vocab_size, low, TILE), 0)
+    # Read this tile again to find the column of the token.
+    weights = kept_weights(logits, begin, max_logit, factor, vocab_size, low, TILE)
+    cumulated = sum_before + tl.cumsum(weights, 0)
+    return begin + tl.sum((cumulated <= target).to(tl.int32), 0)
+
+
+@triton.jit
+def kept_weights(logits, begin, max_logit, factor, vocab_size, low, TILE: tl.constexpr):
+    """Return the weights of the tokens in the columns from `begin` to `begin` + TILE - 1.
+
+    The weights are integers in units of 2 ** -40. A weight is 0 if its bit pattern is less than
+    `low`. `low` must be at least 1, so that the weight after the end of the vocabulary is 0.
+    """
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)
-    cumulated = sum_before + tl.cumsum(tl.where(bits >= low, fixed_point(bits), 0), 0)
-    return begin + tl.sum((cumulated <= target).to(tl.int32), 0)
+    return tl.where(bits >= low, fixed_point(bits), 0)
 
 
 @triton.jit
@@ -195,7 +217,7 @@ def sample_token(
 
     The weight of a token is its probability divided by the probability of the likeliest token. Each
     filter raises the threshold `low`, the bit pattern of the smallest weight that is kept. `count`
-    is the number of kept tokens, and `total` is the sum of their weights.
+    is the number of kept tokens, and `total` is the sum of their weights in units of 2 ** -40.
 
     `max_logit` is the largest logit of the row. It must be finite. `uniform` is a random number in
     [0, 1). It selects a token from the cumulative weights of the kept tokens.
@@ -205,24 +227,18 @@ def sample_token(
     # Therefore, the threshold of min_p is the bit pattern of min_p itself. The smallest threshold
     # is 1, so a token with the weight 0 is never sampled.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
-    # `count_from` takes three thresholds. It returns three counts and then three sums. Only one
-    # threshold is needed here, so it is passed three times. `total` is an integer in units of
-    # 2**-40.
-    count, _, _, total, _, _ = count_from(
-        logits, max_logit, factor, vocab_size, low, low, low, TILE
-    )
-    # The argument before `TILE` is BY_COUNT, True or False. It determines which quantity `search`
-    # compares with the wanted value: the number of kept tokens (True, for top_k), or the sum of
-    # their weights (False, for top_p).
+    count, total = count_at_threshold(logits, max_logit, factor, vocab_size, low, TILE)
     if (top_k > 0) & (top_k < vocab_size):
         low, count, total = search(
-            logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE
-        )
+            logits, max_logit, factor, vocab_size, low, count, total, wanted=top_k,
+            BY_COUNT=True, TILE=TILE,
+        )  # fmt: skip
     if top_p < 1.0:
         wanted = tl.maximum(rounded_up(top_p.to(tl.float64) * total.to(tl.float64)), 1)
         low, count, total = search(
-            logits, max_logit, factor, vocab_size, low, count, total, wanted, False, TILE
-        )
+            logits, max_logit, factor, vocab_size, low, count, total, wanted=wanted,
+            BY_COUNT=False, TILE=TILE,
+        )  # fmt: skip
     # Rounding may make the product equal to `total`, but `pick` needs a target less than `total`.
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     return pick(logits, max_logit, factor, vocab_size, low, target, TILE)

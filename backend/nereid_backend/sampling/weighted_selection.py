@@ -38,13 +38,15 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
     """Select one index in each row, using the row's random number. The rows have many weights.
 
     A row is divided into blocks. First the block and then the index within the block is selected.
-    `select_indices` documents the arguments and the result.
+    `select_indices` documents the result.
+
+    Shapes: weights [n, width], uniform [n, 1].
     """
     # Find the block that contains the selected index. `_search` returns the first index at which
     # the cumulative weights exceed the target.
     cumulated = _block_sums(weights).cumsum(-1)
     target = _scaled_to_total(uniform, cumulated)
-    block = _search(cumulated, target)[:, None]
+    block = _search(cumulated, target)[:, None]  # [n, 1]
     # Find the selected index within the block.
     previous_block = (block - 1).clamp(min=0)
     sum_before_block = torch.where(block > 0, cumulated.gather(1, previous_block), 0.0)
@@ -88,9 +90,9 @@ def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
 
 
 def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
-    """Multiply the random number of each row by the total weight of the row.
+    """Multiply the random number of each row by the total weight of the row. Return [n, 1] float32.
 
-    Shape: [n, 1] float32.
+    `cumulated` contains the cumulative weights of each row, so its last column is the total.
     """
     return (uniform * cumulated[:, -1:].double()).float()
 

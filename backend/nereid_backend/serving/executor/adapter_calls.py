@@ -198,13 +198,13 @@ class AdapterCalls:
         unanswered = [change.message for change in self._waiting.values()]
         messages = []
         for message in [*self._history.values(), *unanswered]:
-            kind, name = message[:2]
+            kind, name_or_folder = message[:2]
             if kind == _LOAD:
-                loaded_names.add(name)
-            elif name in loaded_names:
-                loaded_names.remove(name)
-            else:
-                continue  # The process would refuse to unload an adapter that is not loaded.
+                loaded_names.add(name_or_folder)
+            elif kind == _UNLOAD:
+                if name_or_folder not in loaded_names:
+                    continue  # The process would refuse to unload an adapter that is not loaded.
+                loaded_names.remove(name_or_folder)
             # No client waits for the answer, so all these messages have the same id.
             messages.append(_with_id(message, RESTORED))
         return messages

@@ -78,3 +78,13 @@ def test_a_process_that_restarts_during_a_change_gets_the_change():
     calls.add(LOAD, "sender", [0])
     calls.record_answer("", 1, [])
     assert calls.messages_for_restart(1) == [["load_lora", "restored", "a", "/a"]]
+
+
+def test_a_process_that_restarts_gets_the_replaced_weights():
+    calls = started()
+    call_id = calls.add(["reload_weights", "/new", "finish"], "sender", [0, 1])[1]
+    assert calls.record_answer(call_id, 0, []) is None
+    assert calls.record_answer(call_id, 1, []) is not None
+    calls.record_death(1, EngineError("died"))
+    calls.record_answer("", 1, [])
+    assert calls.messages_for_restart(1) == [["reload_weights", "restored", "/new", "finish"]]

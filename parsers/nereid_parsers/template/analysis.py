@@ -169,19 +169,18 @@ def analyze_checkpoint_template(
 def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
     """Infer the format of a model's output. If `known_format` is not None, only check this format.
 
-    Mutates: `prober.form`, the data structure that the template expects for messages. `prober` also
-    stores the comparisons and the open questions, which are copied into the result.
+    Mutates: `prober.form`, the form in which the template expects messages. `prober` also stores
+    the comparisons and the open questions, which are copied into the result.
 
     Args:
         prober: Renders test conversations with the template.
         known_format: The declared format of a template whose format cannot be inferred, or None.
     """
-    # Templates expect messages in different forms: for example, `content` is a string or a list.
-    _choose_content_form(prober)
+    prober.form = _find_content_form(prober)
     call_form = prober.find_call_form()  # None if the template renders no tool calls.
     if call_form is not None:
         prober.form = call_form
-    turn = find_model_turn(prober)  # the text around the model's answers
+    turn = find_model_turn(prober)  # The text around the model's answers.
     if known_format is None:
         checked = _infer_format(turn)
     else:
@@ -195,25 +194,20 @@ def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAn
     )
 
 
-def _choose_content_form(prober: Prober) -> None:
-    """Find the message format that the template expects, and store this format in `prober.form`.
+def _find_content_form(prober: Prober) -> InputForm:
+    """Return the form in which the template expects the content, such as a string or a list.
 
-    Templates expect a message in different forms. For example, the content of a message is a string
-    in one form and a list of parts in another form.
+    If the template renders the content in no form, return the present form of the prober.
 
-    Mutates: `prober.form`. If the template renders the content in no form, `prober.form` stays
-    unchanged, and a sentence for the report is appended to `prober.undecided`.
+    Mutates: `prober.undecided`, to which a sentence for the report is then appended.
     """
     content_form = prober.find_content_form()
     if content_form is not None:
-        prober.form = content_form
-        return
-    # `refusals` contains one error message for each conversation that the template failed to
-    # render. `find_content_form` rendered one conversation in several forms, so there is at most
-    # one message, from the last form that failed.
-    error_messages = list(prober.refusals.values())
-    why = error_messages[0] if error_messages else "the rendering does not contain the content"
+        return content_form
+    # Only one conversation has been rendered until now, so there is at most one error message.
+    why = next(iter(prober.refusals.values()), "the rendering does not contain the content")
     prober.undecided.append(f"The template does not render plain content: {why}")
+    return prober.form
 
 
 def _infer_format(turn: ModelTurn) -> CheckedFormat:
@@ -232,14 +226,10 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     """
     reasoning = find_reasoning(turn)
     content = find_content_markers(turn, reasoning)
-    # The comparisons of tool calls need the markers that end an assistant message, such as
-    # `<|im_end|>`.
+    # From now on, the markers that end an assistant message, such as `<|im_end|>`, are known.
     turn_with_ends = replace(turn, end_markers=content.end_markers)
-    wrapper = content.wrapper
-    if wrapper is None:
-        # Some templates write markers such as `<answer>` around the content, but only in messages
-        # with tool calls.
-        wrapper = find_content_markers_beside_calls(turn_with_ends, reasoning.part)
+    # Some templates write markers such as `<answer>` around the content only beside tool calls.
+    wrapper = content.wrapper or find_content_markers_beside_calls(turn_with_ends, reasoning.part)
     tools = find_tools(turn_with_ends, reasoning.part, wrapper)
     return make_checked_format(turn_with_ends, Findings(reasoning, wrapper, tools))
 
@@ -247,12 +237,12 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
 def _check_known_format(
     turn: ModelTurn, known_format: QuarantineEntry, *, has_calls: bool
 ) -> CheckedFormat:
-    """Check the output format that quarantine.py declares for a template, and return the result.
+    """Parse rendered messages with a format that quarantine.py declares. Return the results.
 
-    To check the format, rendered messages are parsed with it. Rendered conversations are compared
-    although the format is known, because the report shows the comparisons.
+    Only the markers that end a message, such as `<|im_end|>`, are inferred and added to the format.
 
-    Mutates: `turn.prober`, which stores the comparisons and the sentences for the report.
+    Mutates: `turn.prober`. The comparisons of renderings and the reason for the declaration are
+    added to the report.
 
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
@@ -260,37 +250,34 @@ def _check_known_format(
         known_format: The declared format, with the model and the reason for the declaration.
         has_calls: Whether the template renders tool calls.
     """
-    turn.prober.undecided.append(
+    turn.prober.record_undecided(
         f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
-    tools = _findings_about_known_calls(turn, has_calls=has_calls)
-    # The known format contains all markers except those that end a message, such as `<|im_end|>`.
+    tools = _findings_about_declared_calls(turn, has_calls=has_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
-    # The end markers are used twice. The parser needs them in `fmt` to find the end of the output.
-    # The check needs them in `turn_with_ends` to cut the answers out of rendered conversations.
     fmt = _with_turn_ends(known_format.make_format(), end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
-    # `wrapper` is None, because the known format already declares the markers around the content.
+    # `wrapper` is None, because `fmt` already declares the markers around the content.
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
-def _findings_about_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
+def _findings_about_declared_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
     """Return findings about tool calls whose format is declared in quarantine.py, not inferred.
 
-    The template is only rendered to find out whether a message can have several tool calls, and to
-    record comparisons. If it renders no tool calls (`has_calls` is false), the report shows this.
+    The findings state only whether the template renders tool calls, and whether it renders several
+    tool calls in a message.
 
-    Mutates: `turn.prober`, which records two comparisons for the report: T1 shows one tool call,
-    and T2 shows two tool calls.
+    Mutates: `turn.prober`. The comparisons T1 (one tool call) and T2 (two tool calls) are recorded
+    for the report.
 
     Args:
         turn: The text around the model's answers in the renderings.
         has_calls: Whether the template renders tool calls.
     """
     renderer = CallRenderer(turn)
-    render_one_call(renderer)  # This records the comparison T1. The text of the call is not needed.
-    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call
+    render_one_call(renderer)  # Only records the comparison T1.
+    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call.
     form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
     return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
 
@@ -309,11 +296,6 @@ def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
 
 def _supported_features(findings: Findings, form: InputForm) -> Supports:
     """Return which features a template supports, such as several tool calls in one message.
-
-    Example: `calls` is the name of the form of tool calls, such as "JSON". `ids` is "numbered" if
-    the template requires ids with a number, such as "functions.f:0", because the template renders
-    the id instead of the function's name. Otherwise, `ids` is "plain". `switches` maps each setting
-    that turns thinking on or off to its effect on the prompt.
 
     Args:
         findings: The findings about reasoning and tool calls. They state, for example, whether the

@@ -47,7 +47,7 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     wrong. The result is then a format without tool calls, so that their text becomes content.
 
     Mutates: `turn.prober.undecided`. A sentence for the report is appended for each message that
-    was parsed wrongly. `_make_format` appends a sentence if the findings contradict each other.
+    was parsed wrongly, and for findings that contradict each other.
 
     Args:
         turn: The text around the model's answers in rendered conversations.
@@ -56,20 +56,24 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     undecided = turn.prober.undecided
     checked = check_format(_make_format(turn, findings), turn, findings)
     wrong_call = _wrongly_parsed_call(checked.proofs)
-    if wrong_call is not None:  # The parser did not return the tool call of this message.
+    if wrong_call is not None:
         undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_call.text!r}."
         )
-        # The headers inside the output are kept, because the parser must remove them. They are
-        # correct even if the format of the tool calls is wrong, because they were inferred without
-        # this format.
-        without_calls = findings._replace(
-            tools=ToolFindings(inner_headers=findings.tools.inner_headers)
-        )
+        without_calls = _without_calls(findings)
         checked = check_format(_make_format(turn, without_calls), turn, without_calls)
     undecided += [_describe_wrong_parts(proof) for proof in checked.proofs if proof.differs]
     return checked
+
+
+def _without_calls(findings: Findings) -> Findings:
+    """Return a copy of the findings without the format of tool calls.
+
+    The headers inside the output are kept. They were inferred without the format of tool calls, so
+    they are correct even if that format is wrong, and the parser must remove them.
+    """
+    return findings._replace(tools=ToolFindings(inner_headers=findings.tools.inner_headers))
 
 
 def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFormat:
@@ -105,10 +109,8 @@ def _describe_wrong_parts(proof: Proof) -> str:
 def _make_format(turn: ModelTurn, findings: Findings) -> Format:
     """Build the `Format` with which the parser reads the output, based on the findings.
 
-    If the findings contradict each other, return a format in which all output is content.
-
-    The attribute `turn` of the `Format` contains the texts that open the model's answer. A format
-    without reasoning and tool calls does not need them, because all text of an answer is content.
+    If the findings contradict each other, return a format in which all output is content. Such a
+    format does not need the texts that open the model's answer (`Format.turn`).
 
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
 
@@ -119,10 +121,8 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
     """
     reasoning = findings.reasoning.part
     ends = _ends_of_format(turn, findings)
-    # If a prompt ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer. The
-    # marker `<think>` is already a part of the answer. Therefore, `turn_markers` must ignore the
-    # markers of reasoning.
-    turn_starts = turn_markers(turn, _markers_without_space(reasoning))
+    # In a prompt that ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer.
+    turn_starts = turn_markers(turn, reasoning_markers=_markers_without_space(reasoning))
     sources = (Source("inferred from the chat template"),)
     try:
         layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)

@@ -107,19 +107,20 @@ class ModelTurn:
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
-        # This text follows the user's question or the tool's result.
         after_input = _text_after_input(rendering, conversation)
-        # The header as it occurs in `after_input`, possibly without its outer white space. It is ""
-        # if `after_input` does not contain the header.
-        written_header = _header_as_written(after_input, self.header)
-        if written_header:
-            _, _, after_header = after_input.partition(written_header)
-            return after_header
-        # Without a header, the answer directly follows the markup that ends the last input. After a
-        # user's message, this markup is `after_user_message`. After a tool's result, the markup may
-        # differ. It is then not known, so it is not removed.
-        end_of_input = common_prefix(after_input, self.after_user_message)
-        return after_input.removeprefix(end_of_input)
+        header = _header_as_written(after_input, self.header)
+        if not header:
+            return self._without_end_of_user_message(after_input)
+        _, _, after_header = after_input.partition(header)
+        return after_header
+
+    def _without_end_of_user_message(self, after_input: str) -> str:
+        """Remove the markup that ends the user's message from the start of `after_input`.
+
+        Example: if `<|end|>` ends a user's message, "<|end|>Hello" gives "Hello". The markup after
+        a tool's result may differ. It is then not known, so it is not removed.
+        """
+        return after_input.removeprefix(common_prefix(after_input, self.after_user_message))
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Render a conversation, and return the part that a model would generate.
@@ -176,13 +177,13 @@ def _text_after_input(rendering: str, conversation: Conversation) -> str:
 def _header_as_written(text: str, header: str) -> str:
     r"""Return the form of `header` that occurs in `text`: unchanged or without outer white space.
 
-    A header is the text that opens a message. Some templates omit the white space around the header
-    in some messages. In this example, the line break is missing in `text`:
+    A header is the text that opens a message. Some templates write other white space around the
+    header in some messages. In this example, a space replaces the line break:
 
     >>> _header_as_written("<|im_start|>assistant <think>", header="<|im_start|>assistant\n")
     '<|im_start|>assistant'
 
-    Return "" if `text` contains the header in neither form.
+    Return "" if `text` contains the header in neither form, or if `header` is "".
     """
     if header in text:
         return header
@@ -272,14 +273,13 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
         </result><|answer|>             ("<|assistant|>", "<|answer|>")
         </result>                       (), because no text opens the answer to a result
 
+    If the header contains no marker, the result is ().
+
     Args:
         turn: The header and the markers that end a message, and the prober that renders the
             conversations.
         reasoning_markers: The markers of reasoning. They are ignored at the end of a prompt,
             because they belong to the answer.
-
-    Returns:
-        The texts. The tuple is also empty if the header contains no marker.
     """
     # `turn.header` may start with the markers that end a user's message. These markers are removed,
     # because a tool's result may end with different markers.
@@ -287,20 +287,14 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    if prompt_end is None or header in prompt_end:
-        # Either the template renders no tool results, or the header also opens the answer to a
-        # tool's result.
+    if prompt_end is None or header in prompt_end:  # None: the template renders no tool results.
         return (header,)
-    # The last marker of the prompt, apart from the markers of reasoning. In the docstring's second
-    # example, it is `<|answer|>`.
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
     if not other_marker:
-        # No text opens the answer to a tool's result. If the header were returned, the parser would
-        # search for it in every prompt. In a prompt that ends with a tool's result, the parser
-        # would find the header of an earlier message, and would read the text after that header as
-        # the start of the answer.
+        # In a prompt that ends with a tool's result, the parser would find the header of an earlier
+        # message, and would read the text after that header as the start of the answer.
         return ()
-    return (header, other_marker)  # The header still opens the answer to a question.
+    return (header, other_marker)
 
 
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:

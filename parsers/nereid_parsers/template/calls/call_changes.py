@@ -13,6 +13,7 @@ from nereid_parsers.template.conversation import (
     SECOND_VALUE,
     SPECIAL_VALUE,
     TWO_ARGUMENTS,
+    Conversation,
     ProbeCall,
     conversation_with_calls,
 )
@@ -24,7 +25,7 @@ class _CallChange(NamedTuple):
     """A tool call in which one detail, such as the name, differs from the call in `ONE_CALL`.
 
     Attributes:
-        label: The label of the comparison in the report.
+        label: The label of the comparison in the report, such as "T3 function name".
         description: A sentence that states the difference.
         call: The changed tool call.
     """
@@ -61,20 +62,18 @@ _CALL_CHANGES = (
 
 
 def record_changed_calls(prober: Prober) -> None:
-    """Compare the rendering of `ONE_CALL` with the rendering of each call in `_CALL_CHANGES`.
+    """For the report, compare the rendering of `ONE_CALL` with each call in `_CALL_CHANGES`.
 
-    The report shows the comparisons with the labels T3 to T7b. They explain to the user how the
-    template writes tool calls. Example: if the changed tool call has a second argument, the
-    recorded finding is `', "b": 2' is added.` In rendered texts, placeholders replace the numbers
-    and ids of tool calls. The recorded findings contain real numbers and ids.
+    The comparisons explain to the user how the template writes tool calls. Example: if the changed
+    tool call has a second argument, the recorded finding is `', "b": 2' is added.`
 
     Mutates: `prober.comparisons`. One comparison is appended for each changed tool call.
     """
     unchanged = conversation_with_calls(*ONE_CALL)
-    unchanged_text = restore_numbers_and_ids(prober.render(unchanged) or "")
+    unchanged_text = _text_for_report(prober, unchanged)
     for change in _CALL_CHANGES:
         changed = conversation_with_calls(change.call)
-        changed_text = restore_numbers_and_ids(prober.render(changed) or "")
+        changed_text = _text_for_report(prober, changed)
         if changed_text:
             finding = _change_text(difference(unchanged_text, changed_text))
         else:
@@ -82,6 +81,11 @@ def record_changed_calls(prober: Prober) -> None:
         prober.record(
             change.label, change.description, left=unchanged, right=changed, finding=finding
         )
+
+
+def _text_for_report(prober: Prober, conversation: Conversation) -> str:
+    """Render a conversation with real numbers and ids of tool calls. Return "" if this fails."""
+    return restore_numbers_and_ids(prober.render(conversation) or "")
 
 
 def _change_text(parts: Difference) -> str:

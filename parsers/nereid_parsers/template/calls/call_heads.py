@@ -23,6 +23,9 @@ ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 # Some templates render the id of a tool call, such as `functions.f:0`, instead of the function's
 # name `f`. This string is the pattern of such ids.
 _NUMBERED_ID = "functions.{name}:{number}"
+# The texts in a rendered tool call that a pattern replaces with fields. COUNTER_MARK and ID_MARK
+# are the placeholder characters for the number and the id of a tool call.
+_FIELDS = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: "{id}"}
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
@@ -43,16 +46,12 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         body: The declaration of the arguments.
 
     Returns:
-        One declaration for each form in which a model may write the header. Most headers have only
-        one form. If a template writes the id "functions.f:0" instead of the name `f`, there are
-        three forms, because a model may write "functions.f:0", "f:0" or "f".
+        One declaration for each form of the header, see `_variants_of_head`.
     """
-    before_name = _split_text_before_name(markup.item_open)  # Such as `<call>` and `<function=`.
-    visible_marker = before_name.marker.strip()  # "" if no marker precedes the name
-    if visible_marker and _starts_each_argument(visible_marker, body):
-        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` precedes the name and also each argument, so
-        # `<|sep|>` alone does not show where a tool call starts. Therefore, the marker becomes a
-        # part of the header.
+    before_name = _split_text_before_name(markup.item_open)
+    if _starts_each_argument(before_name.marker.strip(), body):
+        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
+        # starts. Therefore, the marker becomes a part of the header.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
     head = _head_pattern(before_name.head_start, after_name)
     return tuple(
@@ -61,7 +60,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
             open=before_name.marker,
             head=variant.head,
             close=markup.item_close,
-            id=variant.call_id,  # the pattern of the call's id, such as "functions.{name}:{number}"
+            id=variant.call_id,
         )
         for variant in _variants_of_head(head)
     )
@@ -85,8 +84,10 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
     >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
     True
+
+    If `marker` is "", return False.
     """
-    return isinstance(body, TaggedArguments) and body.open.startswith(marker)
+    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
 
 
 class _HeadVariant(NamedTuple):
@@ -129,8 +130,8 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
     before_id, _, after_id = head.partition(_NUMBERED_ID)
     return [
         _HeadVariant(head, _NUMBERED_ID),
-        _HeadVariant(f"{before_id}{{name}}:{{number}}{after_id}", "{name}:{number}"),
-        _HeadVariant(f"{before_id}{{name}}{after_id}", "{id}"),
+        _HeadVariant(before_id + "{name}:{number}" + after_id, "{name}:{number}"),
+        _HeadVariant(before_id + "{name}" + after_id, "{id}"),
     ]
 
 
@@ -139,7 +140,7 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
 
     White space around the marker belongs to the marker. If there is no marker, as in the second
     example, `marker` is the white space at the start of the text. If the whole text is white space,
-    both parts of the result are "".
+    both parts of the result are "", because white space alone does not open a tool call.
 
     >>> _split_text_before_name("<call>\n<function=")
     _TextBeforeName(marker='<call>\n', head_start='<function=')
@@ -148,29 +149,27 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
     """
     without_space = text.lstrip()
     if not without_space:
-        return _TextBeforeName("", "")  # White space alone does not open a tool call.
+        return _TextBeforeName("", "")
     match = MARKER.match(without_space)
     head_start = without_space if match is None else without_space[match.end() :].lstrip()
-    before_head = text.removesuffix(head_start)  # the whole text if `head_start` is ""
-    return _TextBeforeName(marker=before_head, head_start=head_start)
+    head_index = len(text) - len(head_start)
+    return _TextBeforeName(marker=text[:head_index], head_start=head_start)
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
     r"""Return the pattern of the text before the arguments, such as `<call id={id} name={name}>`.
 
-    In the pattern, the fields `{name}`, `{number}` and `{id}` replace the name, the number and the
-    id of the tool call. In rendered texts, the number is the placeholder character COUNTER_MARK,
-    and the id is the placeholder character ID_MARK ("\ue011").
+    The fields `{name}`, `{number}` and `{id}` replace the name, the number and the id of the tool
+    call. In this example, "\ue011" is the placeholder character for the id:
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
 
     Args:
         before_name: The rendered text between the opening marker and the name.
-        after_name: The rendered text between the name and the arguments.
+        after_name: The rendered text between the name and the arguments. It may repeat the name.
     """
-    # A template may write the function's name twice. `after_name` then also contains the invented
-    # name FIRST_TOOL.
-    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
-    head = f"{escape_braces(before_name)}{{name}}{after}"
-    return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")
+    head = escape_braces(before_name + FIRST_TOOL + after_name)
+    for rendered_text, field in _FIELDS.items():
+        head = head.replace(rendered_text, field)
+    return head

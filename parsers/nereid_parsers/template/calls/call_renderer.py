@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from nereid_parsers.format import Reasoning, Wrapper
@@ -56,10 +55,11 @@ def _strip_empty_content(text: str, wrapper: Wrapper) -> str:
     """
     opening = wrapper.open.strip()
     closing = wrapper.close.strip()
-    if not opening:
+    message = text.lstrip()
+    if not opening or not message.startswith(opening):
         return text
-    regex = rf"\s*{re.escape(opening)}"
-    if closing:
-        regex += rf"\s*{re.escape(closing)}"
-    match = re.match(regex, text)
-    return text if match is None else text[match.end() :]
+    after_opening = message.removeprefix(opening)
+    if not closing:
+        return after_opening
+    is_empty = after_opening.lstrip().startswith(closing)
+    return after_opening.lstrip().removeprefix(closing) if is_empty else text

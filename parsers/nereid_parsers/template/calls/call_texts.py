@@ -154,8 +154,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
     Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". The
     placeholder COUNTER_MARK ("\ue010") replaces these digits, so that two tool calls differ only in
-    their names and arguments. The distance between number and name shows which digit is the number,
-    because markup such as `<h1>` may contain other digits.
+    their names and arguments. Markup such as `<h1>` may contain other digits. Therefore, a digit is
+    replaced only if it has the same distance (gap) from the function's name in each tool call.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
@@ -163,8 +163,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    gaps = _find_number_gaps(texts.two_calls)  # the distances between number and name
-    return CallTexts(*(_mask_numbers(text, gaps) for text in texts))
+    gaps = _find_number_gaps(texts.two_calls)
+    return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
 
 
 class _NumberGaps(NamedTuple):
@@ -184,9 +184,9 @@ class _NumberGaps(NamedTuple):
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """Find out where a template writes the number of a tool call, relative to the function's name.
 
-    The result contains the number of characters between the number and the name. The number is the
-    first character, counted from the name, in which the two tool calls differ. This character must
-    be a digit in the first tool call, and the next higher digit in the second tool call.
+    The result contains the number of characters between the number and the name. To find the
+    number, the texts around the two names are compared, from each name outwards. At the first
+    difference, the second tool call must have the next higher digit.
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)
@@ -196,8 +196,7 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     # The text before each name is reversed, so that an index counts from the name. Example: the
-    # text before the name in `0 f` becomes ` 0`. The digit has the index 1, because one character
-    # is between the digit and the name.
+    # text before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
     return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)
@@ -206,21 +205,19 @@ def _find_number_gaps(two_calls: str) -> _NumberGaps:
 def _index_of_number(first: str, second: str) -> int | None:
     """Return the index at which a digit in `first` becomes the next higher digit in `second`.
 
-    The texts are from a first and a second tool call, and both start at the function's name. If the
-    first tool call has the number 0, the second tool call has the number 1. Return None if the
-    first differing characters are other characters, or if no characters differ.
+    The texts are from a first and a second tool call, and both start at the function's name. Return
+    None if the first differing characters are anything else, or if no characters differ.
 
     >>> _index_of_number(" index=0>", " index=1>")
     7
     >>> _index_of_number(" index=0>", " index=5>") is None
     True
     """
-    pairs = zip(first, second, strict=False)  # The texts may have different lengths.
-    for index, (character, other) in enumerate(pairs):
-        if character != other:
-            are_digits = character.isdigit() and other.isdigit()
-            return index if are_digits and int(other) == int(character) + 1 else None
-    return None
+    pairs = enumerate(zip(first, second, strict=False))  # The texts may have different lengths.
+    differences = ((index, char, other) for index, (char, other) in pairs if char != other)
+    index, number, next_number = next(differences, (0, "", ""))
+    are_digits = number.isdecimal() and next_number.isdecimal()
+    return index if are_digits and int(next_number) == int(number) + 1 else None
 
 
 def _mask_numbers(text: str, gaps: _NumberGaps) -> str:

@@ -51,14 +51,14 @@ class _JsonInText(NamedTuple):
 def read_json(texts: CallTexts) -> CallFormat | None:
     """Infer how a template writes tool calls as JSON objects or as members of a JSON array.
 
-    Return None if the text of a tool call contains no JSON with the function's name. Example: the
-    result for the two tool calls
+    Return None if the text of a tool call contains no JSON with the function's name. Examples of
+    one tool call:
 
-        <call>{"name": "f", "arguments": {"a": 1}}</call>
-        <call>{"name": "g", "arguments": {"b": 2}}</call>
+        <call>{"name": "f", "arguments": {"a": 1}}</call>        an object
+        <calls>[{"name": "f", "arguments": {"a": 1}}]</calls>    an array
 
-    declares that a tool call is an object with the keys `name` and `arguments` between the markers
-    `<call>` and `</call>`.
+    For the first example, the result declares that a tool call is an object with the keys `name`
+    and `arguments` between the markers `<call>` and `</call>`.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -67,59 +67,52 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     json_of_call = _find_json_call(texts.one_call, FIRST_TOOL)
     if json_of_call is None:
         return None
-    if isinstance(json_of_call.value, list):  # `[{"name": "f", ..}]`
-        # The message has one tool call, so the first item of the array should be this tool call. In
-        # an array such as `["v1", {"name": ..}]`, the first item is not a tool call.
-        first_member = json_of_call.value[0]
-        if not isinstance(first_member, dict):
-            return None
-        return _read_arrays(texts, infer_keys(first_member), json_of_call)
-    keys = infer_keys(json_of_call.value)
-    if texts.two_calls:
-        return _compare_with_two_calls(texts, keys, json_of_call)
-    # The template renders only one tool call in a message, so no second call can be compared.
-    markup = ListMarkup(item_open=json_of_call.before, item_close=json_of_call.after)
-    return CallFormat("JSON", (_declare_call(JsonObject(keys), markup),), markup)
+    if isinstance(json_of_call.value, list):
+        return _read_arrays(texts, json_of_call)
+    return _read_objects(texts, json_of_call)
 
 
-def _compare_with_two_calls(
-    texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText
-) -> CallFormat | None:
-    """Compare a message with one tool call and a message with two, to infer how calls are written.
+def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
+    """Infer how a template writes tool calls if it writes one tool call as a JSON object.
 
-    In the message with one call, the tool call is a JSON object. The message with two calls has one
-    of two forms:
+    The template writes two tool calls as two objects, or as one array:
 
         two objects    `<call>{..}</call>, <call>{..}</call>`    the separator is ", "
         one array      `<call>[{..}, {..}]</call>`
 
-    Any other form is read as two objects. Return None if the JSON of one of the two tool calls is
-    not found.
+    If the template renders only one tool call in a message, the result declares no separator.
+    Return None if the JSON of one of the two tool calls is not found.
 
     Args:
         texts: The rendered tool calls.
-        keys: The keys of the name and the arguments in a JSON object, or `NameIsKey()` if the name
-            itself is a key, as in `{"f": {"a": 1}}`.
         json_of_call: The object in `texts.one_call`.
     """
-    # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
+    keys = infer_keys(json_of_call.value)
+    if not texts.two_calls:
+        markup = ListMarkup(item_open=json_of_call.before, item_close=json_of_call.after)
+        return CallFormat("JSON", (_declare_call(JsonObject(keys), markup),), markup)
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
-    # If the JSON of both tool calls starts at the same position, one JSON array contains both
-    # calls.
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
         return _declare_object_and_array(keys, json_of_call, array=first)
-    markup = _markup_around_both(first, second)  # `<call>`, `</call>` and the separator
-    calls: tuple[Call, ...] = (_declare_call(JsonObject(keys), markup),)
+    markup = _markup_around_both(first, second)
+    return CallFormat("JSON", _declare_objects(keys, markup), markup)
+
+
+def _declare_objects(keys: Keys | NameIsKey, markup: ListMarkup) -> tuple[Call, ...]:
+    """Describe tool calls that a template writes as separate objects, such as `<call>{..}</call>`.
+
+    If markers enclose each tool call, the result also declares an array between these markers,
+    because some models write several tool calls as an array: `<call>[{..}, {..}]</call>`.
+    """
+    object_call = _declare_call(JsonObject(keys), markup)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
-    if is_call_enclosed:
-        # The template writes markers such as `<call>` and `</call>` around each single tool call.
-        # Some models write a JSON array of several tool calls between these markers.
-        calls += (_declare_call(JsonArray(keys), markup),)
-    return CallFormat("JSON", calls, markup)
+    if not is_call_enclosed:
+        return (object_call,)
+    return (object_call, _declare_call(JsonArray(keys), markup))
 
 
 def _declare_object_and_array(
@@ -130,8 +123,8 @@ def _declare_object_and_array(
     The result declares the array and the object as two forms of tool calls. There are two cases.
     The columns show one tool call and two tool calls:
 
-        one marker for both forms    `<call>{..}</call>`    `<call>[{..}, {..}]</call>`
-        a marker for each form       `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
+        equal markers        `<call>{..}</call>`    `<call>[{..}, {..}]</call>`
+        different markers    `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
 
     Args:
         keys: The keys of the name and the arguments in an object, or `NameIsKey()` if the name
@@ -140,40 +133,38 @@ def _declare_object_and_array(
         array: The array in a message with two tool calls.
     """
     array_format = _read_one_array(keys, array)
-    # The opening marker of the list of all tool calls, or "" if the list has no opening marker. It
-    # is also "" if the array has an opening marker, but no closing marker. The opening marker is
-    # then a part of the array's `Call`.
-    marker_before_list = array_format.markup.open.strip()
-    is_object_in_list = json_object.before.strip() == marker_before_list
-    if is_object_in_list:  # The markers around the list, if there are any, enclose the object too.
+    # The markers that `array_format.markup` declares enclose all tool calls of a message, whether
+    # they are an array or a single object. A `Call` declares only other markers.
+    has_equal_markers = json_object.before.strip() == array_format.markup.open.strip()
+    if has_equal_markers:
         object_call = Call(JsonObject(keys))
-    else:  # The object has markers of its own.
+    else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
     return replace(array_format, calls=(*array_format.calls, object_call))
 
 
-def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, json_of_call: _JsonInText) -> CallFormat:
-    """Infer how a template writes tool calls as objects in one or several JSON arrays.
+def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
+    """Infer how a template writes tool calls if it writes one tool call as a JSON array.
 
     A template writes one array for all tool calls, or one array for each tool call:
 
         for all tool calls     `<calls>[{..}, {..}]</calls>`
         for each tool call     `<call>[{..}]</call><call>[{..}]</call>`
 
-    If the template renders only one tool call in a message, the first case is assumed.
+    If the template renders only one tool call in a message, the first case is assumed. Return None
+    if the first member of the array is not an object, as in `["v1", {"name": ..}]`.
 
     Args:
         texts: The rendered tool calls.
-        keys: The keys of the name and the arguments in an object of the array, or `NameIsKey()` if
-            the name itself is a key, as in `{"f": {"a": 1}}`.
         json_of_call: The array in `texts.one_call`.
     """
-    # The two tool calls call the functions FIRST_TOOL and SECOND_TOOL, which do not exist.
+    first_member = json_of_call.value[0]
+    if not isinstance(first_member, dict):
+        return None
+    keys = infer_keys(first_member)
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    if first is None or second is None:  # No two tool calls are rendered. Assume the first case.
-        return _read_one_array(keys, json_of_call)
-    if first.start == second.start:  # One array contains both tool calls.
+    if first is None or second is None or first.start == second.start:
         return _read_one_array(keys, json_of_call)
     markup = _markup_around_both(first, second)
     return CallFormat("JSON array", (_declare_call(JsonArray(keys), markup),), markup)
@@ -184,10 +175,10 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
 
     The list of all tool calls in a message is called the tool section. There are two cases:
 
-        `<calls>[{..}, {..}]</calls>`    `<calls>` and `</calls>` are declared as the markers of the
-                                         tool section.
         `[TOOL_CALLS][{..}, {..}]`       A tool section requires a closing marker, so `[TOOL_CALLS]`
                                          is declared as the opening marker of a tool call.
+        `<calls>[{..}, {..}]</calls>`    `<calls>` and `</calls>` are declared as the markers of the
+                                         tool section.
 
     Args:
         keys: The keys of the name and the arguments in an object of the array, or `NameIsKey()` if
@@ -196,13 +187,8 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     """
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
-        call_with_marker = Call(JsonArray(keys), open=array.before)
-        # The marker is already a part of the `Call`, and a single array needs no separator.
-        # Therefore, the `ListMarkup` is empty.
-        return CallFormat("JSON array", (call_with_marker,), ListMarkup())
-    # `JsonArray` already includes the commas inside an array. The separator ", " is declared
-    # because a model may also write a comma between two arrays or objects. The parser skips such a
-    # comma.
+        return CallFormat("JSON array", (Call(JsonArray(keys), open=array.before),), ListMarkup())
+    # The separator is declared because a model may also write several arrays or objects.
     markup = ListMarkup(open=array.before, separator=", ", close=array.after)
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
@@ -231,9 +217,11 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
     >>> found.before, found.value, found.after
     ('<call>', {'name': 'f'}, '</call>')
     """
-    name_start = text.find(name)
-    # The name is inside the JSON object or array, so the opening bracket precedes the name.
-    possible_starts = [index for index in range(name_start) if text[index] in "{["]
+    before_name, found_name, _ = text.partition(name)
+    if not found_name:
+        return None
+    # The JSON starts at one of the brackets before the name.
+    possible_starts = [index for index, char in enumerate(before_name) if char in "{["]
     for start in possible_starts:
         found = _decode_json(text, start)
         if found is not None and _contains_call(found.value, name):
@@ -267,11 +255,13 @@ def _decode_json(text: str, start: int) -> _JsonInText | None:
 def _is_call(member: object, name: str) -> bool:
     """Return whether `member` is a JSON object that calls the function `name`.
 
-    The object contains the name as the key of an inner object with the arguments, or as the string
-    value of any key. The name is an invented word, such as "zqFirstTool", so no argument has this
-    value.
+    The object contains the name in one of two places. The name is an invented word, such as
+    "zqFirstTool", so no argument has this value.
 
-    >>> _is_call({"name": "f"}, "f"), _is_call({"f": {"a": 1}}, "f"), _is_call({"f": 1}, "f")
+        {"f": {"a": 1}}              the key of an inner object with the arguments
+        {"function": {"name": "f"}}  the string value of any key
+
+    >>> _is_call({"f": {"a": 1}}, "f"), _is_call({"name": "f"}, "f"), _is_call({"f": 1}, "f")
     (True, True, False)
     """
     if not isinstance(member, dict):
@@ -300,18 +290,16 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
         return None
     before_name, _, after_name = json_of_call.before.partition(FIRST_TOOL)  # `<call>` and `<args>`
     if texts.two_calls:
-        markup = _markup_of_two_named_calls(texts.two_calls)
+        markup = _markup_of_two_calls(texts.two_calls)
+        if markup is None:
+            return None
     else:
         markup = ListMarkup(item_open=before_name, item_close=json_of_call.after)
-    if markup is None:
-        return None
-    # Usually, the result has one declaration. If the header contains an id, as in "functions.f:0",
-    # the header has several forms, and the result has one declaration for each form.
     calls = calls_with_head(markup, after_name, JsonArguments())
     return CallFormat("name, then JSON", calls, markup)
 
 
-def _markup_of_two_named_calls(two_calls: str) -> ListMarkup | None:
+def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
     """Return the texts before, between and after two tool calls that look like `f{"a": 1}`.
 
     Return None if the JSON of one of the two tool calls is not found. Example: for
@@ -324,9 +312,9 @@ def _markup_of_two_named_calls(two_calls: str) -> ListMarkup | None:
     second = _find_json_arguments(first.after, SECOND_TOOL, SECOND_KEY)
     if second is None:
         return None
-    before_first_name, _, _ = first.before.partition(FIRST_TOOL)
-    before_second_name, _, _ = second.before.partition(SECOND_TOOL)
-    return list_markup(before_first_name, between=before_second_name, after=second.after)
+    before_calls, _, _ = first.before.partition(FIRST_TOOL)
+    between_calls, _, _ = second.before.partition(SECOND_TOOL)
+    return list_markup(before_calls, between_calls, second.after)
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonInText | None:

@@ -43,14 +43,10 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     suffix = _suffix_of_name(texts.one_call)
     if suffix is None:
         return None
-    if not texts.two_calls:
-        # The call ends with the first `)` after the value of its only argument.
-        around = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
-        # A message with only one tool call shows no separator. The separator is assumed to be `, `,
-        # as in a Python list.
-        markup = ListMarkup(open=around.before, separator=", ", close=around.after)
-        return _declare_python_section(markup, suffix)
-    markup = _markup_of_two_calls(texts.two_calls, last_character=")")
+    if texts.two_calls:
+        markup = _markup_of_two_calls(texts.two_calls, last_character=")")
+    else:
+        markup = _markup_of_python_list(texts.one_call)
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
     if not has_markers_around_each:
         return _declare_python_section(markup, suffix)
@@ -58,6 +54,16 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
     call = Call(one_call, open=markup.item_open, close=markup.item_close)
     return CallFormat("Python calls, each marked", (call,), markup)
+
+
+def _markup_of_python_list(one_call: str) -> ListMarkup:
+    """Return the texts around a list with one Python call.
+
+    One call shows no separator. The separator is assumed to be ", ", as in a Python list. Example:
+    for `[f(a="x")]`, `open` is "[", `separator` is ", " and `close` is "]".
+    """
+    around = _text_around_call(one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
+    return ListMarkup(open=around.before, separator=", ", close=around.after)
 
 
 def _suffix_of_name(one_call: str) -> str | None:
@@ -89,22 +95,20 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Declare the format of a list of Python calls, as in `<calls>[f(a="x"), g()]</calls>`.
 
     In the example, the result declares the markers `<calls>` and `</calls>`. Between the markers, a
-    model may write the calls with or without the brackets of a Python list.
+    model may write the calls with or without the brackets of a Python list. If the template writes
+    no brackets, only the form without brackets is declared.
 
     Args:
-        markup: The texts before and after all calls, and the separator between two calls.
+        markup: The texts before and after all calls, and the separator between two calls. The text
+            before each call, `item_open`, is only white space.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    # `markup.item_open`, the text before each call, contains no marker, only white space. The
-    # caller has checked this. The white space also precedes the first call, so it becomes a part of
-    # the text before all calls.
     around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
     without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
     around_brackets = _drop_brackets(around_calls)
-    if around_brackets is None:  # The template writes no brackets.
+    if around_brackets is None:
         return _python_call_format(around_calls, [without_brackets])
     in_brackets = replace(without_brackets, open="[", close="]")
-    # The template writes the brackets, but some models omit the brackets.
     return _python_call_format(around_brackets, [in_brackets, without_brackets])
 
 
@@ -138,13 +142,14 @@ def _python_call_format(around: _SectionMarkers, bodies: list[PythonCalls]) -> C
     has_closing_marker = bool(around.close.strip())
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
-        return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
-    # The text `<calls>f(a="x")` has no closing marker, but a list of tool calls must have one.
-    # Therefore, `<calls>` is declared as the opening marker of a single tool call. Only the form
-    # that the template writes is declared, not the other forms in `bodies`.
-    written_form = bodies[0]
-    call = Call(written_form, open=around.open)
-    return CallFormat("Python calls", (call,), ListMarkup())
+        markup = ListMarkup(open=around.open, close=around.close)
+    else:
+        # A list of tool calls must have a closing marker, which `<calls>f(a="x")` has not.
+        # Therefore, `<calls>` is declared as the opening marker of a single tool call, and only for
+        # the form that the template writes.
+        calls = (Call(bodies[0], open=around.open),)
+        markup = ListMarkup()
+    return CallFormat("Python calls", calls, markup)
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
@@ -163,11 +168,9 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     if pieces is None:
         return None
     before_name, before_key, before_value, after_value = pieces
-    colon_and_quote = before_value.strip()
-    has_unquoted_key = before_key.endswith("{") and colon_and_quote.startswith(":")
-    quote = colon_and_quote.removeprefix(":").strip()
-    is_quoted = bool(quote) and after_value.startswith(quote)
-    if not has_unquoted_key or not is_quoted:
+    quote = _quote_after_colon(before_value)
+    has_unquoted_key = before_key.endswith("{")
+    if not has_unquoted_key or not quote or not after_value.startswith(quote):
         return None
     if texts.two_calls:  # Each of the two calls ends with the first `}` after its value.
         markup = _markup_of_two_calls(texts.two_calls, last_character="}")
@@ -177,6 +180,16 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     after_name = before_key.removesuffix("{")  # the text between the name and the object
     calls = calls_with_head(markup, after_name, BareKeyArguments(quote))
     return CallFormat("bare keys", calls, markup)
+
+
+def _quote_after_colon(text: str) -> str:
+    """Return the quote in `text`, which consists of a colon and a quote. Return "" for other text.
+
+    >>> _quote_after_colon(": <q>"), _quote_after_colon(":"), _quote_after_colon('": "')
+    ('<q>', '', '')
+    """
+    before_colon, _, quote = text.partition(":")
+    return "" if before_colon.strip() else quote.strip()
 
 
 def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:

@@ -63,11 +63,8 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:
         return None
-    # In `<c>f .. ~</c>~<c>g ..`, the second `~` belongs to the tag `<c>` after it. But
-    # `_markup_of_calls` has assigned this `~` to the end of the first call, so it is moved.
-    markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
-    calls = calls_with_head(markup_of_calls, call.after_name, NestedTags(call.tag_marker))
-    return CallFormat("nested elements", calls, markup_of_calls)
+    calls = calls_with_head(markup, call.after_name, NestedTags(call.tag_marker))
+    return CallFormat("nested elements", calls, markup)
 
 
 def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
@@ -82,23 +79,18 @@ def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
     pieces = split_at_words(two_arguments, FIRST_TOOL, *argument, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    # In the docstring's example, `before_name` is `<c>`, `before_opening_tag` is ` ~`,
-    # `before_closing_tag` is `~`, and `after` is `</c>`. The other texts are not needed.
-    before_name, before_opening_tag, _, before_closing_tag, _, after = pieces
-    # In `1~</a>`, the text between the value and the closing tag is only the marker `~`. In
-    # `f ~<a>`, other text, here a space, may precede the marker.
-    tag_marker = before_closing_tag.strip()
+    before_name, before_opening_tag, _, before_closing_tag, _, after_last_tag = pieces
+    tag_marker = before_closing_tag.strip()  # Nothing else is between a value and its closing tag.
     after_name = before_opening_tag.removesuffix(tag_marker)
-    return _NestedCall(before_name, after_name, tag_marker, after)
+    return _NestedCall(before_name, after_name, tag_marker, after_last_tag)
 
 
 def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
     """Return the texts around tool calls whose arguments are XML elements, such as `<a>1</a>`.
 
-    Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, the text between the calls,
-    `</c>;<c>`, is divided into `item_close` (`</c>`), `separator` (`;`) and `item_open` (`<c>`),
-    because the second call ends with `</c>` and the first call starts with `<c>`. Return None
-    unless an element follows the name in each of the two tool calls.
+    Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`,
+    `item_close` is `</c>` and `separator` is `;`. Return None unless an element follows the name in
+    each of the two tool calls.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -106,24 +98,25 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
         call: The texts of a single tool call, such as `<c>` before the name and `</c>` at the end.
             They are the result if there are no two tool calls.
     """
-    if not texts.two_calls:
-        return ListMarkup(item_open=call.before_name, item_close=call.after)
-    # In the example, the words are `f`, `</a>`, `g` and `</b>`.
-    words = (FIRST_TOOL, _FIRST_CLOSING_TAG, SECOND_TOOL, _SECOND_CLOSING_TAG)
-    pieces = split_at_words(texts.two_calls, *words)
-    if pieces is None:
-        return None
-    before_first_call, _, between_calls, _, after_second_call = pieces
-    return list_markup(before_first_call, between_calls, after_second_call)
+    if texts.two_calls:
+        # In the example, the words are `f`, `</a>`, `g` and `</b>`.
+        words = (FIRST_TOOL, _FIRST_CLOSING_TAG, SECOND_TOOL, _SECOND_CLOSING_TAG)
+        pieces = split_at_words(texts.two_calls, *words)
+        if pieces is None:
+            return None
+        before_calls, _, between_calls, _, after_calls = pieces
+        markup = list_markup(before_calls, between_calls, after_calls)
+    else:
+        markup = ListMarkup(item_open=call.before_name, item_close=call.after)
+    return _move_marker_to_next_tag(markup, call.tag_marker)
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """If a text in `calls` ends with `marker`, move the marker to the start of the next text.
 
-    Some templates write a marker, such as `~`, before every tag, so each text must start with the
-    marker. In `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. But
-    the comparison of the two tool calls has assigned the marker after each `~</f>` to `item_close`,
-    and the first marker to `open`:
+    Some templates write a marker, such as `~`, directly before every tag. In
+    `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. But `list_markup`
+    assigns the marker after each `~</f>` to `item_close`, and the first marker to `open`:
 
     >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~", close="</all>")
     >>> _move_marker_to_next_tag(markup, "~")
@@ -131,8 +124,6 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """
     if not marker or not calls.item_close.endswith(marker):
         return calls  # Each text already starts with its own marker.
-    # The marker is moved to the tag that directly follows it. There is no separator between the
-    # marker and this tag, so `separator` stays unchanged.
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

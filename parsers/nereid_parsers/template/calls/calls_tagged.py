@@ -72,19 +72,16 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
-    around_names_and_values = _markup_around_names_and_values(texts, call)
-    if around_names_and_values is None:
+    around_calls = _markup_from_names_to_values(texts, call)
+    if around_calls is None:
         return None
-    after_last_value = around_names_and_values.item_close  # `</arg></call>`
-    # In `arguments`, `item_close` is `</arg>`, which closes an argument. `close` is `</call>`,
-    # which closes the list of arguments, and thus the tool call.
-    arguments = list_markup(
-        before=call.before_first_key, between=call.between_arguments, after=after_last_value
-    )
-    markup_of_calls = replace(around_names_and_values, item_close=arguments.close)
+    after_last_value = around_calls.item_close  # `</arg></call>`
+    arguments = list_markup(call.before_first_key, call.between_arguments, after_last_value)
+    # `arguments.item_close` is `</arg>`, and `arguments.close` is `</call>`.
+    markup_of_calls = replace(around_calls, item_close=arguments.close)
     body = _infer_arguments(texts, arguments, call.before_value)
-    # The text `<call ` before the name (`markup_of_calls.item_open`) and the text `>` after the
-    # name (`arguments.open`) give the header `<call {name}>`.
+    # `<call ` (`markup_of_calls.item_open`) and `>` (`arguments.open`) give the header
+    # `<call {name}>`.
     calls = calls_with_head(markup_of_calls, after_name=arguments.open, body=body)
     return CallFormat("tagged arguments", calls, markup_of_calls)
 
@@ -102,19 +99,20 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     if pieces is None:
         return None
     before_name, before_first_key, before_value, between_arguments, _, after = pieces
-    if FIRST_KEY in between_arguments:
-        # The closing tag repeats the key, as in `<a>1</a>`. `read_nested` reads such tool calls.
+    closing_tag_repeats_key = FIRST_KEY in between_arguments  # `<a>1</a>`, see `read_nested`
+    if closing_tag_repeats_key:
         return None
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 
-def _markup_around_names_and_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the text before the name and the text after the last value in tool calls with tags.
+def _markup_from_names_to_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
+    """Return the texts around the list items NAME..VALUE, each of which is a part of a tool call.
 
-    Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
-    `item_close` is `</k></c>` and `separator` is `;`. Each list item extends from the name to the
-    value, so `item_close` still contains the closing tag `</k>` of the argument. Return None unless
-    each of the two tool calls contains its name, its key and its value in this order.
+    An item extends from the function's name to the last value. Therefore, the text after an item
+    closes the last argument and the tool call. Example: for the two tool calls
+    `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is `</k></c>` and
+    `separator` is `;`. Return None unless each of the two tool calls contains its name, its key and
+    its value in this order.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -127,8 +125,8 @@ def _markup_around_names_and_values(texts: CallTexts, call: _TaggedCall) -> List
     pieces = split_at_words(texts.two_calls, *words)
     if pieces is None:
         return None
-    before_first_name, _, _, after_first_value, _, _, after_second_value = pieces
-    return list_markup(before_first_name, after_first_value, after_second_value)
+    before_first_name, _, _, from_value_to_name, _, _, after_last_value = pieces
+    return list_markup(before_first_name, from_value_to_name, after_last_value)
 
 
 def _infer_arguments(
@@ -136,13 +134,13 @@ def _infer_arguments(
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument, and the quotes, such as `<![CDATA[`, if any.
 
-    Example: if the template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value
-    with special characters, the result declares the tags `<p k="{key}">` and `</p>`, with and
-    without the quotes `<![CDATA[` and `]]>`.
+    Example: a template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value with
+    special characters. The result declares two forms: `<p k="{key}"><![CDATA[` and `]]></p>`, and
+    `<p k="{key}">` and `</p>`.
 
     Args:
-        texts: The rendered tool calls, with a string, a number or a string with markup as the value
-            of the argument.
+        texts: The rendered tool calls. The value of the argument is a string (`one_call`), a number
+            (`number`) or a string with special characters (`special_value`).
         arguments: The markup of the list of arguments. `item_open` is the text before a key.
         before_string: The text between a key and its value, if the value is a string.
     """
@@ -170,11 +168,11 @@ def _infer_value_tags(
 
     Examples of the argument `a` with the string "x", and with the number 41:
 
-    (1) <p k="a">x</p>                 <p k="a">41</p>                 equal tags
-    (2) <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   The tag contains the type.
+    (1) <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   The tag contains the type.
+    (2) <p k="a">x</p>                 <p k="a">41</p>                 equal tags
     (3) <text k="a">x</text>           <json k="a">41</json>           different tags
 
-    The result declares the opening tag (1) `<p k="{key}">`, (2) `<p k="{key}" type="{type}">`,
+    The result declares the opening tag (1) `<p k="{key}" type="{type}">`, (2) `<p k="{key}">`,
     or (3) `<text k="{key}">` with the alternative `<json k="{key}">`.
 
     Args:
@@ -187,38 +185,24 @@ def _infer_value_tags(
         arguments.item_open, before_string, _text_after_plain_string(texts)
     )
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
-    close = arguments.item_close + arguments.separator
-    string_tags = TaggedArguments(_open_pattern(around_string), close)
+    string_close = arguments.item_close + arguments.separator
+    string_tags = TaggedArguments(_open_pattern(around_string), string_close)
     around_number = _cut_at_number(texts.number, arguments)
-    if around_number is None:  # The template does not render the number as the text "41".
+    if around_number is None:
         return string_tags
     open_with_type = _open_pattern_with_type(around_string, around_number)
-    if open_with_type is not None:  # Case 2: the opening tag contains the type.
+    if open_with_type is not None:  # Case 1
         return replace(string_tags, open=open_with_type)
-    # The closing tag of a number, such as `</json>` in case 3. If strings have the same closing
-    # tag, `own_close` is "".
-    own_close = _closing_tag_of_number(around_number, around_string)
-    number_tags = TaggedArguments(_open_pattern(around_number), own_close or close)
-    if number_tags == string_tags:  # Case 1
+    # `</json></call>` and `</text></call>` have the same end, which closes the tool call. If the
+    # two texts are equal, strings and numbers have the same closing tag.
+    own_close = drop_common_suffix(around_number.after_value, around_string.after_value)
+    number_tags = TaggedArguments(_open_pattern(around_number), own_close or string_close)
+    if number_tags == string_tags:  # Case 2
         return string_tags
-    return replace(string_tags, also=(number_tags,))  # Case 3: `also` contains the alternatives.
+    return replace(string_tags, also=(number_tags,))  # Case 3
 
 
-def _closing_tag_of_number(number: _TextAroundArgument, string: _TextAroundArgument) -> str:
-    """Return the closing tag after a number. If strings have the same closing tag, return "".
-
-    The text after a value consists of the closing tag and of the end of the tool call. The end of
-    the tool call is equal after a number and after a string, so it is removed.
-
-    >>> string = _TextAroundArgument('<text key="', '">', "</text></call>")
-    >>> number = _TextAroundArgument('<json key="', '">', "</json></call>")
-    >>> _closing_tag_of_number(number, string)
-    '</json>'
-    """
-    return drop_common_suffix(number.after_value, string.after_value)
-
-
-def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
+def _cut_at_number(text: str, string_arguments: ListMarkup) -> _TextAroundArgument | None:
     """Return the texts around the key and the value of an argument that is a number.
 
     The tool call in `text` has one argument, the number 41. Example: the tool call
@@ -227,21 +211,17 @@ def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | No
 
     Args:
         text: The rendered tool call.
-        arguments: The markup of arguments that are strings. `open` is the text between the name and
-            the first argument, here `>`. `item_open` is the text before the key of a string.
+        string_arguments: The markup of a list of arguments that are strings. `open` is the text
+            between the name and the first argument, here `>`. If no text precedes the key of the
+            number, as in `<call f>a=41`, the result contains `item_open`, the text before the key
+            of a string, because the parser finds an argument only by the text before its key.
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    # `after_name` consists of `arguments.open`, here `>`, and the text before the key.
-    before_key = after_name.removeprefix(arguments.open)
-    if not before_key:
-        # In `<call f>a=41`, no text precedes the key `a`. But the parser can find an argument only
-        # by the text before its key. Therefore, the text that precedes the key of a string argument
-        # is used instead.
-        before_key = arguments.item_open
-    return _TextAroundArgument(before_key, before_value, after_value)
+    before_key = after_name.removeprefix(string_arguments.open)
+    return _TextAroundArgument(before_key or string_arguments.item_open, before_value, after_value)
 
 
 def _open_pattern(around: _TextAroundArgument) -> str:
@@ -280,16 +260,15 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
     """
     if string.before_key != number.before_key:
         return None
-    # In the example, the words "string" (`left`) and "number" (`right`) differ between the common
-    # texts `" type="` (`prefix`) and `">` (`suffix`).
-    parts = difference(string.before_value, number.before_value, split=_split_into_words)
-    field = _type_field(string_word=parts.left, number_word=parts.right)
+    # In the example, `" type="` precedes the type, and `">` follows the type.
+    before_type, string_word, number_word, after_type = difference(
+        string.before_value, number.before_value, split=_split_into_words
+    )
+    field = _type_field(string_word, number_word)
     if field is None:
         return None
     before_key = escape_braces(string.before_key)
-    before_type = escape_braces(parts.prefix)
-    after_type = escape_braces(parts.suffix)
-    return f"{before_key}{{key}}{before_type}{field}{after_type}"
+    return f"{before_key}{{key}}{escape_braces(before_type)}{field}{escape_braces(after_type)}"
 
 
 def _split_into_words(text: str) -> list[str]:
@@ -334,14 +313,14 @@ class _Quotes(NamedTuple):
 def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     """Find the quotes, such as `<![CDATA[`, around strings that contain characters like `<`.
 
-    Example: the plain string FIRST_VALUE is rendered as `<v>FIRST_VALUE</v></call>`. The string
-    with markup, which starts with FIRST_VALUE and ends with SECOND_VALUE, is rendered as
-    `<v><![CDATA[FIRST_VALUE<&>SECOND_VALUE]]></v></call>`. So the quotes are `<![CDATA[` and `]]>`.
-    Return None if the template writes no quotes.
+    Example: the plain string `x` is rendered as `<v>x</v></call>`, and the string `x<&>y` is
+    rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the quotes are `<![CDATA[` and `]]>`. Return
+    None if the template writes no quotes.
 
     Args:
-        texts: The rendered tool calls. The argument is a plain string in `texts.one_call` and a
-            string with markup in `texts.special_value`.
+        texts: The rendered tool calls. The argument is a plain string in `texts.one_call`. In
+            `texts.special_value`, it is a string that starts with FIRST_VALUE, contains special
+            characters, and ends with SECOND_VALUE.
         before_value: The text between the key and a plain string, such as `<v>`.
     """
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
@@ -369,8 +348,6 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
-    # The attribute `also` of the result contains all alternatives, including `unquoted`. Therefore,
-    # `unquoted.also` is empty.
     unquoted = replace(tags, also=())
     return TaggedArguments(
         # In the opening tag, `{key}` is a field, so all other braces are doubled. The closing tag

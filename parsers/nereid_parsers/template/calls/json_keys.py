@@ -38,16 +38,14 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         {"zqFirstTool": {"zqKeyOne": ..}}                        NameIsKey(), the name is a key
 
     A dot separates the keys of inner objects: "function.name" is the key of the name in
-    {"function": {"name": ..}}. The attribute `extra` of the result contains the other keys, which
-    the parser ignores, and `order` is the order in which a model must write the keys.
+    {"function": {"name": ..}}. If the object contains no arguments, their key is assumed to be
+    "arguments", the usual key.
     """
     name_path = find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
         return NameIsKey()
     paths = _MemberPaths(
         name=name_path,
-        # If the object contains no arguments, their key is assumed to be "arguments", the usual
-        # key.
         arguments=find_path(call, _has_first_argument) or ("arguments",),
         id=_find_id_path(call, name_path),
     )
@@ -91,12 +89,10 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    # If the id and the name have the same outer key, the order contains only the name. Example: in
-    # {"function": {"id": .., "name": ..}, "args": ..}, the outer key of the id and the name is
-    # "function".
-    id_key = paths.id[0] if paths.id is not None else None
-    if id_key is not None and id_key not in member_by_key:
-        member_by_key[id_key] = "id"
+    # An inner object with the id and the name, as in {"function": {"id": .., "name": ..}}, has the
+    # position of the name.
+    if paths.id is not None:
+        member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     is_id_at_end = order[-1] == "id"
     return order[:-1] if is_id_at_end else order
@@ -105,9 +101,9 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the keys that lead to the id in `call`, the JSON object of a tool call.
 
-    A path is the sequence of keys that leads to a value. The id is the first value that contains
-    ID_MARK, a placeholder character for ids. If there is no such value, the id is the value of the
-    first outer key with the word "id", such as "call_id". Return None if there is no such key.
+    The id is the first value that contains ID_MARK, the placeholder character for ids. If there is
+    no such value, the id is the value of the first top-level key with the word "id", such as
+    "call_id". Return None if there is no such key.
 
     A template may write the function's name under the key "id". Therefore, the key of the name is
     skipped, as in the second example:
@@ -120,8 +116,8 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
     path = find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
     if path is not None:
         return path
-    keys_named_id = [key for key in call if _is_named_id(key) and (key,) != name_path]
-    return (keys_named_id[0],) if keys_named_id else None
+    top_level_paths = ((key,) for key in call if _is_named_id(key))
+    return next((path for path in top_level_paths if path != name_path), None)
 
 
 def _is_named_id(key: str) -> bool:

@@ -36,7 +36,7 @@ def usable_cpus() -> int:
     return min(num_cpus, num_quota_cpus)
 
 
-def set_num_threads(num_threads: int | None) -> "CpuThreads":
+def start_cpu_threads(num_threads: int | None) -> "CpuThreads":
     """Set the number of threads of tensor operations.
 
     Args:
@@ -47,8 +47,8 @@ def set_num_threads(num_threads: int | None) -> "CpuThreads":
     """
     max_threads = num_threads or max(1, usable_cpus() - 1)
     torch.set_num_threads(max_threads)
-    # The quota of a container reduces `usable_cpus`, but the threads may run on all allowed CPUs.
-    # Therefore, the CPU time of other processes is measured on all allowed CPUs.
+    # Measure other processes on all allowed CPUs, even if the quota of the container is smaller. A
+    # quota limits the CPU time of the threads, but they may run on every allowed CPU.
     cpus = _allowed_cpus()
     return CpuThreads(max_threads, len(cpus), partial(cpu_time_of_others, cpus))
 
@@ -143,11 +143,12 @@ def suitable_threads(max_threads: int, num_cpus: int, used_by_others: float) -> 
 def cpu_time_of_others(cpus: frozenset[int]) -> float | None:
     """Return the CPU time in seconds that other processes have used since the system's start.
 
-    Processes of low priority (with a positive nice value) do not count, because they hardly delay
-    the threads of this process.
+    `_ticks_of_line` leaves out processes of low priority (with a positive nice value), because they
+    hardly delay the threads of this process.
 
     Args:
-        cpus: the numbers of the CPUs that count.
+        cpus: the numbers of the CPUs that count. This process must run on no other CPUs, because
+            its whole CPU time is subtracted.
 
     Returns:
         The CPU time, or None if the system has no readable file /proc/stat.

@@ -57,21 +57,21 @@ def upload_packed(arrays: Sequence[Integers], device: torch.device) -> list[Tens
 def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
     """Concatenate integer arrays into one int64 tensor of shape [n].
 
-    Each array starts at a multiple of 8 numbers (64 bytes), because Triton compiles a second kernel
-    for unaligned addresses. Example: arrays of 3 and 2 numbers give a tensor of 16 numbers, in
-    which the second array starts at index 8. The other numbers are not initialised and never read.
+    Each array starts at a multiple of 8 numbers (64 bytes; see `_ALIGNED_VALUES`). Example: arrays
+    of 3 and 2 numbers give a tensor of 16 numbers, in which the second array starts at index 8. The
+    other numbers are not initialised and never read.
 
     Args:
         arrays: the arrays.
         pinned: whether the tensor is in pinned memory.
     """
-    num_values = sum(_aligned_size(array) for array in arrays)
-    packed = torch.empty(num_values, dtype=torch.int64, pin_memory=pinned)
+    sizes = [_aligned_size(array) for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
     values = packed.numpy()  # a view of the same memory
     start = 0
-    for array in arrays:
+    for array, size in zip(arrays, sizes, strict=True):
         values[start : start + array.size] = array.reshape(-1)
-        start += _aligned_size(array)
+        start += size
     return packed
 
 

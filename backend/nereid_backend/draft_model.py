@@ -152,13 +152,15 @@ class DraftModel:
             self._generate(drafts, len(sequences))
         except Exception:
             logger.exception("The draft model failed. The engine continues without draft tokens.")
-            self._is_broken = True
-            self._proposals = {}
-            if self._mtp is not None:
-                # The draft model is a layer of the large model, and reads the hidden states that
-                # the large model stores after each step. Stop storing these states, because the
-                # draft model will not be used again.
-                self._mtp.hidden.close()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Stop generating draft tokens forever."""
+        self._is_broken = True
+        self._proposals = {}
+        if self._mtp is not None:
+            # Stop storing the large model's hidden states, which only the MTP layer needs.
+            self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return the draft tokens of a sequence; see `Drafter.propose`."""
@@ -198,22 +200,20 @@ class DraftModel:
             target: the sequence in the large model.
         """
         length = self._draft_length(target)
-        if length <= 0:
+        if length == 0:
             return None
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
         # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
         # multi-token prediction layer of the large model) must compute these tokens again, because
-        # it needs the large model's hidden states. These states exist only after the large model
-        # has verified the tokens.
+        # the large model's hidden states of these tokens exist only after the verification.
         draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
             # `draft.sequence` contains only known tokens here. Draft tokens must not get into the
             # prefix cache, because the large model may reject them.
             self._tables.cache.add(draft.sequence)
-        # The sequence keeps the blocks of rejected draft tokens. New tokens overwrite the contents.
         has_blocks = self._tables.try_extend(draft.sequence, draft.num_known + length)
         if not has_blocks:
             self._release(target)
@@ -223,8 +223,8 @@ class DraftModel:
     def _draft_length(self, target: Sequence) -> int:
         """Return how many draft tokens a sequence may get now.
 
-        The result is 0 or negative if the sequence gets no draft tokens. A sequence gets draft
-        tokens only after its first output token, and only if it has no images.
+        A sequence gets draft tokens only after its first output token, and only if it has no
+        images.
         """
         num_known = len(target.token_ids)  # the tokens of the prompt and of the answer so far
         has_output = target.num_output_tokens > 0
@@ -234,14 +234,11 @@ class DraftModel:
         is_text_only = target.images is None  # The draft model gets only token ids.
         if not (has_output and is_decoding and is_text_only):
             return 0
-        return min(
-            self.lengths.next_length(target),  # the number that saves the most time
-            # Subtract 1, because the large model itself adds one token after the accepted draft
-            # tokens.
-            target.max_total_tokens - num_known - 1,
-            # In the draft model, the sequence contains only the known tokens and the draft tokens.
-            self._sizes.max_model_len - num_known,
-        )
+        profitable_length = self.lengths.next_length(target)
+        # The large model itself adds one token after the accepted draft tokens.
+        fits_in_answer = target.max_total_tokens - num_known - 1
+        fits_in_draft_model = self._sizes.max_model_len - num_known
+        return max(0, min(profitable_length, fits_in_answer, fits_in_draft_model))
 
     def _start_draft(self, target: Sequence) -> SequenceDraft | None:
         """Add a sequence of the large model to the draft model, and return its `SequenceDraft`.
@@ -249,37 +246,36 @@ class DraftModel:
         The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets a row
         of the batch and blocks of the KV cache. Return None if there are not enough free blocks.
         """
-        # A separate draft model computes all tokens. An MTP layer (a multi-token prediction layer
-        # of the large model) starts with the second token, because it combines each token with the
-        # large model's hidden state of the previous token.
+        # An MTP layer (a multi-token prediction layer of the large model) leaves out the first
+        # token, because it combines each token with the hidden state of the previous token.
         start_in_target = 0 if self._mtp is None else 1
-        # The copy of the sequence for the draft model. The copy gets a separate row and separate
-        # blocks.
-        own = Sequence(
+        draft_sequence = Sequence(
             target.request_id,
             target.token_ids[start_in_target:],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
-        if not self._tables.try_admit(own, Request([own])):
+        if not self._tables.try_admit(draft_sequence, Request([draft_sequence])):
             return None
         # A row is free, because there are `max_num_seqs` rows, only running sequences have rows,
         # and at most `max_num_seqs` sequences run.
-        own.row = self._free_rows.pop()
+        draft_sequence.row = self._free_rows.pop()
         if self._mtp is not None:
-            self._mtp.follow(own, target)  # uses the hidden states of `target` for `own`
-        draft = SequenceDraft(target, own, start_in_target, num_known=len(own.token_ids))
+            # Let the MTP layer use the hidden states of `target`.
+            self._mtp.follow(draft_sequence, target)
+        num_known = len(draft_sequence.token_ids)
+        draft = SequenceDraft(target, draft_sequence, start_in_target, num_known)
         self._drafts[target] = draft
         return draft
 
     def _release(self, target: Sequence) -> None:
         """Release the batch row and the KV cache blocks of a sequence in the draft model."""
-        own = self._drafts.pop(target).sequence
-        assert own.row is not None
+        draft_sequence = self._drafts.pop(target).sequence
+        assert draft_sequence.row is not None
         if self._mtp is not None:
-            self._mtp.release(own)
-        self._free_rows.append(own.row)
-        self._tables.release(own)
+            self._mtp.release(draft_sequence)
+        self._free_rows.append(draft_sequence.row)
+        self._tables.release(draft_sequence)
 
     @torch.inference_mode()
     def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
@@ -310,8 +306,8 @@ class DraftModel:
         """Run one forward pass of the draft model, and sample a draft token for each sequence.
 
         If the uncomputed tokens of the drafts exceed the token budget of a pass, some drafts are
-        computed only partly or not at all. Such a draft gets no further token before this step of
-        the large model. `prepare` continues it before the next step.
+        computed only partly or not at all. Such a draft gets no further token before the next step
+        of the large model. It is continued before the step after that.
 
         Args:
             drafts: the states of the sequences in the draft model. Mutated.
@@ -327,7 +323,9 @@ class DraftModel:
             draft.is_new = False  # The next chunk is not the first chunk of this sequence.
             draft.sequence.num_computed_tokens += chunk.num_tokens
         sampling = [draft for draft, chunk in planned if chunk.samples]
-        return self._append_sampled_tokens(logits, sampling) if sampling else []
+        if not sampling:
+            return []
+        return self._append_sampled_tokens(logits, sampling)
 
     def _plan_pass(self, drafts: list[SequenceDraft]) -> list[tuple[SequenceDraft, Chunk]]:
         """Choose which tokens of each draft the next forward pass of the draft model computes.

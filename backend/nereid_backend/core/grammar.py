@@ -97,15 +97,17 @@ class ThinkingSpec(NamedTuple):
         Raises:
             RequestError: if the fields are not a valid specification.
         """
-        values = _as_tuple(fields)
-        if not _is_thinking(values):
-            raise RequestError(
-                "thinking: the value must be a list of start marker, end marker, token ids, a "
-                "boolean and a budget (an integer of at least 0, or null), but it is "
-                f"{values!r}."
-            )
-        start, end, token_ids, is_open, budget = values
-        return cls(start, end, tuple(token_ids), is_open, budget)
+        match values := _as_tuple(fields):
+            case (str(start), str(end), [*token_ids], bool(is_open), budget) if _are_integers(
+                token_ids
+            ) and _is_budget(budget):
+                return cls(start, end, tuple(token_ids), is_open, budget)
+            case _:
+                raise RequestError(
+                    "thinking: the value must be a list of start marker, end marker, token ids, a "
+                    "boolean and a budget (an integer of at least 0, or null), but it is "
+                    f"{values!r}."
+                )
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
@@ -116,19 +118,10 @@ def _as_tuple(fields: object) -> tuple[Any, ...]:
     return tuple(fields) if isinstance(fields, list | tuple) else (fields,)
 
 
-def _is_thinking(values: tuple[Any, ...]) -> bool:
-    """Return whether the values are the five fields of a `ThinkingSpec`, each of the right type."""
-    if len(values) != 5:
-        return False
-    start, end, token_ids, is_open, budget = values
-    return (
-        isinstance(start, str)
-        and isinstance(end, str)
-        and isinstance(token_ids, list | tuple)
-        and all(type(token_id) is int for token_id in token_ids)
-        and isinstance(is_open, bool)
-        and _is_budget(budget)
-    )
+def _are_integers(values: Iterable[object]) -> bool:
+    """Return whether all values are integers."""
+    # `isinstance` would accept booleans, because bool is a subclass of int.
+    return all(type(value) is int for value in values)
 
 
 def _is_budget(value: object) -> bool:

@@ -34,10 +34,10 @@ class InvalidBlocks:
         self._running = running
         self._pending_plans = pending_plans
         self._planner = planner
-        # The ids of the blocks that `add` has marked as invalid since the last call of `purge`.
+        # The ids of the blocks that `add_blocks_of` has marked since the last call of `purge`.
         self._blocks: set[int] = set()
 
-    def add(self, sequence: Sequence) -> None:
+    def add_blocks_of(self, sequence: Sequence) -> None:
         """Mark the blocks of a failed sequence as invalid. Delete the sequence's saved states."""
         self._blocks |= self._tables.blocks_of(sequence)
         cache = self._tables.cache
@@ -61,15 +61,14 @@ class InvalidBlocks:
         # A request with several sequences keeps the blocks of its prompt for the sequences that
         # have not started yet. Release these blocks if one of them is invalid.
         self._tables.kept_prompts.drop_with(invalid_blocks)
-        # One loop finds all affected sequences. Sequences share only leading blocks, so a sequence
-        # that shares any block after an invalid block also shares the invalid block.
         for sequence in list(self._running):
+            # Sequences share only leading blocks. If a sequence shares a later block of a failed
+            # sequence, it therefore shares the invalid block, too.
+            attends_to_invalid = not invalid_blocks.isdisjoint(sequence.all_blocks())
             # An ended sequence computes no more tokens, so it need not be preempted.
             has_ended = sequence in self._pending_plans.ended_sequences
-            has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
-            if has_invalid_block and not has_ended:
-                # This sequence attends to invalid blocks, so the blocks that it computed may be
-                # wrong, too. Remove all its blocks from the prefix cache. `blocks_of` also returns
+            if attends_to_invalid and not has_ended:
+                # The blocks that this sequence computed may be wrong, too. `blocks_of` also returns
                 # freed blocks of the sequence that are still cached.
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)

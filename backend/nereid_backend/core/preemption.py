@@ -8,28 +8,28 @@ from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 
 
-def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
-    """Choose a sequence to put back into the waiting queue, so that its blocks become free.
+def cheapest_victim(index: int, running: RunningSequences) -> Sequence:
+    """Choose the sequence after `index` that is cheapest to preempt; see `_preemption_cost`.
 
-    A preempted sequence loses its blocks and computes its tokens again later. If only one client
-    has requests, the result is the cheapest sequence after `index`. `_preemption_cost` defines the
-    cost. If no sequence comes after `index`, the result is the sequence at `index` itself.
+    The sequence at `index` needs blocks. If no sequence comes after it, the result is the sequence
+    at `index` itself.
+    """
+    later_sequences = running.after(index)
+    return min(later_sequences, key=_preemption_cost) if later_sequences else running[index]
 
-    Args:
-        index: the position, in the order of the running sequences, of the sequence that needs
-            blocks.
-        running: the running sequences.
-        by_client: whether several clients have requests. If so, the result is the cheapest sequence
-            of the client with the largest number of blocks divided by its weight. The sequence at
-            `index` may be preempted, too.
+
+def cheapest_victim_of_largest_client(index: int, running: RunningSequences) -> Sequence:
+    """Choose the sequence to preempt if several clients have requests.
+
+    The sequence at `index` needs blocks. The result is the cheapest sequence of the client with the
+    largest number of blocks, divided by the client's weight. Only the sequences from `index` on can
+    be chosen. The first running sequence is chosen only if it is the only running sequence, so it
+    always finishes.
     """
     sequence = running[index]
     later_sequences = running.after(index)
     if not later_sequences:
         return sequence
-    if not by_client:
-        return min(later_sequences, key=_preemption_cost)
-    # The first running sequence is never preempted for a later sequence, so it always finishes.
     is_first = index == 0
     candidates = later_sequences if is_first else [*later_sequences, sequence]
     return _victim_of_largest_client(candidates, running)
@@ -50,8 +50,8 @@ def _victim_of_largest_client(
         num_blocks_of_client[sequence.params.client_id] += sequence.num_blocks
 
     def sort_key(sequence: Sequence) -> tuple[float, tuple[int, int, int]]:
-        client = sequence.params
-        weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
+        params = sequence.params
+        weighted_blocks = num_blocks_of_client[params.client_id] / params.client_weight
         # The client with the most blocks, divided by the client's weight, comes first. Among the
         # sequences of this client, the sequence that is cheapest to preempt comes first.
         return -weighted_blocks, _preemption_cost(sequence)

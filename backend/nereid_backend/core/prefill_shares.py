@@ -53,15 +53,15 @@ class PrefillShares:
         client. One token is always allowed. Example: the share of the client is 100. The calls with
         80 and 80 tokens return 80 and 20, and a third call returns 1.
         """
-        if num_tokens <= 1 or not self._remaining:
-            # `_remaining` maps each client to the number of tokens that the client may still
-            # compute. If this dict is empty, the budget was not divided. A single token does not
-            # reduce the client's number, because the planner has already reserved one token of the
-            # budget for each running sequence.
+        if not self._remaining:
+            return num_tokens  # The budget was not divided.
+        if num_tokens <= 1:
+            # One token is always allowed and does not reduce the share, because the planner has
+            # already reserved one token of the budget for each running sequence.
             return num_tokens
         client = sequence.params.client_id
-        # If `divide` has set no share for this client, the share is `num_tokens`. The first call
-        # therefore allows all `num_tokens` tokens, and each later call allows one token.
+        # A client without a share may compute `num_tokens` tokens at first, and then one token in
+        # each further call.
         remaining = self._remaining.get(client, num_tokens)
         num_allowed = min(num_tokens, max(1, remaining))
         # The number can become negative, because one token is always allowed. Like 0, a negative

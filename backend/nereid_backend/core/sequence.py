@@ -183,15 +183,18 @@ class Sequence:
             self.token_ids,  # The constructor copies the list.
             self.params,
             max_total_tokens=self.max_total_tokens,
-            # No two sequences of the request get the same seed, because `_SEED_STEP` is odd and
-            # `_NUM_SEEDS` is a power of two.
-            seed=(self.seed + index * _SEED_STEP) % _NUM_SEEDS,
+            seed=self._seed_of_copy(index),
         )
         copy.index = index
         copy.stop_token_ids = self.stop_token_ids
         copy.adapter = self.adapter
         copy.images = self.images
         return copy
+
+    def _seed_of_copy(self, index: int) -> int:
+        """Return the seed of copy `index`. No two sequences of the request have the same seed."""
+        # The seeds are different, because `_SEED_STEP` is odd and `_NUM_SEEDS` is a power of two.
+        return (self.seed + index * _SEED_STEP) % _NUM_SEEDS
 
     def __repr__(self) -> str:
         return (

@@ -40,7 +40,11 @@ from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.block_tables import BlockTables
 from nereid_backend.core.draft_tokens.drafter import Drafter
-from nereid_backend.core.preemption import cheapest_victim, fair_victim
+from nereid_backend.core.preemption import (
+    cheapest_victim,
+    cheapest_victim_of_largest_client,
+    fair_victim,
+)
 from nereid_backend.core.prefill_shares import PrefillShares
 from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
@@ -85,8 +89,8 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """Return the plan of the next step: the tokens that are computed for each sequence.
 
-        A row is a place in the batch. If several clients have requests, the rows, the blocks and
-        the token budget are shared fairly.
+        A row is a place in the batch. If several clients have requests, each client may use a fair
+        share of the rows, of the blocks, and of the tokens that one step may compute.
 
         Mutates: running sequences can be preempted, and waiting sequences can start to run.
         """
@@ -96,47 +100,50 @@ class StepPlanner:
         if self.requests.waiting.has_several_clients:
             chunks = self._plan_fair_chunks()
         else:
-            # There is only one client, which may use the whole token budget for its prompts. Limits
-            # from an earlier step, in which there were several clients, no longer apply.
+            # The only client may use the whole token budget for its prompts. Remove the limits of
+            # an earlier step, in which there were several clients.
             self.prefill_shares.clear()
             chunks = self._plan_chunks()
         return self._make_plan(chunks)
 
     def _plan_fair_chunks(self) -> list[Chunk]:
-        """Select the tokens of the next step so that all clients get a fair part of the budget.
+        """Select the tokens of the next step if several clients have requests.
 
-        The budget is the number of tokens that the step may compute. The waiting queue counts the
-        tokens that were computed for each client. The client with the fewest tokens, divided by its
-        weight, comes next. If this client has less than its fair share of the rows or blocks, and
-        its next sequence does not fit, sequences of other clients are preempted.
+        First, sequences are preempted if the client that comes next in the waiting queue has less
+        than its fair share of the rows or blocks. Then, the prompt tokens of each client are
+        limited (`_limit_prefill`), and the tokens are selected within these limits. Finally, the
+        waiting queue records the tokens of each client, because the client with the fewest tokens,
+        divided by its weight, comes next.
         """
         waiting = self.requests.waiting
         if waiting:
             self._preempt_other_clients(waiting.first())
-        self._divide_budget()  # sets the limits in `prefill_shares`, which `_plan_chunks` applies
+        self._limit_prefill()
         chunks = self._plan_chunks()
         for chunk in chunks:
             waiting.charge(chunk.sequence, chunk.num_tokens)
         return chunks
 
-    def _divide_budget(self) -> None:
-        """Divide this step's token budget among the clients whose prompts must still be computed.
+    def _limit_prefill(self) -> None:
+        """Limit how many prompt tokens this step may compute for each client.
 
-        The result is stored in `prefill_shares`: for each client, the number of prompt tokens that
-        the step may compute. If every prompt must be computed in one step (`whole_prefill`), the
-        budget is not divided.
+        The token budget of the step is divided among the clients whose prompts must still be
+        computed. If every prompt must be computed in one step (`whole_prefill`), there are no
+        limits.
+
+        Mutates: `prefill_shares`, which contains the limits of this step.
         """
         if self.whole_prefill:
             self.prefill_shares.clear()
             return
-        # Some running sequences may have no uncomputed prompt tokens. `divide` ignores such
-        # sequences.
+        # `divide` ignores sequences without uncomputed prompt tokens.
         sequences = list(self.running)
         if self.running.free_rows:
             # The step can also start waiting sequences.
             sequences += self.requests.waiting.first_of_each_client()
-        # One token is reserved for each running sequence.
-        self.prefill_shares.divide(self.max_num_batched_tokens - len(self.running), sequences)
+        # Each running sequence gets at least one token, whether its client has a share or not.
+        num_reserved = len(self.running)
+        self.prefill_shares.divide(self.max_num_batched_tokens - num_reserved, sequences)
 
     def _make_plan(self, chunks: list[Chunk]) -> StepPlan:
         """Return the plan of a step that computes `chunks`. The method may reorder `chunks`.
@@ -154,7 +161,7 @@ class StepPlanner:
         if self.tables.snapshots is not None and chunks:
             # Each running sequence needs memory for one state. The rest of the memory is used for
             # snapshots.
-            snapshots = self.tables.snapshots.plan(chunks, num_running=len(self.running))
+            snapshots = self.tables.snapshots.prepare_step(chunks, num_running=len(self.running))
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def _plan_chunks(self) -> list[Chunk]:
@@ -164,21 +171,35 @@ class StepPlanner:
         tokens that the step may compute.
 
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
-        step. The step then computes only this prompt: the running sequences are not planned, and
-        `_plan_waiting` starts no second prompt. If the prompt needs more blocks than are free, the
-        step computes the running sequences, which free blocks when they end.
+        step. The step then computes only this prompt. If the prompt cannot be started, the step
+        computes only the running sequences, which free rows and blocks when they end.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
-        if not self.has_overdue_prompt:
-            budget = self._plan_running(chunks, budget)
+        if self.has_overdue_prompt:
+            self._start_overdue_prompt(chunks, budget)
+            if not chunks:
+                self._plan_running(chunks, budget)
+            return chunks
+        budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
-        if not chunks and self.running:
-            # No chunk was planned. If an overdue prompt could not be started, the running sequences
-            # have not been planned yet, so plan them now. In any other case, they were planned
-            # without success, and a second attempt does no harm.
-            self._plan_running(chunks, budget)
         return chunks
+
+    def _start_overdue_prompt(self, chunks: list[Chunk], budget: int) -> None:
+        """Start the first waiting sequence, and append its first chunk to `chunks`.
+
+        Do nothing if there are not enough rows or blocks.
+
+        Mutates: `has_overdue_prompt`. It becomes False, so that the next step computes the running
+            sequences first.
+        """
+        if self.must_wait_for_step:
+            return  # The plan needs a preemption, but the previous step is still running.
+        self.has_overdue_prompt = False
+        if self.requests.waiting and self.running.free_rows:
+            sequence = self.requests.waiting.first()
+            if self._try_admit(sequence):
+                chunks.append(self._first_chunk(sequence, budget))
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's row and blocks. Put the sequence into the waiting queue."""
@@ -203,18 +224,16 @@ class StepPlanner:
         Returns:
             The rest of the budget.
         """
-        index = 0
-        running = self.running.sequences
         # Whether this plan is made while the previous step is still running.
         is_ahead = self.pending_plans.is_planning
-        # The length is read in each iteration, because a preemption removes a sequence from the
-        # list. Only sequences at `index` or later are preempted, so `index` stays correct.
-        while index < len(running) and budget > 0:
-            sequence = running[index]
+        # During the loop, preemptions can remove sequences from the list. `_allocate` removes only
+        # sequences that come later, or the current sequence. In the second case, the loop ends.
+        for index, sequence in enumerate(self.running.sequences):
+            if budget <= 0:
+                break
             if is_ahead and self.pending_plans.will_end(sequence):
-                # This sequence has ended, or reaches its length limit in the running step. Skip the
-                # sequence, because it needs no more tokens.
-                index += 1
+                # This sequence has ended, or reaches its length limit in the running step, so it
+                # needs no more tokens.
                 continue
             start = sequence.num_computed_tokens
             # If the previous step is still running, the last token is a placeholder for the token
@@ -232,16 +251,14 @@ class StepPlanner:
                 break
             chunks.append(chunk)
             budget -= chunk.num_tokens
-            index += 1
         return budget
 
     def _plan_next_tokens(self, index: int, budget: int) -> Chunk | None:
         """Select the tokens to compute next for a running sequence, and allocate their blocks.
 
-        A known token is a token of the prompt or a sampled token. If there are not enough free
-        blocks, later sequences or this sequence itself are preempted. If speculative decoding is on
-        and the chunk contains the last known token, the sequence also gets draft tokens, which are
-        guesses for the next tokens.
+        If speculative decoding is on and the chunk contains the last known token (a token of the
+        prompt or a sampled token), the sequence also gets draft tokens, which are guesses for the
+        next tokens.
 
         Example: the last running sequence has 100 known tokens, 64 of them are computed, and
         `budget` is 16. The chunk consists of the 16 tokens from index 64 on.
@@ -251,32 +268,52 @@ class StepPlanner:
             budget: the number of tokens that the step may still compute.
 
         Returns:
-            The chunk; None if there are not enough free blocks for the tokens, or if the sequence
-            was preempted.
+            The chunk; None if `_allocate` could not allocate the blocks.
         """
+        sequence = self.running[index]
+        num_uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
         # Keep one token of the budget for each later running sequence. Otherwise, this sequence
         # could use the whole budget.
         num_later = len(self.running) - index - 1
-        limit = max(1, budget - num_later)
-        sequence = self.running[index]
-        # The number of known tokens that are not computed yet.
-        num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+        max_chunk_tokens = max(1, budget - num_later)
         # With `whole_prefill`, the first chunk of a sequence contains the whole prompt. Each later
         # chunk contains only the last sampled token.
-        max_tokens = 1 if self.whole_prefill else limit
+        max_known_tokens = 1 if self.whole_prefill else max_chunk_tokens
         # The client's share of the budget or a snapshot of a recurrent state can shorten the chunk.
-        num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
-        while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
-            if not self._free_some_blocks(index):
-                # `_free_some_blocks` returns False in two cases: this sequence itself was
-                # preempted, or no sequence can be preempted because the previous step is still
-                # running.
-                return None
-        has_last_known_token = num_tokens == num_remaining
-        if self.drafter is not None and has_last_known_token:
-            rest_of_limit = limit - num_tokens
-            self._propose_drafts(self.drafter, sequence, rest_of_limit)
+        num_tokens = self._chunk_length(sequence, min(num_uncomputed, max_known_tokens))
+        if not self._allocate(index, num_tokens):
+            return None
+        if self.drafter is not None and num_tokens == num_uncomputed:
+            self._propose_drafts(self.drafter, sequence, max_chunk_tokens - num_tokens)
         return make_chunk(sequence, num_tokens, is_first=False)
+
+    def _allocate(self, index: int, num_tokens: int) -> bool:
+        """Allocate blocks for the next `num_tokens` tokens of the running sequence at `index`.
+
+        If there are not enough free blocks, release the blocks that a request keeps for its waiting
+        sequences. If no request keeps blocks, preempt the sequence at `index` or a later sequence.
+        These sequences have no chunk in the current plan.
+
+        Returns:
+            Whether the blocks were allocated. False if the sequence itself was preempted. Also
+            False if a preemption is needed, but the previous step is still running.
+        """
+        sequence = self.running[index]
+        while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
+            if self.tables.kept_prompts.drop_oldest():
+                continue
+            if self.pending_plans.is_planning:
+                # The running step may still use the blocks of the sequences.
+                self.must_wait_for_step = True
+                return False
+            if self.requests.waiting.has_several_clients:
+                victim = cheapest_victim_of_largest_client(index, self.running)
+            else:
+                victim = cheapest_victim(index, self.running)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
 
     def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the length of a sequence's next chunk of tokens, at most `num_tokens`.
@@ -301,34 +338,24 @@ class StepPlanner:
         be computed in one step. If such a prompt exceeds the rest of the budget, it gets a step of
         its own: it is started now if `chunks` is empty, and otherwise becomes overdue.
 
-        Mutates: `has_overdue_prompt`. It becomes True if a prompt becomes overdue. The next step
-            then computes only this prompt.
+        Mutates: `has_overdue_prompt`. It becomes True if a prompt becomes overdue.
         """
         if self.must_wait_for_step:
-            # A running sequence needs more blocks than are free. The previous step is still
-            # running, so this plan must not take blocks from another sequence. Start no waiting
-            # sequence, because that sequence would use the blocks that are still free.
+            # A running sequence needs blocks of another sequence, but the previous step is still
+            # running. A waiting sequence would take the blocks that are still free.
             return
-        # A step with an overdue prompt starts no other prompt, because the running sequences would
-        # have to wait longer. If the overdue prompt cannot be started now, the next step is a
-        # normal step: it computes the running sequences first, and the prompt becomes overdue
-        # again.
-        starts_only_one = self.has_overdue_prompt
-        self.has_overdue_prompt = False
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:
             sequence = waiting.first()
             exceeds_budget = self.whole_prefill and len(sequence.token_ids) > budget
             if exceeds_budget and chunks:
                 self.has_overdue_prompt = True
-                break
+                return
             if not self._try_admit(sequence):
-                break
+                return
             chunk = self._first_chunk(sequence, budget)  # with `whole_prefill`, the whole prompt
             chunks.append(chunk)
             budget -= chunk.num_tokens
-            if starts_only_one:
-                break
 
     def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:
         """Return the first chunk (the first tokens to compute) of a sequence that has just started.
@@ -353,18 +380,15 @@ class StepPlanner:
             a block.
         """
         request = self.requests.of(sequence)
-        # A follower is a sequence that uses the prompt blocks of another sequence of the same
-        # request. If the prompt ends within a block, the follower gets a copy of this block.
+        # A follower uses the prompt blocks of another sequence of the same request. If the prompt
+        # ends within a block, the follower needs a copy of this block.
         may_need_copy = sequence in request.followers
-        if self.pending_plans.is_planning and may_need_copy:
-            # The previous step is still running, so this plan must not copy blocks. The sequence
-            # must wait.
+        if may_need_copy and self.pending_plans.is_planning:
             self.must_wait_for_step = True
             return False
         while not self.tables.try_admit(sequence, request):
-            # Requests with several sequences may keep the blocks of their prompts. Free the blocks
-            # of one of these prompts, and try again.
-            if not self._free_kept_prompt():
+            has_freed_blocks = self._free_kept_prompt()
+            if not has_freed_blocks:
                 return False
         self.requests.admit(sequence)
         self.running.add(sequence)
@@ -386,12 +410,11 @@ class StepPlanner:
     def _preempt_other_clients(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
 
-        A preempted sequence returns to the waiting queue and computes its tokens again later. A
-        client that has lost a sequence still has at least its fair share.
+        A preempted sequence returns to the waiting queue and computes its tokens again later. The
+        loop ends when enough rows and blocks are free, or when `fair_victim` finds no sequence that
+        a client may lose.
         """
         num_blocks = self.tables.num_blocks_to_start(sequence)
-        # `_next_victim` returns None if enough rows and blocks are free, or if no sequence can be
-        # preempted fairly.
         while (victim := self._next_victim(sequence, num_blocks)) is not None:
             if self.pending_plans.is_planning:
                 # The previous step is still running, so this plan must not preempt a running
@@ -412,30 +435,6 @@ class StepPlanner:
         if self.pool.num_free < num_blocks:
             return fair_victim(sequence, num_blocks, self.running, ended_sequences, by_rows=False)
         return None
-
-    def _free_some_blocks(self, index: int) -> bool:
-        """Free blocks of the KV cache for the running sequence at `index`.
-
-        A request with several sequences keeps the blocks of its prompt for the sequences that wait.
-        The call releases the blocks of one such prompt. If there is none, the call preempts the
-        sequence at `index` or a later sequence. These sequences have no chunk in the current plan.
-
-        Returns:
-            Whether the caller can try again to allocate blocks. False if the sequence at `index`
-            was preempted. Also False if a preemption is needed, but the previous step is running.
-        """
-        if self.tables.kept_prompts.drop_oldest():
-            return True
-        if self.pending_plans.is_planning:
-            # The previous step is still running, so this plan must not preempt a running sequence.
-            self.must_wait_for_step = True
-            return False
-        sequence = self.running[index]
-        victim = cheapest_victim(
-            index, self.running, by_client=self.requests.waiting.has_several_clients
-        )
-        self.preempt(victim)
-        return victim is not sequence
 
     def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence. Do nothing if there are not enough free blocks."""

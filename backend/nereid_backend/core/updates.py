@@ -84,9 +84,10 @@ def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
 
     Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
     """
-    # If the sequence ended before it started to run, its number of cached tokens is None.
+    # The number is None if the sequence ended while it was still waiting.
     update.num_cached_tokens = sequence.num_cached_tokens or 0
-    # A sequence can end before its whole prompt is computed. Its update then contains no new token.
+    # The first token is sampled when the whole prompt is computed. If there is no token, the
+    # sequence has ended earlier, for example because it was aborted.
     has_whole_prompt = bool(update.new_token_ids)
     # All sequences of a request have the same prompt, so only sequence 0 reports the
     # log-probabilities of the prompt.

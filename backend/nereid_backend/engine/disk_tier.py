@@ -11,6 +11,7 @@ The scheduler does not distinguish these blocks from other cached blocks.
 
 import itertools
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -90,7 +91,7 @@ class DiskTier:
         # The unfinished reads, by request id.
         self._reads: dict[str, _PrefixRead] = {}
         # The cache calls `_save_block` before the content of an unsaved block is overwritten.
-        cache.save_on_disk(before_reuse=self._save_block)
+        cache.start_recording_new_blocks(before_reuse=self._save_block)
 
     def start_reading(self, sequence: Sequence) -> bool:
         """Start to read the prefix of a request from disk, in the background.
@@ -168,16 +169,19 @@ class DiskTier:
         if read is None:
             return
         read.is_cancelled = True  # stops the thread if it is still reading files
-        # `has_all_files` is True if the thread has read all missing blocks and the snapshot.
-        if read.needs_snapshot and not read.has_all_files:
-            # The snapshot is the recurrent state after the last block. A recurrent model can
-            # continue only if it has the snapshot and all blocks.
-            return
-        # `contents_by_hash` copies the list of blocks first, because the thread may still append a
-        # block.
+        if not read.needs_snapshot:
+            self._insert_blocks(read.hashes, read.contents_by_hash())
+        elif read.has_all_files:
+            # A recurrent model can continue only if it has the snapshot (the recurrent state after
+            # the last block) and all blocks.
+            self._insert_with_snapshot(read)
+
+    def _insert_with_snapshot(self, read: _PrefixRead) -> None:
+        """Add blocks and the recurrent state after them to the prefix cache in memory.
+
+        If the memory has too few free blocks for all blocks, the state is not added.
+        """
         self._insert_blocks(read.hashes, read.contents_by_hash())
-        # If the memory had too few free blocks, some blocks were not inserted. Without these
-        # blocks, the snapshot cannot be used.
         has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
         if read.state is not None and has_all_blocks:
             self._insert_snapshot(read.hashes[-1], read.state)
@@ -230,49 +234,10 @@ class DiskTier:
             self._store.delete(_block_key(block_hash))
             self._store.delete(_snapshot_key(block_hash))
         changes.invalid.clear()
-        if self._save_blocks(changes.unsaved):
-            self._save_snapshots()
-
-    def _save_blocks(self, unsaved: dict[bytes, None]) -> bool:
-        """Pass new blocks to the thread that writes them to disk.
-
-        The keys of `unsaved` are the hashes of the new blocks. The values have no meaning.
-
-        Returns:
-            Whether all blocks were passed. False if too many bytes already wait for the thread. The
-            next call then passes the remaining blocks.
-
-        Mutates: `unsaved`. Each block that was passed is removed.
-        """
-        while unsaved:
-            block_hash = next(iter(unsaved))  # the oldest block
-            block = self._cache.block_of(block_hash)  # None if the block was evicted
-            if block is not None and not self._save_block(block_hash, block):
-                return False
-            del unsaved[block_hash]
-        return True
-
-    def _save_snapshots(self) -> None:
-        """Pass the new snapshots to the thread that writes them to disk.
-
-        A snapshot is a copy of a recurrent state. `snapshots.unsaved` contains the hashes of the
-        new snapshots. Stop if too many bytes already wait for the thread. The next call then passes
-        the remaining snapshots.
-
-        Mutates: `unsaved` of the snapshots. Each snapshot that was passed is removed.
-        """
+        has_saved_blocks = _save_oldest_first(changes.unsaved, self._save_cached_block)
         snapshots = self._cache.snapshots
-        if snapshots is None:
-            return  # The model has no recurrent state.
-        while snapshots.unsaved:
-            block_hash = next(iter(snapshots.unsaved))  # the oldest snapshot
-            key = _snapshot_key(block_hash)
-            snapshot_id = snapshots.id_of(block_hash)  # None if the snapshot was evicted
-            if snapshot_id is not None and key not in self._store:
-                is_accepted = self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
-                if not is_accepted:
-                    return  # Too many bytes already wait for the thread.
-            del snapshots.unsaved[block_hash]
+        if has_saved_blocks and snapshots is not None and snapshots.unsaved is not None:
+            _save_oldest_first(snapshots.unsaved, self._save_snapshot)
 
     def close(self) -> None:
         """Stop reading files, and wait until the writer thread has written all waiting data.
@@ -307,6 +272,23 @@ class DiskTier:
         assert snapshots is not None
         return block_hash in snapshots or _snapshot_key(block_hash) in self._store
 
+    def _save_cached_block(self, block_hash: bytes) -> bool:
+        """Pass a block to the writer thread, unless the block was evicted; see `_save_block`."""
+        block = self._cache.block_of(block_hash)
+        return block is None or self._save_block(block_hash, block)
+
+    def _save_snapshot(self, block_hash: bytes) -> bool:
+        """Pass the recurrent state after a block to the writer thread, unless it was evicted.
+
+        Return False if the queue is full, else True.
+        """
+        assert self._cache.snapshots is not None
+        snapshot_id = self._cache.snapshots.id_of(block_hash)
+        key = _snapshot_key(block_hash)
+        if snapshot_id is None or key in self._store:
+            return True
+        return self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
+
     def _save_block(self, block_hash: bytes, block: int) -> bool:
         """Pass a block to the writer thread. Return False if the queue is full, else True."""
         if not self._prefixes.has_blocks or _block_key(block_hash) in self._store:
@@ -319,7 +301,7 @@ class DiskTier:
         assert snapshots is not None
         if block_hash in snapshots:
             return
-        snapshot_id = snapshots.insert(block_hash)
+        snapshot_id = snapshots.reserve_id(block_hash)
         if snapshot_id is not None:
             self._prefixes.write_snapshot(snapshot_id, state)
 
@@ -339,9 +321,8 @@ class DiskTier:
         for block_hash in read.missing_hashes:
             if read.is_cancelled:
                 return
-            # Blocks after a damaged block cannot be used. They are read only because
-            # `DiskStore.read` deletes damaged files, so that the engine can write these files
-            # again.
+            # Blocks after a damaged block cannot be used. They are read nevertheless, because
+            # `DiskStore.read` deletes a damaged file. The engine can then write the file again.
             content = self._read_block(block_hash)
             if content is None:
                 has_damaged_block = True
@@ -353,6 +334,21 @@ class DiskTier:
         if not self._prefixes.has_blocks:
             return b""  # The blocks of a model without a KV cache contain no data.
         return self._store.read(_block_key(block_hash))
+
+
+def _save_oldest_first(unsaved: dict[bytes, None], save: Callable[[bytes], bool]) -> bool:
+    """Call `save` for the hashes in `unsaved`, in order, until `save` returns False.
+
+    Return whether all hashes were saved.
+
+    Mutates: `unsaved`. Each hash for which `save` returned True is removed.
+    """
+    while unsaved:
+        block_hash = next(iter(unsaved))
+        if not save(block_hash):
+            return False
+        del unsaved[block_hash]
+    return True
 
 
 def _block_key(block_hash: bytes) -> bytes:

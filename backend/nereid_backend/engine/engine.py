@@ -7,6 +7,7 @@ The main loop is in step_loop.py.
 import logging
 from collections import abc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from nereid_backend.config import EngineConfig
@@ -264,14 +265,10 @@ class Engine:
         """
         prompt = self.image_prompt(messages)
 
-        def add_with_images(
-            request_id: str, token_ids: abc.Sequence[int], request_params: SamplingParams
-        ) -> None:
-            # `prompt.images` also contains the videos and the audio of the messages.
-            self.add_request(request_id, token_ids, request_params, prompt.images)
-
+        # `prompt.images` also contains the videos and the audio of the messages.
+        add_request = partial(self.add_request, images=prompt.images)
         [output] = generate(
-            self, [prompt.token_ids], params, self._parts.decode, add_request=add_with_images
+            self, [prompt.token_ids], params, self._parts.decode, add_request=add_request
         )
         return output
 

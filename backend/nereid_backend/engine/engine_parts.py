@@ -227,16 +227,14 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     """
     if loaded.draft is not None:
         return loaded.draft
+    if config.max_draft_tokens == 0:
+        return None
     # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU.
     # Draft tokens cannot be combined with async scheduling.
     is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
-    is_wanted = config.requests_drafts or is_used_by_default
-    is_turned_off = config.max_draft_tokens == 0
-    if is_turned_off or not is_wanted:
+    if not config.requests_drafts and not is_used_by_default:
         return None
-    # `loaded.spec` describes the forward path of the model.
-    can_remove_rejected_tokens = loaded.spec.removes_tokens
-    if can_remove_rejected_tokens:
+    if loaded.spec.removes_tokens:  # the forward path can remove rejected draft tokens
         return PromptLookup(config.max_draft_tokens)
     if config.requests_drafts:
         report(
@@ -288,11 +286,11 @@ def _open_disk(
     """
     if config.prefix_cache_disk is None:
         return None
-    off = "The prefix cache on disk (prefix_cache_disk) is off, because"
+    message = "The prefix cache on disk (prefix_cache_disk) is off, because"
     if cache is None:
-        report(f"{off} {info.architecture} has no prefix cache.")
+        report(f"{message} {info.architecture} has no prefix cache.")
         return None
     if config.tensor_parallel_size > 1:
-        report(f"{off} it does not support tensor parallelism.")
+        report(f"{message} it does not support tensor parallelism.")
         return None
     return open_disk_tier(config, info, cache, path)

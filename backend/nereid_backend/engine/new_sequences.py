@@ -70,7 +70,7 @@ class NewSequences:
             )
         if images is None:
             self._check_needs_no_images()  # Some models process only prompts with images.
-        token_ids = self._check_prompt(prompt_token_ids)
+        token_ids = self._read_prompt(prompt_token_ids)
         check_token_ids(params, self._info.vocab_size)
         self._check_prompt_logprobs(params)
         self._check_queue()
@@ -157,7 +157,7 @@ class NewSequences:
             if kind in self._images.refused:
                 raise refuse_kind(kind, self._images.refused[kind])
 
-    def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
+    def _read_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
         """Return the token ids of a prompt as a list of Python integers.
 
         Raises:
@@ -169,7 +169,7 @@ class NewSequences:
             raise RequestError(
                 f"prompt: the value must be a list of token ids, but it is not ({error})."
             ) from error
-        self._check_length(token_ids)
+        self._check_length(token_ids)  # refuses an empty list, for which `min` would fail
         # If the smallest and the largest id are valid, all ids are valid.
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self._info.vocab_size:

@@ -121,13 +121,15 @@ class PrefixSessions:
         """
         client_id = values.get("client_id")
         key = values.get("prompt_cache_key")
-        if operation == "statistics":
-            return self.statistics(client_id)
-        if operation == "drop":
-            return {"num_dropped_tokens": self.drop(client_id, key)}
-        if operation == "extend" and isinstance(key, str):
-            seconds = values["seconds"]  # The caller has checked that the value is a valid number.
-            return {"num_sessions": self.extend(client_id, key, seconds)}
+        match operation:
+            case "statistics":
+                return self.statistics(client_id)
+            case "drop":
+                return {"num_dropped_tokens": self.drop(client_id, key)}
+            case "extend" if key is not None:
+                # The caller has checked that `seconds` is a valid number.
+                return {"num_sessions": self.extend(client_id, key, values["seconds"])}
+        # The operation is unknown, or it is "extend" without a key.
         raise RequestError(
             "cache: the value must be statistics, drop, or extend with a prompt_cache_key, but it "
             f"is {operation!r}."

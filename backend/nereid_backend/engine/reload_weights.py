@@ -43,21 +43,18 @@ class ReloadableModel:
 
         Mutates: `parts`, which is replaced by the objects of the new model.
         """
-        info = self.parts.info
         # After the reload, the engine must have the adapters that are loaded now. These adapters
         # may differ from the adapters with which the engine was started.
         old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
         # The new model must accept prompts of the same length as the present model.
+        max_model_len = self.parts.info.max_model_len
         new_config = replace(
-            old_config, model=path or old_config.model, max_model_len=info.max_model_len
+            old_config, model=path or old_config.model, max_model_len=max_model_len
         )
-        _check_reload(self.parts, new_config, self._tokenizer_files)
+        _check_can_reload(self.parts, new_config)
+        _check_new_checkpoint(self.parts, new_config, self._tokenizer_files)
         has_grammar_libraries = self.parts.preparation.has_guides
-        needed_bytes = info.weights_bytes + info.kv_cache_bytes
-        # On a GPU, the KV cache of the old model takes most of the memory, so a second model does
-        # not fit.
-        fits_next_to_old_model = info.device == "cpu" and needed_bytes < available_memory()
-        if fits_next_to_old_model:
+        if _fits_second_model(self.parts):
             self._load_then_release(new_config, report)
         else:
             self._release_then_load(new_config, old_config, report)
@@ -120,15 +117,24 @@ class ReloadableModel:
             raise EngineError(f"the old weights cannot be loaded again: {error}") from error
 
 
+def _fits_second_model(parts: EngineParts) -> bool:
+    """Return whether a second model of the same size fits into the memory."""
+    if parts.info.device != "cpu":
+        return False  # On a GPU, the KV cache takes most of the memory.
+    return parts.info.weights_bytes + parts.info.kv_cache_bytes < available_memory()
+
+
 def _load_error(error: Exception) -> RequestError:
     """Return the error that a client gets if the new weights cannot be loaded."""
     return RequestError(f"path: the new weights cannot be loaded: {error}")
 
 
-def _check_reload(
+def _check_new_checkpoint(
     parts: EngineParts, new_config: EngineConfig, tokenizer_files: TokenizerFiles
 ) -> None:
-    """Check that a new checkpoint can replace the loaded model now.
+    """Check that a new checkpoint has the same tensors and tokenizer as the loaded model.
+
+    `_check_can_reload` must be called first.
 
     Args:
         parts: the loaded model.
@@ -138,9 +144,8 @@ def _check_reload(
     Raises:
         RequestError: if the new checkpoint cannot replace the loaded model.
     """
-    _check_replaceable(parts, new_config)
     # The layout of a checkpoint is the name, the shape and the dtype of each of its tensors.
-    assert parts.layout is not None, "`_check_replaceable` has checked this"
+    assert parts.layout is not None, "`_check_can_reload` has checked this"
     try:
         check_same_layout(parts.layout, read_layout(new_config.model))
         architecture = read_architecture(new_config.model)
@@ -155,8 +160,8 @@ def _check_reload(
         )
 
 
-def _check_replaceable(parts: EngineParts, new_config: EngineConfig) -> None:
-    """Check that the engine can replace its weights now. Do not compare the two checkpoints.
+def _check_can_reload(parts: EngineParts, new_config: EngineConfig) -> None:
+    """Check that the engine can replace its weights now. Do not read the tensors of checkpoints.
 
     Raises:
         RequestError: if requests are running, if the engine uses tensor parallelism, or if one of

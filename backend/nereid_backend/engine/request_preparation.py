@@ -88,7 +88,7 @@ class RequestPreparation:
         """
         if self._disk is not None:
             self._start_after_reading(self._disk)
-        self._start_after_compiling()
+        self.compiled = self._start_after_compiling()
 
     def _start_after_reading(self, disk: DiskTier) -> None:
         """Start each request that has no grammar and whose prefix has been read from disk."""
@@ -96,15 +96,17 @@ class RequestPreparation:
             if request_id not in self._pending_grammars:
                 self._scheduler.start(request_id, None)
 
-    def _start_after_compiling(self) -> None:
+    def _start_after_compiling(self) -> list[tuple[str, float, float]]:
         """Start the requests whose grammar is compiled. End the requests whose grammar is invalid.
 
-        Mutates: `compiled`, which then contains the requests of this call.
+        Returns:
+            For each of these requests, its id, the time at which it was added, and the present time
+            (both by time.monotonic()).
         """
-        self.compiled = []
+        compiled = []
         for compilation in self._pending_grammars.take_done():
             request_id = compilation.request_id
-            self.compiled.append((request_id, compilation.time_added, time.monotonic()))
+            compiled.append((request_id, compilation.time_added, time.monotonic()))
             if self._disk is not None:
                 # The request starts now, even if only a part of its prefix has been read from disk.
                 self._disk.finish_reading(request_id)
@@ -117,6 +119,7 @@ class RequestPreparation:
                 # error. Any other error is a failure of the server.
                 is_refused = isinstance(error, RequestError)
                 self._scheduler.end_with_error(request_id, str(error), is_refused=is_refused)
+        return compiled
 
     def wait(self) -> None:
         """Wait until a prefix has been read or a grammar has been compiled.

@@ -35,12 +35,14 @@ class _NextStep:
 
     Attributes:
         plan: the plan of the step.
-        running: the started step. If the step could not be started, the error. `_start_next` does
-            not raise the error, because the current step must be committed first.
+        running: the started step; None if the step could not be started.
+        error: the error if the step could not be started. `_start_next` does not raise the error,
+            because the current step must be committed first.
     """
 
     plan: StepPlan
-    running: RunningStep | Exception
+    running: RunningStep | None = None
+    error: Exception | None = None
 
 
 class StepLoop:
@@ -66,8 +68,7 @@ class StepLoop:
                 If True, the scheduler must not propose draft tokens, and the runner's forward path
                 must support pending chunks (see `StepPlan.pending`).
         """
-        # The id and the start time of each request that the last call of `step` has started. Each
-        # call of `step` creates a new list, because callers may still use the previous list.
+        # Each call of `step` creates a new list, because callers may still use the previous list.
         self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
         self._runner = runner
@@ -75,10 +76,6 @@ class StepLoop:
         self._is_async = is_async
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The time (time.perf_counter()) at which `_run` last started a step. The scheduler needs
-        # this time to measure the cost of draft tokens. `_start_next` does not set this attribute,
-        # because it runs only with async scheduling, which does not support draft tokens.
-        self._start_time = 0.0
         # With async scheduling, a step can still be running when the method `step` returns. This
         # attribute contains the running step. If it is None, the next call of `step` plans a step.
         self._running_step: RunningStep | None = None
@@ -86,8 +83,8 @@ class StepLoop:
     def step(self) -> list[RequestUpdate]:
         """Finish the running step. If no step is running, plan, run and finish a new step.
 
-        With async scheduling, `_finish` also starts the next step. This step is still running when
-        the method returns, and the next call finishes this step.
+        With async scheduling, the method also starts the next step before it finishes the current
+        step. The next step is still running when the method returns, and the next call finishes it.
 
         If a step fails, its sequences end with an error, and the loop can continue.
 
@@ -101,7 +98,7 @@ class StepLoop:
         step = self._running_step
         self._running_step = None
         if step is not None:
-            return self._finish(step)
+            return self._commit_and_start_next(step)
         plan = self._scheduler.plan()
         if not plan.chunks:
             # This step has no tokens to compute. Some sequences may have ended since the last step,
@@ -116,30 +113,37 @@ class StepLoop:
         If the step fails, its sequences end with an error.
         """
         self._record_start(plan)
-        self._start_time = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             # On a GPU, `start` launches the forward pass and `sample` launches the sampling. Both
-            # calls return before the GPU has finished. `_finish` waits for the tokens.
+            # calls return before the GPU has finished.
             step = self._runner.start(plan)
             self._runner.sample(step, plan)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             return self._fail(plan, error)
-        return self._finish(step)
+        return self._commit_and_start_next(step, start_time)
 
-    def _finish(self, step: RunningStep) -> list[RequestUpdate]:
+    def _commit_and_start_next(
+        self, step: RunningStep, start_time: float | None = None
+    ) -> list[RequestUpdate]:
         """Wait for a step and commit its result. With async scheduling, start the next step first.
+
+        `start_time` is the time at which the step was started, by time.perf_counter(). With async
+        scheduling, it may be None, because only the cost of draft tokens is computed from it.
 
         Returns:
             The updates of the step. If the next step could not start, the updates that end the
             sequences of the next step follow.
         """
         next_step = self._start_next(step) if self._is_async else None
-        updates, result = self._wait_and_commit(step)
+        updates, result = self._wait_and_commit(step, start_time)
         if next_step is not None:
             updates += self._sample_next(next_step, result)
         return updates
 
-    def _wait_and_commit(self, step: RunningStep) -> tuple[list[RequestUpdate], StepResult | None]:
+    def _wait_and_commit(
+        self, step: RunningStep, start_time: float | None
+    ) -> tuple[list[RequestUpdate], StepResult | None]:
         """Wait for a step, and apply the result. If the step failed, end the step's sequences.
 
         Returns:
@@ -151,11 +155,8 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             return self._fail(step.plan, error), None
         self._num_failures = 0
-        # With async scheduling, `_start_time` can be too old, and the duration is then too long.
-        # This has no effect: the scheduler uses the duration only to compute the cost of draft
-        # tokens, and async scheduling has no draft tokens.
-        duration = time.perf_counter() - self._start_time
-        self._scheduler.add_time(step.plan, duration)
+        if start_time is not None:
+            self._scheduler.add_time(step.plan, time.perf_counter() - start_time)
         return self._scheduler.commit(step.plan, result), result
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
@@ -173,10 +174,10 @@ class StepLoop:
             return None  # No sequence has a token to compute.
         self._record_start(plan)
         try:
-            return _NextStep(plan, self._runner.start(plan, step))
+            return _NextStep(plan, running=self._runner.start(plan, step))
         except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
             # The error is handled later, because the running step must be committed first.
-            return _NextStep(plan, error)
+            return _NextStep(plan, error=error)
 
     def _sample_next(
         self, step: _NextStep, previous_result: StepResult | None
@@ -197,8 +198,9 @@ class StepLoop:
 
         Mutates: `_running_step`, unless the step was discarded or has failed.
         """
-        if isinstance(step.running, Exception):  # The forward pass could not be started.
-            return self._fail(step.plan, step.running)
+        if step.error is not None:
+            return self._fail(step.plan, step.error)
+        assert step.running is not None
         if previous_result is None or _has_failed_sequence(previous_result):
             # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nereid_backend.cpu_threads import set_num_threads
+from nereid_backend.cpu_threads import start_cpu_threads
 from nereid_backend.pooling.describe_model import describe_model
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
 from nereid_backend.pooling.forward.image_forward import ImageForward
@@ -70,7 +70,7 @@ class PoolingModel:
         """
         started = time.monotonic()
         # The object that adjusts the number of torch's threads before each batch; see `run`.
-        self._cpu_threads = set_num_threads(config.num_threads)
+        self._cpu_threads = start_cpu_threads(config.num_threads)
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
         # The object that builds the prompts of a vision-language model; None for other models.

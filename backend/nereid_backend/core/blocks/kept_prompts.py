@@ -58,17 +58,17 @@ class KeptPrompts:
         The sequence `leader` has just computed the prompt. In a group with an attention window, the
         null block (a placeholder) replaces the blocks before the window of the last prompt token.
         """
-        num_blocks = -(-leader.num_prompt_tokens // self._block_size)  # rounded up
-        # `leader.block_tables` has one table for each group of layers.
-        tables = [table[:num_blocks] for table in leader.block_tables]
-        # The other sequences of the request compute only the last prompt token again. Therefore,
-        # these sequences need only the blocks that the last prompt token attends to. These blocks
-        # still exist, because `leader` has just used them for the same token.
         last_position = leader.num_prompt_tokens - 1
-        for window, table in zip(self._windows, tables, strict=True):
-            if window is not None:
-                first_needed = window.first_visible(last_position) // self._block_size
-                table[:first_needed] = [self._pool.null_block] * first_needed
+        last_block = last_position // self._block_size
+        tables = []
+        for window, table in zip(self._windows, leader.block_tables, strict=True):
+            # The other sequences of the request compute only the last prompt token again, so they
+            # need only the blocks that this token attends to. These blocks still exist, because
+            # `leader` has just used them for the same token.
+            first_position = 0 if window is None else window.first_visible(last_position)
+            first_needed = first_position // self._block_size
+            null_blocks = [self._pool.null_block] * first_needed
+            tables.append(null_blocks + table[first_needed : last_block + 1])
         return tables
 
     def drop(self, request: Request) -> None:

@@ -92,15 +92,11 @@ class PrefixCache:
                 attention.
             snapshots: the snapshots of recurrent states; None if the model has no recurrent state.
         """
-        # `BlockTables` increases `num_queried_tokens` and `num_hit_tokens` when a sequence starts
-        # to run.
-        self.num_queried_tokens = 0  # the tokens of all sequences
-        self.num_hit_tokens = 0  # the tokens whose blocks were found in the cache
+        # `BlockTables` increases these two numbers when a sequence starts to run.
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
         self.snapshots = snapshots
-        # The new blocks that must be written to disk, and the invalid blocks that must be deleted
-        # from disk. None if there is no cache on disk. Otherwise, `save_on_disk` sets this
-        # attribute.
-        self.disk_changes: DiskChanges | None = None
+        self.disk_changes: DiskChanges | None = None  # set by `start_recording_new_blocks`
         self._pool = pool
         self._block_size = block_size
 
@@ -140,15 +136,23 @@ class PrefixCache:
             return self._find_with_windows(hashes)
         block_table = self._leading_cached_blocks(hashes)
         if self.snapshots is not None:
-            # A recurrent model can reuse a cached prefix only if the recurrent state at the end of
-            # the prefix was saved. Let this sequence save its state at the end of the cached
-            # blocks, so that the next request with this prefix can reuse all cached blocks.
+            # Let this sequence save its recurrent state at the end of the cached blocks, so that
+            # the next request with this prefix can reuse all cached blocks.
             sequence.end_of_cached_blocks = len(block_table) * self._block_size
-            # This sequence can reuse only the blocks before the last saved state. Remove the blocks
-            # after this state from the table, so that they are computed again.
-            while block_table and hashes[len(block_table) - 1] not in self.snapshots:
-                block_table.pop()
+            block_table = block_table[: self._num_blocks_to_snapshot(hashes[: len(block_table)])]
         return [block_table]
+
+    def _num_blocks_to_snapshot(self, hashes: list[bytes]) -> int:
+        """Return the number of leading blocks up to the last block with a snapshot; 0 if none has.
+
+        A recurrent model can continue only from a saved recurrent state (a snapshot). Example: the
+        hashes are [a, b, c], and there are snapshots after a and b. The result is 2.
+        """
+        assert self.snapshots is not None
+        for num_blocks in range(len(hashes), 0, -1):
+            if hashes[num_blocks - 1] in self.snapshots:
+                return num_blocks
+        return 0
 
     def _leading_cached_blocks(self, hashes: list[bytes]) -> list[int]:
         """Return the ids of a sequence's first blocks. Stop at the first block that is not cached.
@@ -166,7 +170,7 @@ class PrefixCache:
             leading_blocks.append(block)
         return leading_blocks
 
-    def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
+    def start_recording_new_blocks(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Start to record which blocks are new, so that the caller can save these blocks on disk.
 
         From now on, the hashes of new blocks are added to `disk_changes.unsaved`, and the hashes of
@@ -251,25 +255,30 @@ class PrefixCache:
         num_full_blocks = sequence.num_computed_tokens // self._block_size
         if num_full_blocks <= first_new:
             return
-        hashes = self._block_hashes(sequence, num_full_blocks)
-        # A sequence has one block table for each group of layers.
+        new_hashes = self._block_hashes(sequence, num_full_blocks)[first_new:]
         for cached_blocks, table in zip(self._blocks, sequence.block_tables, strict=True):
-            for index in range(first_new, num_full_blocks):
-                block_hash = hashes[index]
-                if block_hash in cached_blocks:
-                    # The cache already contains a block with the same tokens, which another request
-                    # has computed.
-                    continue
-                # `table[index]` is not a null block. A null block replaces a block that was freed
-                # because it is before the attention window. The block at `index` was completed by
-                # the last step, so it has not been freed yet.
-                self._mark_cached(cached_blocks, block_hash, table[index])
-                if self.disk_changes is not None:
-                    # There is a cache on disk. `unsaved` is a dict that is used as an ordered set.
-                    self.disk_changes.unsaved[block_hash] = None
+            # The last step has completed the new blocks. They are not null blocks, because a block
+            # is freed only in a later step, when the attention window has moved past the block.
+            new_blocks = table[first_new:num_full_blocks]
+            for block_hash, block in zip(new_hashes, new_blocks, strict=True):
+                self._add_computed(cached_blocks, block_hash, block)
         sequence.num_blocks_in_cache = num_full_blocks
         if self.snapshots is not None:
             self.snapshots.add(sequence)  # the recurrent state, if the last step has copied it
+
+    def _add_computed(self, cached_blocks: dict[bytes, int], block_hash: bytes, block: int) -> None:
+        """Add a computed block to the cache, and record that it must be written to disk.
+
+        Do nothing if the cache already contains a block with the same tokens, which another request
+        has computed.
+
+        Mutates: `cached_blocks`, the dict of the block's group of layers.
+        """
+        if block_hash in cached_blocks:
+            return
+        self._mark_cached(cached_blocks, block_hash, block)
+        if self.disk_changes is not None:
+            self.disk_changes.unsaved[block_hash] = None
 
     def retain(self, sequence: Sequence) -> None:
         """Let the request's session retain the cached blocks and saved states of a sequence.
@@ -280,24 +289,27 @@ class PrefixCache:
         """
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
-        hashes = sequence.block_hashes[: sequence.num_blocks_in_cache]
-        retained_blocks: list[int] = []
-        # For each group of layers, `num_freed` is the number of leading blocks that the sequence
-        # has already freed.
-        for cached_blocks, num_freed in zip(self._blocks, sequence.num_null_blocks, strict=True):
-            # The first block in the list is evicted first. The list begins with the last block of
-            # the sequence, because a block is useless if an earlier block is missing.
-            last_first = reversed(hashes[num_freed:])
-            retained_blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
-        self._pool.retain(retained_blocks, key, params.retention_s)
+        self._pool.retain(self._blocks_last_first(sequence), key, params.retention_s)
         if self.snapshots is not None:
             # A snapshot applies to all groups of layers, so it is retained if any group still has
             # the block before the snapshot.
             first_retained = min(sequence.num_null_blocks)
-            # The order of the snapshots is not reversed: the first snapshot is evicted first. A
-            # snapshot can be used without the earlier snapshots, and the next request of the
-            # session probably continues after the last snapshot.
-            self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
+            hashes = sequence.block_hashes[first_retained : sequence.num_blocks_in_cache]
+            # The first snapshot in the list is evicted first. The next request of the session
+            # probably continues after the last snapshot, and does not need the earlier ones.
+            self.snapshots.retain(hashes, key, params.retention_s)
+
+    def _blocks_last_first(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that a sequence still uses. The last block comes first.
+
+        The order is the eviction order: a block is useless if an earlier block is missing.
+        """
+        hashes = sequence.block_hashes[: sequence.num_blocks_in_cache]
+        blocks: list[int] = []
+        for cached_blocks, num_freed in zip(self._blocks, sequence.num_null_blocks, strict=True):
+            last_first = reversed(hashes[num_freed:])
+            blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
+        return blocks
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
         """Retain the cached prefixes of a session for at least the next `seconds` seconds.
@@ -358,9 +370,8 @@ class PrefixCache:
         ]
 
         def can_end_after(num_blocks: int) -> bool:
-            # In a recurrent model, a cached prefix can be reused only if the model's state at the
-            # end of the prefix was saved (a snapshot). In other models, the prefix can end after
-            # any block. `num_blocks` is at least 1.
+            # A recurrent model can continue only from a saved state (a snapshot). Other models can
+            # continue after any block.
             return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
 
         return self._window_search.longest_prefix(tables, can_end_after)
@@ -377,10 +388,11 @@ class PrefixCache:
             # The pool calls this method before the content of the block is overwritten. This is the
             # last chance to write the block to disk.
             self.disk_changes.save_before_reuse(block_hash, block)
+        # `_blocks` has one dict for each group of layers. Find the dict that contains the block.
         for cached_blocks in self._blocks:
             if cached_blocks.get(block_hash) == block:
                 del cached_blocks[block_hash]
-                break  # A block belongs to exactly one group of layers.
+                break
         if self.snapshots is not None:
             self.snapshots.delete(block_hash)
 

@@ -79,7 +79,7 @@ class StateSnapshots:
 
         self._num_states = num_states
         # The largest number of snapshots: the number of states that fit into the memory, minus the
-        # number of running sequences. `plan` updates this number before each step.
+        # number of running sequences. `prepare_step` updates this number.
         self._max_snapshots = num_states
 
         # Maps the hash of a block to the id of the snapshot at the end of the block.
@@ -132,10 +132,9 @@ class StateSnapshots:
         A snapshot of the recurrent state can be saved only after the tokens of a step (the chunk).
         Therefore, the chunk ends at the first position at which a snapshot should be saved.
 
-        Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
-        computed. `chunk_length(sequence, 488)` returns 464, because a snapshot should be saved
-        after 976 tokens, which is the end of the second-to-last full block of the prompt. The next
-        turn of a chat repeats the prompt, but the tokens in the last block may be different.
+        Example: block_size is 16, the prompt has 1000 tokens (62 full blocks), and the first 512 of
+        them are computed. A snapshot should be saved at the end of the second-to-last full block,
+        after 61 * 16 = 976 tokens. `chunk_length(sequence, 488)` therefore returns 976 - 512 = 464.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
@@ -145,16 +144,15 @@ class StateSnapshots:
         positions_in_chunk = [position for position in snapshot_positions if start < position < end]
         if positions_in_chunk:
             return min(positions_in_chunk) - start
-        has_last_known_token = end >= len(sequence.token_ids)
+        is_last_chunk = end >= len(sequence.token_ids)
         last_block_end = end // self._block_size * self._block_size
-        if has_last_known_token or last_block_end <= start:
+        if is_last_chunk or last_block_end <= start:
             return num_tokens
-        # More chunks follow. End this chunk at the end of a block, because a snapshot can be saved
-        # only at the end of a block.
+        # End this chunk at the end of a block, because a snapshot can be saved only there.
         return last_block_end - start
 
-    def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
-        """Return the copies of recurrent states that the next step loads, saves and deletes.
+    def prepare_step(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
+        """Choose the snapshots that the next step loads, saves and deletes.
 
         A snapshot is a copy of a sequence's recurrent state. Old snapshots are deleted if the
         memory is not sufficient for the new snapshots and the states of the running sequences.
@@ -181,12 +179,12 @@ class StateSnapshots:
                 saves.append((chunk_index, sequence.unsaved_snapshot_id))
         # Delete old snapshots until there is enough memory for the new snapshots. Even a snapshot
         # in `loads` may be deleted, because the step loads snapshots before it deletes any.
-        self._evict_until(self._max_snapshots - len(saves))
+        self._evict_to(self._max_snapshots - len(saves))
         return SnapshotPlan(loads, saves, self._take_deleted())
 
-    def _evict_until(self, max_remaining: int) -> None:
-        """Delete the oldest saved states until at most `max_remaining` saved states are left."""
-        while self._ids and len(self._ids) > max_remaining:
+    def _evict_to(self, max_count: int) -> None:
+        """Delete the oldest saved states until at most `max_count` saved states are left."""
+        while self._ids and len(self._ids) > max_count:
             self._evict()
 
     def _take_deleted(self) -> list[int]:
@@ -210,29 +208,30 @@ class StateSnapshots:
         sequence.unsaved_snapshot_id = None
         position = sequence.num_computed_tokens
         block_hash = self._hash_before(sequence, position)
-        self._set_snapshot(block_hash, snapshot_id)
+        self._store_or_delete(block_hash, snapshot_id)
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
             # Snapshots of the answer are not marked for writing here, because newer snapshots will
             # probably replace them soon. `finish` marks the last snapshot of the answer.
             self._write_to_disk_later(block_hash)
-        self._delete_if_in_answer(sequence, previous_position=sequence.num_snapshot_tokens)
+        self._delete_previous_answer_snapshot(sequence)
         sequence.num_snapshot_tokens = position
 
-    def _delete_if_in_answer(self, sequence: Sequence, previous_position: int) -> None:
+    def _delete_previous_answer_snapshot(self, sequence: Sequence) -> None:
         """Delete a sequence's previous snapshot if this snapshot was saved during the answer.
 
         The next turn of the chat continues after the whole answer, so only the last snapshot of the
         answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
         may be useful to other requests.
         """
+        previous_position = sequence.num_snapshot_tokens
         is_in_answer = previous_position > sequence.num_prompt_tokens
         was_saved_by_sequence = previous_position > sequence.num_reused_tokens
         if is_in_answer and was_saved_by_sequence:
             self.delete(self._hash_before(sequence, previous_position))
 
-    def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Store a snapshot under a hash. If the hash already has one, delete the new snapshot."""
+    def _store_or_delete(self, block_hash: bytes, snapshot_id: int) -> None:
+        """Store a new snapshot under a hash. If the hash already has one, delete the new one."""
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)
@@ -244,9 +243,9 @@ class StateSnapshots:
         """Delete a sequence's unfinished snapshot. Mark the last finished one for writing to disk.
 
         This method is called when the blocks of the sequence are released. A snapshot is a saved
-        copy of the recurrent state. It is unfinished while the step that saves it is running. Only
-        a snapshot of the answer is marked for writing, because snapshots of the prompt are marked
-        earlier.
+        copy of the recurrent state. It is unfinished while the step that saves it is running. The
+        last finished snapshot is marked only if it belongs to the answer, because `add` has already
+        marked the snapshots of the prompt.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
@@ -255,19 +254,17 @@ class StateSnapshots:
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
-        # `num_snapshot_tokens` is the position of the last finished snapshot, because `add` changes
-        # this number only after the step that saved the snapshot.
-        last_position = sequence.num_snapshot_tokens
-        is_in_answer = last_position > sequence.num_prompt_tokens
+        last_finished = sequence.num_snapshot_tokens
+        is_in_answer = last_finished > sequence.num_prompt_tokens
         if is_in_answer:
             # No further step will replace this snapshot, so it can be written to disk.
-            self._write_to_disk_later(self._hash_before(sequence, last_position))
+            self._write_to_disk_later(self._hash_before(sequence, last_finished))
 
     def id_of(self, block_hash: bytes) -> int | None:
         """Return the id of a block's saved recurrent state; None if no such state was saved."""
         return self._ids.get(block_hash)
 
-    def insert(self, block_hash: bytes) -> int | None:
+    def reserve_id(self, block_hash: bytes) -> int | None:
         """Reserve memory for a recurrent state that was read from disk, and return its id.
 
         The caller must store the state under the returned id before the next step. If the memory is
@@ -284,7 +281,7 @@ class StateSnapshots:
         if self._max_snapshots < 1:
             # The running sequences use all memory that is reserved for recurrent states.
             return None
-        self._evict_until(self._max_snapshots - 1)
+        self._evict_to(self._max_snapshots - 1)
         snapshot_id = self._new_id()
         self._ids[block_hash] = snapshot_id
         self._order.add(block_hash)
@@ -340,10 +337,11 @@ class StateSnapshots:
     def _snapshot_positions_in_prompt(self, sequence: Sequence) -> list[int]:
         """Return the positions in the prompt after which the recurrent state should be saved.
 
-        The first position is the end of the cached blocks: two requests have had this prefix, so a
-        third request will probably have the same prefix. The second position is the end of the
-        second-to-last full block: the next turn of a chat repeats the prompt, but its last few
-        tokens may be different. A position is left out if it is near the last snapshot.
+        The first position is the end of the cached blocks. The sequence that computed these blocks
+        and this sequence have the same prefix, so a third sequence will probably have it, too. The
+        second position is the end of the second-to-last full block: the next turn of a chat repeats
+        the prompt, but its last few tokens may be different. A position is left out if fewer than
+        `_MIN_DISTANCE` blocks are between the last snapshot and the position.
         """
         # Sequences with images are computed by other code, which cannot copy recurrent states.
         if sequence.images is not None:
@@ -351,17 +349,15 @@ class StateSnapshots:
         num_full_blocks = len(sequence.token_ids) // self._block_size
         end_of_second_to_last_block = (num_full_blocks - 1) * self._block_size
         positions = (sequence.end_of_cached_blocks, end_of_second_to_last_block)
-        min_position = max(
-            sequence.num_snapshot_tokens + self._min_distance_tokens, self._block_size
-        )
+        min_position = sequence.num_snapshot_tokens + self._min_distance_tokens
         return [position for position in positions if position >= min_position]
 
     def _is_worth_saving(self, chunk: Chunk) -> bool:
         """Return whether the recurrent state after the tokens of `chunk` must be saved.
 
-        A state can be saved only at the end of a block. In an answer, the state is saved at the end
-        of every block. In a prompt, the state is saved at the end of the cached prefix, near the
-        end of the prompt, and if many blocks were computed since the last saved state.
+        A state can be saved only at the end of a block. The state is saved at the end of every
+        block of an answer, if many blocks were computed since the last saved state, and at the
+        positions that `_snapshot_positions_in_prompt` returns.
         """
         sequence = chunk.sequence
         chunk_end = chunk.start + chunk.num_tokens
@@ -371,6 +367,8 @@ class StateSnapshots:
             return False
         is_in_answer = chunk_end > sequence.num_prompt_tokens
         is_far_from_last = chunk_end - sequence.num_snapshot_tokens >= self._interval_tokens
-        if is_in_answer or is_far_from_last:
-            return True
-        return chunk_end in self._snapshot_positions_in_prompt(sequence)
+        return (
+            is_in_answer
+            or is_far_from_last
+            or chunk_end in self._snapshot_positions_in_prompt(sequence)
+        )

@@ -12,7 +12,6 @@ The longest prefix has three blocks, because the first group has only three bloc
 needs only block 6 of this prefix.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,20 +51,24 @@ class WindowSearch:
                 blocks. Example: a recurrent model can continue only after a block at whose end its
                 state was saved.
         """
-        # Maps each window to a list. Element i of the list is the index of the last missing block
-        # among the blocks 0 to i; -1 if none of these blocks is missing.
-        last_missing = self._last_missing_by_window(tables)
-        max_blocks = len(tables[0])
-        if None in last_missing:
-            # `last_missing[None]` describes the layers with full attention. In these layers, the
-            # next token needs every block of the prefix, so the prefix must end before the first
-            # missing block.
-            max_blocks = _num_leading_cached(last_missing[None])
+        max_blocks = min(
+            self._num_leading_cached(table) if window is None else len(table)
+            for window, table in zip(self.windows, tables, strict=True)
+        )
+        cached_runs = self._cached_runs_by_window(tables)
         # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):
-            if can_end_after(num_blocks) and self._has_needed_blocks(last_missing, num_blocks):
+            if can_end_after(num_blocks) and self._has_needed_blocks(cached_runs, num_blocks):
                 return self._prefix_tables(tables, num_blocks)
         return [[] for _ in self.windows]
+
+    def _num_leading_cached(self, table: list[int]) -> int:
+        """Return the number of blocks before the first null block.
+
+        With full attention, a token needs every block before it, so a cached prefix cannot be
+        longer. Example: [4, 9, null, 6] gives 2.
+        """
+        return table.index(self.null_block) if self.null_block in table else len(table)
 
     def _prefix_tables(self, tables: list[list[int]], num_blocks: int) -> list[list[int]]:
         """Return the first `num_blocks` blocks of each table.
@@ -77,48 +80,43 @@ class WindowSearch:
             for table, window in zip(tables, self.windows, strict=True)
         ]
 
-    def _last_missing_by_window(
-        self, tables: list[list[int]]
-    ) -> dict[AttentionWindow | None, list[int]]:
-        """For each attention window and each block, find the last missing block up to this block.
+    def _cached_runs_by_window(self, tables: list[list[int]]) -> dict[AttentionWindow, list[int]]:
+        """For each attention window, return the numbers of consecutive cached blocks.
 
-        `tables` has one table for each group of layers. The groups with one window share one list.
-        A block is missing if a table of these groups contains the null block. Element i of the list
-        is the largest index j <= i of a missing block; -1 if there is none.
+        Element i of a list is the number of consecutive cached blocks that end with block i. Groups
+        of layers with the same window share one list, which contains the smallest numbers.
 
-        Example: two groups have the same window and the tables [4, null, 9] and [null, 3, 6]. The
-        list is [0, 1, 1].
+        Example: two groups have the same window and the tables [4, null, 9] and [7, 3, 6]. Their
+        lists are [1, 0, 1] and [1, 2, 3], so the result contains [1, 0, 1].
         """
-        by_window: dict[AttentionWindow | None, list[int]] = {}
+        by_window: dict[AttentionWindow, list[int]] = {}
         for window, table in zip(self.windows, tables, strict=True):
-            last_missing = _last_missing(table, self.null_block)
+            if window is None:
+                continue
+            runs = _cached_runs(table, self.null_block)
             if window in by_window:
-                last_missing = list(map(max, by_window[window], last_missing))
-            by_window[window] = last_missing
+                runs = [min(pair) for pair in zip(by_window[window], runs, strict=True)]
+            by_window[window] = runs
         return by_window
 
     def _has_needed_blocks(
-        self, last_missing_by_window: dict[AttentionWindow | None, list[int]], num_blocks: int
+        self, cached_runs: dict[AttentionWindow, list[int]], num_blocks: int
     ) -> bool:
-        """Return whether the cache has all blocks that the first token after a prefix needs.
+        """Return whether the groups with a window have all blocks for the token after a prefix.
 
-        The token needs the blocks from the start of its attention window to the end of the prefix.
-        The last block of the prefix is required even if the window starts after this block, because
-        a prefix whose end is not in the cache does not count as cached. The condition must be true
-        for every attention window of the model.
+        The token needs the blocks from the start of its attention window to the end of the prefix,
+        but at least the last block of the prefix.
+
+        Example: the prefix has 6 blocks, and the window starts in block 4. The blocks 4 and 5 must
+        be cached, so at least 2 consecutive cached blocks must end with block 5.
 
         Args:
-            last_missing_by_window: for each window, a list. Element i is the index of the last
-                block among the blocks 0 to i that is not cached; -1 if all of them are cached.
+            cached_runs: the result of `_cached_runs_by_window`.
             num_blocks: the number of blocks in the prefix.
         """
-        last_block = num_blocks - 1
-        for window, last_missing in last_missing_by_window.items():
-            first_needed = min(self._first_visible_block(window, num_blocks), last_block)
-            # `last_missing[last_block]` is the last missing block of the prefix, so all blocks
-            # after it are cached.
-            is_needed_block_missing = last_missing[last_block] >= first_needed
-            if is_needed_block_missing:
+        for window, runs in cached_runs.items():
+            num_needed = max(1, num_blocks - self._first_visible_block(window, num_blocks))
+            if runs[num_blocks - 1] < num_needed:
                 return False
         return True
 
@@ -142,24 +140,15 @@ class WindowSearch:
         return window.first_visible(num_blocks * self.block_size) // self.block_size
 
 
-def _last_missing(table: list[int], null_block: int) -> list[int]:
-    """For each index i, return the largest j <= i with table[j] == null_block; -1 if there is none.
+def _cached_runs(table: list[int], null_block: int) -> list[int]:
+    """For each block, return the number of consecutive cached blocks that end with this block.
 
-    Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
+    The null block represents a block that is not cached. Example: the table [4, null, 9, 6] gives
+    [1, 0, 1, 2].
     """
-    last_missing = -1
-    result = []
-    for index, block in enumerate(table):
-        if block == null_block:
-            last_missing = index
-        result.append(last_missing)
-    return result
-
-
-def _num_leading_cached(last_missing: list[int]) -> int:
-    """Return the number of blocks before the first missing block; see `_last_missing`.
-
-    Example: [-1, 1, 1, 1] gives 1.
-    """
-    # The list is sorted, and it contains -1 for each block before the first missing block.
-    return bisect_right(last_missing, -1)
+    run = 0
+    runs = []
+    for block in table:
+        run = 0 if block == null_block else run + 1
+        runs.append(run)
+    return runs

@@ -89,6 +89,11 @@ class _History:
     num_paused_steps: int = 0
     next_pause: int = _FIRST_PAUSE
 
+    def start_pause(self) -> None:
+        """Start a pause without drafts. The next pause will be twice as long, up to a limit."""
+        self.num_paused_steps = self.next_pause
+        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+
 
 @dataclass(slots=True)
 class _StepTimes:
@@ -185,17 +190,24 @@ class DraftLengths:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Create an object without measurements."""
+        """Create an object without measurements.
+
+        Args:
+            max_tokens: the largest number of draft tokens for one sequence in one step.
+        """
         self.max_tokens = max_tokens
         self.costs = StepCosts()
         self.num_drafts = 0
         self.num_proposed = 0
         self.num_accepted = 0
         self._histories: dict[Sequence, _History] = {}
+        # The acceptance rate of all sequences together. At first, it has the assumed value
+        # _FIRST_RATE, with the weight of _FIRST_WEIGHT verified draft tokens.
         self._overall_rate = _Rate(_FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT)
+        # `begin_step` sets the following two attributes. The cost ratio is the time of a draft
+        # token, divided by the time that an accepted draft token saves.
         self._cost_ratio = _FIRST_RATIO
-        # True if the next step must run without draft tokens, because the time of a step without
-        # draft tokens must be measured.
+        # Whether the next step must run without draft tokens, so that its time can be measured.
         self._is_plain_step_due = False
 
     def begin_step(self, num_sequences: int) -> None:
@@ -210,35 +222,19 @@ class DraftLengths:
     def next_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
-        Let p be the share of the sequence's draft tokens that were accepted. The n-th draft token
-        is accepted with the probability p ** n, because all tokens before it must be accepted, too.
-        It saves time on average if this probability is above the cost ratio: the time of a draft
-        token, divided by the time that an accepted draft token saves. Example: max_tokens is 4, the
-        cost ratio is 0.25, and p is 0.6. The result is 2, because 0.36 (the square of 0.6) is above
-        0.25, but 0.216 (the cube of 0.6) is below.
-
-        Call this method once for each step of the sequence, because each call shortens a pause by
-        one step. `record_draft` starts a pause when the drafts cost more time than they save.
+        The length is 0 in a pause, which `record_draft` starts when drafts cost more time than they
+        save. Call this method once for each step of the sequence, because each call shortens a
+        pause by one step.
         """
         history = self._history_of(sequence)
         if history.num_paused_steps > 0:
             history.num_paused_steps -= 1
             return 0
         if self._is_plain_step_due:
-            # Use no draft, because the time of a step without drafts must be measured again.
             return 0
-        acceptance_rate = history.rate.value
-        if acceptance_rate <= self._cost_ratio:
-            # At this acceptance rate, a draft costs more time than it saves. Use a draft of only
-            # one token, to measure the acceptance rate again. If `max_tokens` is 0, use no draft.
-            return min(1, self.max_tokens)
-        if acceptance_rate >= 1:
-            return self.max_tokens
-        # The draft token n is accepted with the probability `acceptance_rate ** n`. If n is
-        # `break_even_length`, this probability equals the cost ratio. The logarithm is defined,
-        # because the cost ratio is always positive.
-        break_even_length = math.log(self._cost_ratio) / math.log(acceptance_rate)
-        return min(self.max_tokens, math.ceil(break_even_length) - 1)
+        # After a pause, a draft of one token measures the acceptance rate again.
+        length = max(1, _profitable_length(history.rate.value, self._cost_ratio, self.max_tokens))
+        return min(self.max_tokens, length)
 
     def _history_of(self, sequence: Sequence) -> _History:
         """Return the record of a sequence's drafts. If no record exists, create and store one."""
@@ -271,9 +267,27 @@ class DraftLengths:
             # A later pause must be short again.
             history.next_pause = _FIRST_PAUSE
         else:
-            history.num_paused_steps = history.next_pause
-            history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
+            history.start_pause()
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the history of an ended sequence."""
         self._histories.pop(sequence, None)
+
+
+def _profitable_length(acceptance_rate: float, cost_ratio: float, max_tokens: int) -> int:
+    """Return the largest number of draft tokens, at most `max_tokens`, that save time on average.
+
+    Let p be the acceptance rate. Draft token number n is accepted with the probability p ** n,
+    because all tokens before it must be accepted, too. It saves time if p ** n is above the cost
+    ratio.
+
+    Example: max_tokens is 4, the cost ratio is 0.25, and p is 0.6. The result is 2, because 0.36
+    (the square of 0.6) is above 0.25, but 0.216 (the cube of 0.6) is below.
+    """
+    if acceptance_rate <= cost_ratio:
+        return 0
+    if acceptance_rate >= 1:
+        return max_tokens
+    # p ** break_even_length equals the cost ratio, which is always positive.
+    break_even_length = math.log(cost_ratio) / math.log(acceptance_rate)
+    return min(max_tokens, math.ceil(break_even_length) - 1)

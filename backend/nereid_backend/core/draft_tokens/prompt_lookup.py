@@ -69,6 +69,10 @@ class PromptLookup:
         Example: the tokens of the sequence are [1, 2, 3, 4, 5, 1, 2, 3]. The last three tokens also
         occur at the start, where the tokens 4 and 5 follow. With limit=2, the result is [4, 5].
 
+        If only a few tokens follow the earlier occurrence, they are repeated. Example: the tokens
+        are [1, 2, 1, 2, 1, 2]. Only the tokens [1, 2] follow the first occurrence of [2, 1, 2]. The
+        result with limit=5 is [1, 2, 1, 2, 1].
+
         Mutates: the index of the sequence's n-grams, to which the new n-grams are added.
         """
         # `next_length` limits the draft to a length that probably saves time.
@@ -83,10 +87,7 @@ class PromptLookup:
         start = index.ends.get(last_ngram)
         if start is None:
             return []
-        # If fewer than `num_drafts` tokens follow the earlier n-gram, the sequence probably repeats
-        # these tokens, so the draft repeats these tokens, too. Example: the tokens are
-        # [1, 2, 1, 2, 1, 2], and num_drafts is 5. The last n-gram is [2, 1, 2]. The tokens [1, 2]
-        # follow the earlier occurrence of this n-gram, so the draft is [1, 2, 1, 2, 1].
+        # If fewer than `num_drafts` tokens follow, the sequence probably repeats these tokens.
         following_tokens = token_ids[start : start + num_drafts]
         return list(islice(cycle(following_tokens), num_drafts))
 

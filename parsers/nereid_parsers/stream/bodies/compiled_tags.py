@@ -83,11 +83,16 @@ class CompiledTag:
         # The format may declare white space before the closing marker, such as the first `\n` in
         # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
         # with the marker. The model may also omit the white space.
-        optional_whitespace = declaration.close.removesuffix(declaration.close.lstrip())
-        end_search = _compile_end_search(self.close, early_ends, optional_whitespace)
+        whitespace_before_close = _leading_whitespace(declaration.close)
+        end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
         self.find_end = end_search.complete.search
         # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
         self.find_possible_end = end_search.possible.search
+
+
+def _leading_whitespace(text: str) -> str:
+    r"""Return the white space at the start of `text`. Example: `"\n</p>"` gives `"\n"`."""
+    return text[: len(text) - len(text.lstrip())]
 
 
 class _EndSearch(NamedTuple):
@@ -120,14 +125,14 @@ def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str
         whitespace: The declared white space before these markers, such as `\n`, or "". The model
             may omit this white space.
     """
-    end_regex = _value_end_regex(close, early_ends, whitespace)
     markers = (close, *early_ends)
-    possible_end_regex = "|".join([end_regex, *_value_end_prefixes(markers, whitespace)])
+    complete = _value_end_regex(close, early_ends, whitespace)
+    possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
     # The look-ahead makes the search faster, because it rejects most characters with one test.
     lookahead = _first_char_lookahead((*markers, whitespace))
     return _EndSearch(
-        complete=re.compile(lookahead + end_regex),
-        possible=re.compile(f"{lookahead}(?:{possible_end_regex})"),
+        complete=re.compile(f"{lookahead}(?:{complete})"),
+        possible=re.compile(f"{lookahead}(?:{possible})"),
     )
 
 
@@ -224,27 +229,22 @@ class CompiledTags:
             markers_between_calls: The markers that may occur between the last value of a tool call
                 and the header of the next tool call. Example: `</function>` and `<tool_call>`.
         """
-        variants = (declaration, *declaration.also)
+        self.stop_markers = stop_markers
+        self._head = head
+        declarations = (declaration, *declaration.also)
         # The text at the start of each opening tag, such as `<parameter=`. Duplicates are removed.
-        openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
+        openings = tuple(dict.fromkeys(first_literal(each.open) for each in declarations))
         # If a value has no closing marker, the value ends where one of these texts starts.
         early_ends = (*stop_markers, *openings)
-        self.stop_markers = stop_markers
-        self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
-        # This regex finds closing tags, such as `</p>` (group "close"), and the start of opening
-        # tags, such as `<p=`. In `a</function>b</p>`, the closing tag `</p>` shows that the stop
-        # marker `</function>` is a part of the value.
+        self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
+        # Matches a closing tag, such as `</parameter>` (group "close"), or the start of an opening
+        # tag, such as `<parameter=`.
         closes = _any_marker_regex(variant.close for variant in self.variants)
-        self._find_close_or_opening = re.compile(
-            f"(?P<close>{closes})|{_any_marker_regex(openings)}"
-        ).finditer
-        # This function matches the markers before the header of the next tool call:
-        # `</function></call><call>` in `</function></call><call><function=f>`. If such a header
-        # follows, the stop marker `</function>` ends the value. The function also matches the empty
-        # text.
+        self._close_or_opening = re.compile(f"(?P<close>{closes})|{_any_marker_regex(openings)}")
+        # Matches all markers before the header of the next tool call, such as
+        # `</function></call><call>`, or the empty text.
         markers = _any_marker_regex(markers_between_calls)
-        self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
-        self._head = head
+        self._markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*")
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
@@ -297,10 +297,10 @@ class CompiledTags:
         The marker has been found in the text of a value that `</parameter>` should close. Either
         the value contains the marker, or the model has omitted `</parameter>`:
 
-            `a</function>b</parameter>`               PART_OF_VALUE: the closing marker follows.
-            `a</function></call><call><function=f>`   AFTER_VALUE: another tool call follows.
-            `a</function></call>`                     UNDECIDED if more text may follow, otherwise
-                                                      AFTER_VALUE
+            `a</function>b</parameter>`                    PART_OF_VALUE: its closing marker follows
+            `a</function><function=f><parameter=b>`        AFTER_VALUE: another tool call follows
+            neither, as in `a</function>`                  UNDECIDED if more text may follow,
+                                                           otherwise AFTER_VALUE
 
         Args:
             text: The text that has arrived.
@@ -310,31 +310,28 @@ class CompiledTags:
                 another tool call.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
-        # Search for closing tags, such as `</parameter>`, and for opening tags, such as
-        # `<parameter=`.
-        for match in self._find_close_or_opening(text, pos, search_end):
-            is_close = match.group("close") is not None
-            if is_close:
+        # An opening tag that belongs to no other tool call decides nothing, because the value may
+        # contain this tag, too.
+        for tag in self._close_or_opening.finditer(text, pos, search_end):
+            if tag["close"] is not None:
                 return MarkerRole.PART_OF_VALUE
-            if self._starts_next_call(text, pos, opening_pos=match.start(), tools=tools):
+            if self._starts_next_call(text, pos, opening_pos=tag.start(), tools=tools):
                 return MarkerRole.AFTER_VALUE
-            # This opening tag does not directly follow the header of another tool call, so the tag
-            # may be a part of the value. The search continues.
-        may_be_decided_later = not is_final and len(text) < search_end
-        return MarkerRole.UNDECIDED if may_be_decided_later else MarkerRole.AFTER_VALUE
+        is_search_complete = is_final or len(text) >= search_end
+        return MarkerRole.AFTER_VALUE if is_search_complete else MarkerRole.UNDECIDED
 
     def _starts_next_call(self, text: str, pos: int, opening_pos: int, tools: Tools) -> bool:
         """Return whether the next tool call starts between a stop marker and an opening tag.
 
         The stop marker, such as `</function>`, is at `pos`. The opening tag, such as `<p=`, is at
         `opening_pos`. The text between these positions must consist of markers, then the header of
-        the next tool call, and nothing else. Example: the result is True for the text
-        `</function></call><call><function=f><p=`, unless the request offers tools, but not `f`.
+        the next tool call, and nothing else. If the request offers tools, the header must name one
+        of them. Example: the result is True for the text `</function></call><call><function=f><p=`
+        if the request offers `f`.
         """
-        markers = self._match_markers_between_calls(text, pos, opening_pos)
+        markers = self._markers_between_calls.match(text, pos, opening_pos)
         assert markers is not None  # The regex also matches the empty text.
-        # Match the header, such as `<function=f>`. The header is complete, because the opening tag
-        # of an argument follows. The result therefore does not depend on `is_final`.
+        # `is_final` has no effect, because text follows the header, which ends at `opening_pos`.
         head = self._head.match(text, markers.end(), is_final=False)
         if not isinstance(head, PatternMatch):
             return False

@@ -106,31 +106,36 @@ class NestedReader(StepReader):
     def _read_between_children(self, text: str, pos: int) -> int:
         """Inside an object or an array, skip white space and read the next tag.
 
-        Inside the outermost object, the stop marker ends the tool call and stays unread. Any other
-        text between two child elements is not valid, so the status becomes BROKEN. Example:
-        `~<city>` is read, `</call>` ends the tool call, and `Paris` is not valid.
+        Examples with the prefix `~` and the stop marker `</call>`:
+
+            text at `pos`   effect
+            `</call>`       The marker ends the tool call, if no tag is open. It stays unread.
+            `~<city>`       The tag is read.
+            `</ca`, `~`     The result is NEED_MORE. At the end of the message, the status becomes
+                            BROKEN.
+            `Paris`         The status becomes BROKEN, because text between children is not valid.
 
         Returns:
-            The position after the text that was read. NEED_MORE if the text at `pos` may be the
-            beginning of a tag or of the stop marker.
+            The position after the text that was read, or NEED_MORE.
         """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        is_outermost = len(self._elements) == 1
-        marker_end = match_marker(self._stop_marker, text, pos) if is_outermost else NO_MATCH
-        if marker_end >= 0:
+        is_tag_open = len(self._elements) > 1  # The outermost element has no tags.
+        stop_marker = NO_MATCH if is_tag_open else match_marker(self._stop_marker, text, pos)
+        if stop_marker >= 0:  # The result is a position, so the marker matches.
             self._end_call()
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        may_become_marker = marker_end == NEED_MORE
-        may_become_tag = self._tag_prefix.startswith(text[pos:])
-        is_incomplete = not self.is_final and (may_become_marker or may_become_tag)
-        return NEED_MORE if is_incomplete else self._reject(pos)
+        may_be_completed = stop_marker == NEED_MORE or self._tag_prefix.startswith(text[pos:])
+        return NEED_MORE if may_be_completed and not self.is_final else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
         """Read the tag at `pos`, together with its prefix `~`: for example `~<city>` or `~</city>`.
+
+        An opening tag is valid inside an object or an array. A closing tag must have the name of
+        the innermost open element.
 
         Returns:
             The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
@@ -142,19 +147,15 @@ class NestedReader(StepReader):
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
             may_be_completed = not self.is_final and not is_malformed
             return NEED_MORE if may_be_completed else self._reject(pos)
-        slash, name = tag.groups()
         innermost = self._elements[-1]
-        is_opening_tag = not slash
-        if is_opening_tag:
+        if tag["slash"]:
+            if tag["name"] != innermost.name:  # The name of the outermost element is "".
+                return self._reject(pos)
+            self._close_element()
+        else:
             if innermost.kind not in _CONTAINERS:  # As in `~<city>Paris~<name>`.
                 return self._reject(pos)
-            self._open_element(name)
-            return tag.end()
-        # A closing tag must have the name of the innermost open element. The name of the outermost
-        # element is "", so no tag closes the outermost element.
-        if name != innermost.name:
-            return self._reject(pos)
-        self._close_element()
+            self._open_element(tag["name"])
         return tag.end()
 
     def _open_element(self, name: str) -> None:
@@ -211,15 +212,10 @@ class NestedReader(StepReader):
         # If no tag prefix has arrived, `prefix_start` is the end of the text.
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
-        if has_text:
-            self._start_text(element)
-            return pos
-        if is_prefix_complete:  # Another tag follows the opening tag.
+        if not has_text and is_prefix_complete:  # Another tag follows the opening tag.
             is_decided = self._decide_kind_at_tag(element, text, prefix_start)
             return pos if is_decided else NEED_MORE
-        # The text after `pos` is only white space or the beginning of a tag prefix. This text does
-        # not show what the element contains.
-        if not self.is_final:
+        if not has_text and not self.is_final:  # As in ` ` or `~`: another tag may follow.
             return NEED_MORE
         self._start_text(element)
         return pos

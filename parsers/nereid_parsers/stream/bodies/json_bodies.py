@@ -34,22 +34,18 @@ class JsonArgumentsReader(BodyReader):
 
         The arguments start at `text[pos]`, or continue there. Example: for the pieces `{"a": ` and
         `1}</call>`, the writer receives `{"a": ` and `1}`. `status` becomes DONE after the closing
-        brace. It becomes BROKEN in two cases:
-
-            The request does not offer the function. No tool call starts, so the text is content.
-            The text is not a JSON object. The tool call has started, so it ends with a fault.
+        brace, and BROKEN if the text is not valid.
 
         Returns:
             The position up to which the text was read.
         """
         if not self.writer.is_open:
             pos = skip_whitespace(text, pos)
-            is_empty = pos == len(text)
-            if is_empty:
+            if pos == len(text):
                 return pos
-            has_started = self._start_named_call(self._head)
-            if not has_started or text[pos] != "{":
-                return self._reject(pos)
+            self._start_call(first_char=text[pos])
+            if self.status is BROKEN:
+                return pos
         # The JSON object may arrive in several pieces. The scanner finds the end of the object.
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -58,6 +54,17 @@ class JsonArgumentsReader(BodyReader):
         if self.status is DONE:
             self.writer.end()
         return end
+
+    def _start_call(self, first_char: str) -> None:
+        """Start the tool call. Set the status BROKEN if the function or the arguments are invalid.
+
+        If the request does not offer the function, no tool call starts, so the text is content. If
+        `first_char` shows that the arguments are not an object, the tool call starts, and ends with
+        a fault.
+        """
+        has_started = self._start_named_call(self._head)
+        if not has_started or first_char != "{":
+            self.status = BROKEN
 
 
 class ArrayReader(BodyReader):
@@ -114,13 +121,14 @@ class ArrayReader(BodyReader):
     def _read_between_members(self, text: str, pos: int) -> int:
         """Read the character at `pos`, which is before, between or after the members of the array.
 
-            character                 effect
-            white space, `[` or `,`   The character is skipped.
-            `{`                       The reader of the next member is created. `{` stays unread.
-            `]`                       `status` becomes DONE. `status` becomes BROKEN if neither a
-                                      marker nor a tool call precedes the bracket, because the empty
-                                      array `[]` is then content.
-            any other                 `status` becomes BROKEN.
+            character            effect
+            white space or `,`   The character is skipped.
+            `[`                  The array starts. Any other first character sets BROKEN.
+            `]`                  `status` becomes DONE. `status` becomes BROKEN if neither a marker
+                                 nor a tool call precedes the bracket, because the empty array `[]`
+                                 is then content.
+            `{`                  The reader of the next member is created. `{` stays unread.
+            any other            `status` becomes BROKEN.
 
         Returns:
             The position after the character, or `pos` if the character stays unread.
@@ -136,7 +144,7 @@ class ArrayReader(BodyReader):
             follows_call = self.writer.num_started > 0
             is_call_list = self._is_confirmed or follows_call
             self.status = DONE if is_call_list else BROKEN
-            return pos + 1  # The whole text `[]` is content if the status is BROKEN.
+            return pos + 1
         if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos

@@ -75,17 +75,14 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    # A format may declare the same path for two roles. In this case, the last assignment below
-    # decides the role of the path.
-    roles: dict[str, KeyRole] = {}
-    for path in (keys.name, keys.arguments):
-        roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
-    if keys.id:
-        roles[keys.id] = KeyRole.ID
-    paths_of_arguments = (keys.arguments, *keys.also)  # `also` contains the alternative keys.
-    roles |= dict.fromkeys(paths_of_arguments, KeyRole.ARGUMENTS)
-    roles[keys.name] = KeyRole.NAME
-    return roles
+    parent_paths = (*_parent_paths(keys.name), *_parent_paths(keys.arguments))
+    roles_by_rising_precedence = [  # If a format declares a path twice, the last role applies.
+        *((path, KeyRole.PARENT) for path in parent_paths),
+        *((path, KeyRole.ID) for path in (keys.id,) if path),
+        *((path, KeyRole.ARGUMENTS) for path in (keys.arguments, *keys.also)),
+        (keys.name, KeyRole.NAME),
+    ]
+    return dict(roles_by_rising_precedence)
 
 
 class _Deviation(NamedTuple):
@@ -141,15 +138,17 @@ class KeyRoles:
             is_object: Whether the value of the key is an object. This is important only for a key
                 that the format does not declare.
         """
-        parts = self._parts  # The parts of the tool call that have been read.
+        has_name = self._parts.name is not None
+        has_arguments = self._parts.has_arguments
         if isinstance(self._keys, NameIsKey):  # The object may have only one key, here `f`.
-            return KeyRole.INVALID if parts.has_arguments else KeyRole.ARGUMENTS
+            return KeyRole.INVALID if has_arguments else KeyRole.ARGUMENTS
         role = declared_roles(self._keys).get(path)
         if role is None:
             return self._role_of_undeclared(path, self._keys, is_object=is_object)
-        is_second_name = role is KeyRole.NAME and parts.name is not None
-        is_second_arguments = role is KeyRole.ARGUMENTS and parts.has_arguments
-        return KeyRole.IGNORED if is_second_name or is_second_arguments else role
+        is_repeated = (role is KeyRole.NAME and has_name) or (
+            role is KeyRole.ARGUMENTS and has_arguments
+        )
+        return KeyRole.IGNORED if is_repeated else role
 
     def _role_of_undeclared(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
         """Return the meaning of a key that the format does not declare, such as `input`.
@@ -164,25 +163,27 @@ class KeyRoles:
             `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
                                                                         object may be content
         """
-        # The parser can recognise an object with an undeclared key as a tool call in two cases: a
-        # marker or an earlier tool call has shown that the object is a tool call, or the names of
-        # the offered tools are known.
-        is_call_recognizable = self._is_confirmed or self._writer.tools.is_known
-        if is_object and is_call_recognizable and not self._parts.has_arguments:
-            # The key shows what its value probably is: `input` contains the arguments, and
-            # `function` contains the whole tool call.
-            deviation = _deviation_of(path, keys, has_name=self._parts.name is not None)
+        if is_object and self._may_deviate():
+            deviation = _likely_deviation(path, keys, has_name=self._parts.name is not None)
             if deviation is not None:
                 self._writer.add_deviation(deviation.description)
                 return deviation.role
-        # The object is certainly a tool call if a marker or an earlier tool call shows this
-        # (`_is_confirmed`), or if the writer has already started the tool call.
-        is_known_call = self._is_confirmed or self._writer.is_open
-        is_harmless_key = _last_key(path) in keys.extra  # Such as `type`, which the format names.
-        return KeyRole.IGNORED if is_known_call or is_harmless_key else KeyRole.INVALID
+        if _last_key(path) in keys.extra:  # The format names this key, for example `type`.
+            return KeyRole.IGNORED
+        is_certainly_call = self._is_confirmed or self._writer.is_open
+        return KeyRole.IGNORED if is_certainly_call else KeyRole.INVALID
+
+    def _may_deviate(self) -> bool:
+        """Return whether an undeclared key may contain the arguments or the whole tool call.
+
+        The arguments must not have been read. Something other than the keys must show that the
+        object is a tool call: a marker, an earlier tool call, or the name of an offered tool.
+        """
+        is_recognizable = self._is_confirmed or self._writer.tools.is_known
+        return is_recognizable and not self._parts.has_arguments
 
 
-def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
+def _likely_deviation(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
     """Return the likely role of an undeclared key, such as `input`, or None if no role is likely.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
@@ -202,9 +203,7 @@ def _deviation_of(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None
     is_beside_arguments = _parent(path) == _parent(keys.arguments)
     if key in _ARGUMENTS_KEYS and is_beside_arguments:
         return _Deviation(KeyRole.ARGUMENTS, f"the arguments are under the key {key!r}")
-    # Models may enclose the whole tool call in an object, as in `{"function": {..}}`. The key
-    # `function` is in the outermost object, so `path` consists of only this key.
-    if path in _WRAPPER_KEYS and not has_name:
+    if path in _WRAPPER_KEYS and not has_name:  # Only a key of the outermost object can match.
         return _Deviation(KeyRole.WRAPPER, f"the tool call is under the key {key!r}")
     return None
 

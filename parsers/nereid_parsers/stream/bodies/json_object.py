@@ -125,26 +125,17 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        # A tool call without arguments may not have started yet, so it is started now. If it cannot
-        # be started, for example because the object contains no name, the object is content.
-        if not self.writer.is_open and not self._start_call_without_arguments():
-            return self._reject(pos)
+        if not self.writer.is_open:
+            # A tool call without arguments starts here. It must be confirmed by a marker or by an
+            # earlier tool call. Otherwise the object is content.
+            has_started = self._is_confirmed and self._start_call()
+            if not has_started:
+                return self._reject(pos)
         if not self._parts.has_arguments:
             self.writer.write("{}")
         self.writer.end()
         self.status = DONE
         return pos + 1
-
-    def _start_call_without_arguments(self) -> bool:
-        """Start a tool call whose object contains no arguments, as in `{"name": "f"}`.
-
-        The object is a tool call only if a marker or an earlier tool call has confirmed this, and
-        if the object contains a name.
-
-        Returns:
-            Whether the tool call has started. If not, the text of the object is content.
-        """
-        return self._is_confirmed and self._start_call()
 
     def _set_key(self, key: str) -> None:
         """Store the key of a member, and select the method that reads the colon after the key.
@@ -164,10 +155,10 @@ class ObjectReader(StepReader):
             return skip_whitespace(text, pos)
         if text[pos] != ":":
             return self._reject(pos)
-        self._next_step = self._read_value
+        self._next_step = self._select_value_step
         return pos + 1
 
-    def _read_value(self, text: str, pos: int) -> int:
+    def _select_value_step(self, text: str, pos: int) -> int:
         """Select the method that reads the value at `pos`, depending on the role of its key.
 
         Examples of the member whose key and colon have been read:
@@ -197,7 +188,7 @@ class ObjectReader(StepReader):
                 self._expect_string(self._set_name)
             case KeyRole.ID if is_string:
                 self._expect_string(self._set_call_id)
-            case KeyRole.IGNORED | KeyRole.ID:  # An id that is not a string is ignored.
+            case KeyRole.IGNORED | KeyRole.ID:  # This id is not a string, so it is ignored.
                 self._scanner = JsonScanner()
                 self._next_step = self._skip_value
             case _:
@@ -304,20 +295,20 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        """Select the method that reads the arguments. If the name is known, start the tool call.
+        """Start the tool call if its name is known, and select the method that reads the arguments.
 
-        If the arguments precede the name, they are stored until the name starts the tool call. The
-        arguments start with the character at `pos`. Example: without a marker such as
-        `<tool_call>`, the object `{"name": "Ann", "arguments": 3}` is content, because `3` is not
-        an object.
+        The arguments start at `pos`. If they precede the name, they are stored until the name
+        starts the tool call. The status becomes BROKEN, and the object is content, in two cases:
+
+        - The request does not offer the named function.
+        - No marker shows that the object is a tool call, and the value is not an object. Example:
+          `{"name": "Ann", "arguments": 3}`.
 
         Returns:
-            `pos`, because the selected step reads the arguments. NEED_MORE if more text is required
-            to decide whether the value is an object. If the object is content, the status becomes
-            BROKEN, and the result is `pos`.
+            `pos`, because the selected method reads the arguments. NEED_MORE if more text is
+            required to decide whether the value is an object.
         """
-        must_be_object = not self._is_confirmed  # No marker shows that this is a tool call.
-        if must_be_object:
+        if not self._is_confirmed:
             object_start = match_object_start(text, pos)
             if object_start == NEED_MORE:
                 return NEED_MORE
@@ -325,13 +316,12 @@ class ObjectReader(StepReader):
                 return self._reject(pos)
         if self._name_is_key:  # As in `{"f": {..arguments..}}`.
             self._parts.name = self._key
-        # If a marker shows that the object is a tool call, the tool call may have started when its
-        # name was read. Otherwise it starts now.
-        can_start = self._parts.name is not None and not self.writer.is_open
-        if can_start and not self._start_call():
-            return self._reject(pos)  # The request does not offer a function of this name.
+        is_name_known = self._parts.name is not None
+        has_started = self.writer.is_open  # A confirmed tool call starts at its name.
+        if is_name_known and not has_started and not self._start_call():
+            return self._reject(pos)
         self._parts.has_arguments = True
-        self._select_arguments_step(text[pos])  # For an object, a JSON string, or `null`.
+        self._select_arguments_step(text[pos])
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
@@ -366,9 +356,7 @@ class ObjectReader(StepReader):
     def _read_null(self, text: str, pos: int) -> int:
         """Read a piece of a word that starts with `n`. If the whole word is `null`, write `{}`.
 
-        Models write `null` for a call without arguments, but the arguments must be an object. If
-        the name has not been read yet, the text is stored until the name starts the tool call.
-
+        Models write `null` for a call without arguments, but the arguments must be an object.
         Example: for the pieces `nu` and `ll`, `{}` is written after the second piece. Any other
         word is written unchanged. Return the position after the piece.
         """

@@ -98,26 +98,29 @@ class PythonCallsReader(StepReader):
     def _read_call_start(self, text: str, pos: int) -> int:
         """Read a function's name and the opening bracket, such as `f(`, and start the tool call.
 
-        The text after the bracket must be `)`, or a keyword and `=`, because other text shows that
-        the text is ordinary content. Examples: `f(a=1` and `f()` start a tool call, `f(x)` does
-        not. From `f(a=1`, only `f(` is read.
+        Examples for a request that offers the function `f`:
+
+            text at `pos`      effect
+            `f(a=1`, `f()`     The tool call starts. Only `f(` is read.
+            `f`, `f(`, `f(a`   The result is NEED_MORE, because `=` may follow.
+            `f(x)`, `12`       The status becomes BROKEN, because each argument needs a keyword.
+            `g(a=1`            The status becomes BROKEN if nothing shows that this is a tool call.
 
         Returns:
-            The position after the opening bracket. NEED_MORE if more text is required. `pos`, with
-            the status BROKEN, if no tool call starts here.
+            The position after the text that was read, or NEED_MORE.
         """
         name_match = _match_function_name(text, pos)
         if name_match is None:
             return self._reject(pos)
         bracket_end = _match_opening_bracket(text, name_match.end())
-        if bracket_end == NEED_MORE:  # As in `f` or `f(a`: the start of the call is incomplete.
+        if bracket_end == NEED_MORE:
             return self._need_more_or_reject(text, pos)
         if bracket_end == NO_MATCH:
             return self._reject(pos)
         # In some formats, a suffix such as `.call` follows each name: `f.call(a=1)` calls `f`.
         name = name_match.group().removesuffix(self._declaration.suffix)
         has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
-        if not has_started:  # The request does not offer this function, so the text is content.
+        if not has_started:
             return self._reject(pos)
         self._num_arguments = 0
         self._next_step = self._read_keyword_or_end
@@ -206,10 +209,10 @@ class PythonCallsReader(StepReader):
         # This text contains a complete tool call. Therefore the other members of the list are
         # treated as tool calls, too.
         self._is_confirmed = True
-        self._next_step = self._read_between_calls
-        # If the format declares no closing bracket and no separator, no other tool call can follow.
-        is_single_call = not self._declaration.close and not self._declaration.separator.strip()
-        if is_single_call:
+        may_continue = self._declaration.close or self._declaration.separator.strip()
+        if may_continue:
+            self._next_step = self._read_between_calls
+        else:
             self.status = DONE
 
     def _read_between_calls(self, text: str, pos: int) -> int:
@@ -279,8 +282,8 @@ class UnquotedKeyReader(BodyReader):
         """Read the next piece of the object, and write this piece as JSON.
 
         Example: `{city:<q>Paris<q>}` is written as `{"city": "Paris"}`. The opening brace starts
-        the tool call. The closing brace ends the tool call, and sets the status DONE. Text that is
-        not valid sets the status BROKEN.
+        the tool call. The closing brace ends the tool call, and sets the status DONE. The status
+        becomes BROKEN if the text is not valid, or if the request does not offer the function.
 
         Returns:
             The position up to which the text was read.
@@ -289,11 +292,9 @@ class UnquotedKeyReader(BodyReader):
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            if text[pos] != "{":
+            has_started = text[pos] == "{" and self._start_named_call(self._head)
+            if not has_started:
                 return self._reject(pos)
-            if not self._start_named_call(self._head):
-                return self._reject(pos)  # The request does not offer this function.
-        # `_literal` converts the object to JSON.
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
         if json_text:

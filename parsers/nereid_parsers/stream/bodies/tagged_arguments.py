@@ -6,6 +6,7 @@ closing marker has been read, because the text `12` may continue as `12 Main Str
 
 from __future__ import annotations
 
+import re
 from json.encoder import encode_basestring as quote_json
 from typing import NamedTuple
 
@@ -162,26 +163,37 @@ class TaggedReader(StepReader):
         tag = self._value.tag
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
-        match = find_marker(text, pos)
-        # The group of the match is "close" for the closing marker of the value, and "early" for
-        # another marker that may end the value. For an incomplete marker, the group is None.
-        while match is not None:
-            text_end = match.start()  # The match starts with the white space before the marker.
-            if match.lastgroup is None:  # Only the beginning of a marker has arrived.
-                return _ValueEnd(text_end, None)
-            if match.lastgroup == "close":
-                return _ValueEnd(text_end, match.end())
-            marker_start = match.start("early")
-            role = self._role_of_marker_in_value(text, marker_start)
-            if role is MarkerRole.UNDECIDED:
-                return _ValueEnd(text_end, None)
-            if role is MarkerRole.AFTER_VALUE:
-                self.writer.add_deviation(_MISSING_CLOSE)
-                return _ValueEnd(text_end, marker_start)
+        marker = find_marker(text, pos)
+        while marker is not None:
+            value_end = self._value_end_at(marker, text)
+            if value_end is not None:
+                return value_end
             # This marker is a part of the value. The search continues one character later, because
             # another marker may start inside this marker.
-            match = find_marker(text, marker_start + 1)
+            marker = find_marker(text, marker.start("early") + 1)
         return _ValueEnd(len(text), None)
+
+    def _value_end_at(self, marker: re.Match[str], text: str) -> _ValueEnd | None:
+        """Return the end of the value before `marker`. Return None if the value contains `marker`.
+
+        The group of `marker` is "close" for the closing marker of the value, and "early" for
+        another marker that may end the value. An incomplete marker has no group. If it is not yet
+        certain that the value ends, `next_pos` of the result is None.
+        """
+        text_end = marker.start()  # The match starts with the white space before the marker.
+        match marker.lastgroup:
+            case None:
+                return _ValueEnd(text_end, None)
+            case "close":
+                return _ValueEnd(text_end, marker.end())
+        marker_start = marker.start("early")
+        match self._role_of_marker_in_value(text, marker_start):
+            case MarkerRole.UNDECIDED:
+                return _ValueEnd(text_end, None)
+            case MarkerRole.AFTER_VALUE:
+                self.writer.add_deviation(_MISSING_CLOSE)
+                return _ValueEnd(text_end, marker_start)
+        return None
 
     def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the value or follows the value.

@@ -15,9 +15,9 @@ _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
 # An opening tag can declare that its argument is a string, as `<p name="city" string="true">` does.
-# The field {string} of the tag then has the value _IS_STRING, or the field {type} has one of the
-# values in _STRING_TYPE_NAMES.
-_IS_STRING = "true"
+# The field {string} of the tag then has the text _TRUE, or the field {type} has one of the texts in
+# _STRING_TYPE_NAMES.
+_TRUE = "true"
 _STRING_TYPE_NAMES = ("string", "str")
 
 
@@ -64,15 +64,12 @@ class TaggedValue:
             string or null   `12`          True
             string or null   `nu`          False: the value may become `null`.
         """
-        allows_string = self.types is None or "string" in self.types
-        if not allows_string:
+        if self.types is not None and "string" not in self.types:
             return False
         if self.types == _STRING_OR_NULL:
             text = self.text
-            may_become_null = any(word.startswith(text) for word in _NULL_WORDS)
-            return not may_become_null
-        # Examine only the first piece, which is never empty. Joining all pieces each time a new
-        # piece arrives would be slow.
+            return not any(word.startswith(text) for word in _NULL_WORDS)
+        # The first character decides. Joining all pieces for each new piece would be slow.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
 
@@ -120,7 +117,7 @@ def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
         fields: The fields of the tag, for example `{"key": "days", "type": "integer"}`.
     """
     if "string" in fields:
-        is_string = fields["string"] == _IS_STRING
+        is_string = fields["string"] == _TRUE
     elif "type" in fields:
         is_string = fields["type"] in _STRING_TYPE_NAMES
     else:

@@ -25,7 +25,7 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.paths.model_call import join_logits
+from nereid_backend.paths.model_call import join_rows
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.step_runner import ForwardPath
 
@@ -93,14 +93,13 @@ class HiddenStates:
         Also store the hidden states that the decoder of the large model computes. The MTP layer,
         which generates draft tokens, reads them later.
         """
-        self._outputs.clear()  # During the forward pass, a hook appends the outputs of the decoder.
+        self._outputs = []  # `_record` appends each output of the decoder during the forward pass.
         logits = self._path.forward(plan, sampled)
+        outputs, self._outputs = self._outputs, []
         # In a step with images, the decoder may be called several times, or for one sequence at a
         # time. The hidden states of such a step are not stored.
-        has_one_call = len(self._outputs) == 1
-        if has_one_call and self._outputs[0].shape[:2] == (1, plan.num_tokens):
-            self._store_states(plan.chunks, self._outputs[0][0])
-        self._outputs.clear()
+        if [output.shape[:2] for output in outputs] == [(1, plan.num_tokens)]:
+            self._store_states(plan.chunks, outputs[0][0])
         return logits
 
     def clear(self, sequence: Sequence) -> None:
@@ -211,6 +210,7 @@ class MtpPath:
     def __init__(
         self,
         mtp_model: Any,  # noqa: ANN401 - transformers' class has no types
+        *,
         hook: AttentionHook,
         layers: list[LayerSpec],
         cache: KVCache,
@@ -272,9 +272,7 @@ class MtpPath:
         for chunk, chunk_output in zip(plan.chunks, chunk_outputs, strict=True):
             self._last_outputs[chunk.sequence] = chunk_output[-1]
             rows_with_logits.append(chunk_output[chunk.num_tokens - chunk.num_logits :])
-        # `join_logits` can join any rows. Here, it joins hidden states instead of logits.
-        hidden_size = output.shape[-1]
-        joined = join_logits(rows_with_logits, hidden_size)
+        joined = join_rows(rows_with_logits, row_size=output.shape[-1])
         # transformers has no public method that applies only the output layer of an MTP model.
         logits: Tensor = self._model._project_to_logits(joined[None])
         return logits[0]
@@ -305,9 +303,7 @@ class MtpPath:
         token is the last output of the MTP layer.
         """
         target = self._targets[chunk.sequence]
-        # The MTP layer skips the first token of each sequence. Its sequence is therefore one token
-        # shorter than `target`.
-        num_known = len(target.token_ids) - 1
+        num_known = len(target.token_ids) - 1  # because the MTP layer skips the first token
         is_draft_token = chunk.start >= num_known
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
@@ -316,10 +312,10 @@ class MtpPath:
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]
         hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
-        # The MTP layer skips token 0 of `target`. The first token of the chunk is therefore token
-        # `chunk.start + 1` of `target`, and the token before the chunk is token `chunk.start`. The
-        # first row of `hidden_states` gets the hidden state of the token before the chunk.
-        self.hidden.take(target, chunk.start, hidden_states)
+        # The MTP layer skips token 0 of `target`, so the first token of the chunk is token
+        # `chunk.start + 1` of `target`. The previous token has the position `chunk.start`.
+        first_previous_position = chunk.start
+        self.hidden.take(target, first_previous_position, hidden_states)
         return hidden_states
 
 
@@ -331,15 +327,17 @@ def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: T
     Args:
         mtp_model: an MtpModel of transformers.
         input_ids: [1, num_tokens] int64.
-        hidden: [num_tokens, hidden_size], the hidden state at the token before each token.
+        hidden: [num_tokens, hidden_size], for each token the hidden state of the previous token.
         position_ids: [1, num_tokens] int64.
 
     Returns:
         Hidden states, [1, num_tokens, hidden_size].
     """
-    layer_index = 0
-    cache = None  # The keys and values are stored in the blocks of the engine's KV cache.
     output: Tensor = mtp_model.forward_layer(
-        layer_index, hidden[None], position_ids, cache, input_ids=input_ids
+        layer_idx=0,
+        last_hidden_states=hidden[None],
+        position_ids=position_ids,
+        mtp_cache=None,  # The keys and values are stored in the blocks of the engine's KV cache.
+        input_ids=input_ids,
     )
     return output

@@ -64,7 +64,7 @@ def read_adapter(
     folder: str,
     layers: Mapping[str, LayerSizes],
     max_bytes: int,
-    like: Tensor,
+    model_weight: Tensor,
 ) -> tuple[Adapter, AdapterWeights]:
     """Read a LoRA adapter from disk, and check that the adapter fits the model.
 
@@ -76,8 +76,7 @@ def read_adapter(
         folder: the adapter's folder.
         layers: the linear layers of the model that an adapter can change.
         max_bytes: the largest size of the adapter in memory.
-        like: a tensor with the dtype and the device of the model. The weights get the same dtype
-            and device.
+        model_weight: any weight of the model. The adapter's weights get its dtype and its device.
 
     Raises:
         ModelError: if the files are missing or broken, or if the adapter does not fit the model.
@@ -90,12 +89,8 @@ def read_adapter(
     # wider type (such as float32 instead of bfloat16).
     weights_bytes = _read(weights_file, max_bytes, file_to_memory_ratio=_FILE_TO_MEMORY_RATIO)
     config = _parse_config(config_file, config_bytes)
-    try:
-        tensors = safetensors.torch.load(weights_bytes)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ModelError(f"{weights_file}: the file is broken ({error}).") from error
-    # `weights` contains two matrices for each linear layer that the adapter changes.
-    weights = _convert_weights(weights_file, config, tensors, layers, like)
+    tensors = _parse_weights(weights_file, weights_bytes)
+    weights = _convert_weights(weights_file, config, tensors, layers, model_weight)
     adapter = Adapter(name, str(root), _digest(config_bytes, weights_bytes))
     return adapter, weights
 
@@ -150,15 +145,70 @@ def _pickle_hint(missing_file: Path) -> str:
     )
 
 
-def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _PeftConfig:
+    """The content of a file adapter_config.json.
+
+    Attributes:
+        file: the path of the file, for error messages.
+        settings: the settings by name.
+    """
+
+    file: Path
+    settings: dict[str, Any]
+
+    def rank(self, layer_name: str) -> object:
+        """Return the value that the file has for the rank of a layer; None if it has no value."""
+        return self._layer_setting("rank_pattern", layer_name, default=self.settings.get("r"))
+
+    def scale(self, layer_name: str, rank: int) -> float:
+        """Return the factor by which the product of lora_B and lora_A is multiplied in a layer.
+
+        The factor is lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora. Example:
+        lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
+
+        Raises:
+            ModelError: if lora_alpha is not a number.
+        """
+        default = self.settings.get("lora_alpha")
+        alpha = self._layer_setting("alpha_pattern", layer_name, default=default)
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ModelError(
+                f"{self.file}: lora_alpha must be a number, but the file has {alpha!r}."
+            )
+        divisor = math.sqrt(rank) if self.settings.get("use_rslora") else rank
+        return float(alpha / divisor)
+
+    def _layer_setting(self, setting: str, layer_name: str, *, default: object) -> object:
+        """Return the value that a setting with patterns has for one layer, or the default.
+
+        Example: with rank_pattern={"q_proj": 2} and the default 8, the layer "layers.0.q_proj" has
+        the rank 2, and the layer "layers.0.k_proj" has the rank 8.
+
+        Raises:
+            ModelError: if the setting is not an object, or a pattern is not a regular expression.
+        """
+        patterns = self.settings.get(setting) or {}
+        try:
+            for pattern, value in patterns.items():
+                # A pattern must match the whole layer name, or everything after one of the dots in
+                # the name. Example: "q_proj" matches "layers.0.q_proj".
+                if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
+                    return value
+        except (AttributeError, re.error) as error:
+            raise ModelError(
+                f"{self.file}: {setting} must be an object whose keys are regular expressions, but "
+                f"the file has {patterns!r}."
+            ) from error
+        return default
+
+
+def _parse_config(file: Path, text: bytes) -> _PeftConfig:
     """Parse the content of adapter_config.json, and check that it describes a plain LoRA adapter.
 
     Args:
         file: the path of the file, for error messages.
         text: the content of the file.
-
-    Returns:
-        The settings of the adapter.
 
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
@@ -171,15 +221,27 @@ def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
     peft_type = settings.get("peft_type")
     if peft_type != "LORA":
         raise ModelError(f"{file}: peft_type must be LORA, but the file has {peft_type!r}.")
-    _check_settings(file, settings)
-    return settings
+    _check_changed_parts(file, settings)
+    _check_unknown_settings(file, settings)
+    return _PeftConfig(file, settings)
 
 
-def _check_settings(file: Path, config: dict[str, Any]) -> None:
+def _parse_weights(file: Path, content: bytes) -> dict[str, Tensor]:
+    """Return the tensors in the content of adapter_model.safetensors by name.
+
+    Raise a ModelError with the name of the file if the content is not in the format safetensors.
+    """
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"{file}: the file is broken ({error}).") from error
+    return tensors
+
+
+def _check_changed_parts(file: Path, config: dict[str, Any]) -> None:
     """Raise a ModelError if an adapter changes anything other than the outputs of linear layers.
 
-    An adapter is refused if it replaces modules, biases or the weights of the model, or if it has a
-    setting whose effect this module does not know.
+    Such an adapter replaces whole modules or biases, or also changes the weights of the model.
 
     Args:
         file: the path of adapter_config.json, for error messages.
@@ -203,6 +265,13 @@ def _check_settings(file: Path, config: dict[str, Any]) -> None:
             "weights of the model. Convert the adapter to a plain LoRA adapter with PEFT's "
             "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
+
+
+def _check_unknown_settings(file: Path, config: dict[str, Any]) -> None:
+    """Raise a ModelError if adapter_config.json has a setting whose effect is unknown.
+
+    A setting whose value is empty or false has no effect.
+    """
     for setting, value in config.items():
         is_unknown = setting not in _HARMLESS_SETTINGS
         if is_unknown and value:
@@ -214,10 +283,10 @@ def _check_settings(file: Path, config: dict[str, Any]) -> None:
 
 def _convert_weights(
     file: Path,
-    config: dict[str, Any],
+    config: _PeftConfig,
     tensors: dict[str, Tensor],
     layers: Mapping[str, LayerSizes],
-    like: Tensor,
+    model_weight: Tensor,
 ) -> AdapterWeights:
     """For each linear layer that an adapter changes, return the two matrices of the adapter.
 
@@ -230,27 +299,25 @@ def _convert_weights(
         config: the content of adapter_config.json.
         tensors: the tensors of the file by name.
         layers: the linear layers of the model that an adapter can change.
-        like: a tensor with the dtype and the device of the model.
+        model_weight: any weight of the model. The matrices get its dtype and its device.
 
     Raises:
         ModelError: if a tensor does not fit the model.
     """
-    config_file = file.with_name(_CONFIG_FILE)
     weights: dict[str, LayerPair] = {}
     for layer_name, matrices in _matrices_by_layer(file, tensors).items():
         problem = _describe_misfit(matrices, layers.get(layer_name))
         if problem is not None:
             raise ModelError(f"{file}: {layer_name}: {problem}")
-        down = matrices["A"].to(like)
-        rank = len(down)
+        lora_a = matrices["A"].to(model_weight)
+        rank = len(lora_a)
         _check_rank(file, config, layer_name, rank)
-        scale = _scale(config_file, config, layer_name, rank)
-        scaled_up = matrices["B"].float() * scale
-        weights[layer_name] = LayerPair(down, scaled_up.to(like))
+        scaled_lora_b = matrices["B"].float() * config.scale(layer_name, rank)
+        weights[layer_name] = LayerPair(lora_a, scaled_lora_b.to(model_weight))
     return weights
 
 
-def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> None:
+def _check_rank(file: Path, config: _PeftConfig, layer_name: str, rank: int) -> None:
     """Raise a ModelError if the rank of a layer's weights differs from adapter_config.json.
 
     In this case, the two files do not belong to the same adapter.
@@ -261,11 +328,10 @@ def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) 
         layer_name: the name of the layer.
         rank: the number of rows of the layer's matrix lora_A.
     """
-    config_file = file.with_name(_CONFIG_FILE)
-    config_rank = _layer_setting(config_file, config, "rank_pattern", layer_name, config.get("r"))
+    config_rank = config.rank(layer_name)
     if config_rank is not None and config_rank != rank:
         raise ModelError(
-            f"{file}: {layer_name}: the matrix lora_A has the rank {rank}, but {config_file} "
+            f"{file}: {layer_name}: the matrix lora_A has the rank {rank}, but {config.file} "
             f"gives this layer the rank {config_rank!r} (r or rank_pattern). The two files do "
             "not belong to the same adapter."
         )
@@ -283,7 +349,8 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
         tensors: the tensors of the file by name.
 
     Raises:
-        ModelError: if a tensor is not such a matrix, or contains NaN, infinity or integers.
+        ModelError: if a tensor is neither a matrix lora_A nor a matrix lora_B, or if a tensor
+            contains NaN, infinity or integers.
     """
     matrices: dict[str, dict[str, Tensor]] = {}
     for tensor_name, tensor in tensors.items():
@@ -331,58 +398,3 @@ def _describe_misfit(matrices: dict[str, Tensor], sizes: LayerSizes | None) -> s
             f"layer needs {expected_a} and {expected_b}."
         )
     return None
-
-
-def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> float:
-    """Return the factor by which the product of lora_B and lora_A is multiplied in a layer.
-
-    The factor is lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora. Example:
-    lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
-
-    Args:
-        file: the path of adapter_config.json, for error messages.
-        config: the content of adapter_config.json.
-        layer_name: the name of the layer. Some layers may have their own lora_alpha.
-        rank: the rank of the layer's matrices.
-
-    Raises:
-        ModelError: if lora_alpha is not a number.
-    """
-    alpha = _layer_setting(file, config, "alpha_pattern", layer_name, config.get("lora_alpha"))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{file}: lora_alpha must be a number, but the file has {alpha!r}.")
-    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
-    return float(alpha / divisor)
-
-
-def _layer_setting(
-    file: Path, config: dict[str, Any], setting: str, layer_name: str, default: object
-) -> object:
-    """Return the value of a setting for one layer. Patterns assign special values to some layers.
-
-    Example: with rank_pattern={"q_proj": 2} and the default 8, the layer "layers.0.q_proj" has the
-    rank 2, and the layer "layers.0.k_proj" has the rank 8.
-
-    Args:
-        file: the path of adapter_config.json.
-        config: the content of adapter_config.json.
-        setting: the name of the setting that contains the patterns and their values.
-        layer_name: the name of the layer.
-        default: the value for layers that match no pattern.
-
-    Raises:
-        ModelError: if the setting is not an object, or a pattern is not a regular expression.
-    """
-    patterns = config.get(setting) or {}
-    try:
-        for pattern, value in patterns.items():
-            # A pattern must match the whole layer name, or everything after one of the dots in the
-            # name. Example: "q_proj" matches "layers.0.q_proj".
-            if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
-                return value
-    except (AttributeError, re.error) as error:
-        raise ModelError(
-            f"{file}: {setting} must be an object whose keys are regular expressions, but the file "
-            f"has {patterns!r}."
-        ) from error
-    return default

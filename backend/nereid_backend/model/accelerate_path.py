@@ -38,7 +38,7 @@ def use_compiled_forward(
     On a GPU, torch's fused function then replaces the RMSNorm modules of the model.
 
     Args:
-        path: the forward path with the sizes of the engine. Mutated.
+        path: the engine's forward path. Mutated.
         checkpoint: the model.
         hook: Nereid's attention function, which transformers calls in each layer.
         chosen: the chosen forward path, with the test sequences and the logits of the unmodified
@@ -55,9 +55,12 @@ def use_compiled_forward(
         # If this call raises an error, `path` has not been changed.
         compiled = _compile_and_check(path, checkpoint, hook, chosen, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
-        problem = "the compiled forward pass failed"
-        _raise_if_device_is_lost(checkpoint.device, error, "compile_forward", problem)
+        _raise_if_device_is_lost(
+            checkpoint.device, error, "compile_forward", "the compiled forward pass failed"
+        )
         progress(f"the forward pass is not compiled: {first_line(error)}")
+        # torch.compile also fuses the operations of an RMSNorm. Without the compiled forward pass,
+        # each norm would need several GPU kernels.
         if checkpoint.device.type == "cuda":
             use_fused_norms(checkpoint, chosen, progress)
         return None
@@ -77,7 +80,7 @@ def _compile_and_check(
     The check runs a separate path, which computes test sequences with the compiled code.
 
     Args:
-        path: the forward path with the sizes of the engine. Mutated only after a successful check.
+        path: the engine's forward path. Mutated only after a successful check.
         checkpoint: the model.
         hook: Nereid's attention function, which transformers calls in each layer.
         chosen: the test sequences, and the logits of the unmodified model for these sequences.
@@ -94,18 +97,20 @@ def _compile_and_check(
     # If CPU kernels compute the attention (`is_native`), the compiled code calls these kernels
     # directly, not through Python.
     compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
-    check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
+    test_path = path_for_check(chosen, compiled, chosen.trial.sizes)
+    check_path(test_path, chosen.trial, checkpoint.model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
     path.use_compiled(compiled)
     return compiled
 
 
-def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
-    """Return a new `PackedPath` object that calls the compiled code `compiled`.
+def path_for_check(chosen: ChosenPath, compiled: CompiledForward, sizes: Sizes) -> PackedPath:
+    """Return a new forward path that computes test sequences with the compiled code `compiled`.
 
-    The sizes of the path suffice for the test sequences.
+    `chosen` must describe the forward path `packed`. `sizes` are the sizes of the KV cache, and the
+    limits of a step.
     """
-    path = chosen.spec.build(chosen.trial.sizes)
+    path = chosen.spec.build(sizes)
     assert isinstance(path, PackedPath)
     path.use_compiled(compiled)
     return path
@@ -150,7 +155,7 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     Do nothing on a device that is not a GPU.
 
     Args:
-        path: the forward path with the sizes of the engine. Mutated.
+        path: the engine's forward path. Mutated.
         checkpoint: the model.
         chosen: the chosen forward path, with the test sequences and the logits of the unmodified
             model for these sequences.
@@ -200,11 +205,11 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
     graph, so a step is replayed from several graphs (pieces).
 
     Args:
-        path: the forward path with the sizes of the engine. Mutated.
+        path: the engine's forward path. Mutated.
         checkpoint: the model.
         chosen: the test sequences, and the logits of the unmodified model for these sequences.
         compiled: the compiled forward pass that the path uses.
-        sizes: the sizes of `path`.
+        sizes: the sizes of the engine's KV cache, and the limits of a step.
         capture: captures the graphs on the GPU.
         progress: called with one line about the result.
     """
@@ -212,9 +217,9 @@ def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages o
     try:
         _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
-        # A failed replay can make the GPU unusable. The user must then turn off cuda_graphs.
-        problem = "replaying a captured part of a step failed"
-        _raise_if_device_is_lost(checkpoint.device, error, "cuda_graphs", problem)
+        _raise_if_device_is_lost(
+            checkpoint.device, error, "cuda_graphs", "replaying a captured part of a step failed"
+        )
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
     # `capture_pieces` captures one call of a function as several CUDA graphs.
@@ -255,10 +260,10 @@ def use_fastest_attention(
     Do nothing if no GPU kernel is used. First, a test path measures and chooses the libraries, and
     computes the test sequences. If the logits are correct, the engine's path uses the libraries
     that the test path has chosen. If the engine's KV cache stores 8-bit numbers, the engine's path
-    uses no library.
+    uses no library, because the libraries do not support 8-bit numbers.
 
     Args:
-        path: the forward path with the sizes of the engine. Mutated.
+        path: the engine's forward path. Mutated.
         checkpoint: the model.
         chosen: the chosen forward path, with the test sequences and the expected logits.
         progress: called with one line about the result.
@@ -266,21 +271,17 @@ def use_fastest_attention(
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
-    # For some kinds of layers and steps, an attention library is faster than Nereid's kernels.
-    # Example: layers with a sliding window in decode steps. `choose_attention` measures the
-    # libraries for each pair of a layer kind and a step kind. It returns the number of pairs for
-    # which a library is used.
-    num_test_uses = test_path.choose_attention()
-    if num_test_uses == 0:
+    # `choose_attention` measures the libraries for each pair of a layer kind and a step kind, such
+    # as layers with a sliding window in decode steps. It returns the number of pairs for which a
+    # library is faster.
+    if test_path.choose_attention() == 0:
         return
     try:
         check_path(test_path, chosen.trial, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    # `choose_attention` has already measured the libraries for `test_path`. The measurements are
-    # cached, so this call is fast. With an 8-bit KV cache, the call returns 0, because the
-    # libraries do not support 8-bit numbers.
+    # This call is fast, because the measurements of the first call are cached.
     num_uses = path.choose_attention()
     progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
 
@@ -309,19 +310,17 @@ def _check_piecewise_graphs(
     # The test path has small caches and block tables, but stores keys and values in the engine's
     # data type.
     test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
-    path = chosen.spec.build(test_sizes)
-    assert isinstance(path, PackedPath)
-    path.use_compiled(compiled)
+    test_path = path_for_check(chosen, compiled, test_sizes)
     failures: list[str] = []  # messages about failed captures
-    # `capture_pieces` captures one call of a function as several CUDA graphs.
-    path.pieces = path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
+    graphs = test_path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
+    test_path.pieces = graphs
     # Capture only the smallest graph. Each step of the check has fewer tokens than this graph, so
     # the step is padded to the graph's size and replayed.
-    path.pieces.capture_all(TOKEN_COUNTS[:1])
+    graphs.capture_all(TOKEN_COUNTS[:1])
     # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger differences.
     is_rounded = sizes.kv_cache_dtype != "auto"
-    check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
-    if path.pieces.num_replays == 0:
+    check_path(test_path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
+    if graphs.num_replays == 0:
         raise UnfitError(failures[0] if failures else "the check had no step with prefills")
 
 

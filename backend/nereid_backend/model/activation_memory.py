@@ -2,6 +2,8 @@
 """Measures how much memory a step needs in addition to the weights and the KV cache."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,18 +47,22 @@ def measure_activations(
         The number of bytes, or None if the memory cannot be measured. On a CPU, the memory can be
         measured only if the operating system is Linux.
     """
-    is_gpu = checkpoint.device.type == "cuda"
-    num_measured_tokens = num_tokens if is_gpu else min(num_tokens, _CPU_TOKENS)
+    measure: Callable[[ForwardPath, StepPlan], int | None]
+    if checkpoint.device.type == "cuda":
+        num_measured_tokens = num_tokens
+        measure = partial(_measure_on_gpu, device=checkpoint.device)
+    else:
+        num_measured_tokens = min(num_tokens, _CPU_TOKENS)
+        measure = _measure_on_cpu
     num_blocks = math.ceil(num_measured_tokens / block_size)
     sizes = Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_measured_tokens)
     path = spec.build(sizes)
     plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured_tokens, num_blocks)
-    measured_bytes = (
-        _measure_on_gpu(path, plan, checkpoint.device) if is_gpu else _measure_on_cpu(path, plan)
-    )
+    measured_bytes = measure(path, plan)
     if measured_bytes is None:
         return None
-    # The memory that a forward pass needs is proportional to the number of tokens.
+    # The memory that a forward pass needs is proportional to the number of tokens. On a GPU, all
+    # `num_tokens` tokens were measured, so the factor is 1.
     step_bytes = measured_bytes * num_tokens // num_measured_tokens
     # The measured forward pass computed the logits of only one token. The memory for the logits of
     # all sequences is added here.

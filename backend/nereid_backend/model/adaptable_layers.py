@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the linear layers of a model that a LoRA adapter can change."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
+
+log = logging.getLogger(__name__)
 
 # The number of tokens in the test step. If the input of a layer has this many rows, the layer is
 # assumed to compute every token of the step. Therefore, the number must not be 1, because the
@@ -29,25 +34,29 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     layers); or the layer returns more than one tensor (some routers). The result is empty if the
     model cannot be called.
 
-    Mutates: the checkpoint. `_run_test_step` lets the model use its own attention.
+    Mutates: the checkpoint. After the call, the model uses its own attention.
     """
-    layers: dict[str, _RecordedLayer] = {}
-    hooks = []
-    for name, module in checkpoint.model.named_modules():
-        sizes = _sizes_of(module)
-        if sizes is not None:
-            # Whenever the layer is called, the hook appends a boolean to `computed_all_tokens`. The
-            # boolean is true if the call has computed all tokens.
-            layers[name] = _RecordedLayer(sizes, computed_all_tokens=[])
-            hooks.append(module.register_forward_hook(_recorder(layers[name])))
-    try:
-        _run_test_step(checkpoint)
-    except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
-        return {}
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _recorded_layers(checkpoint.model) as layers:
+        try:
+            _run_test_step(checkpoint)
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            log.info("No layer can have a LoRA adapter: %s", first_line(error))
+            return {}
     return {name: layer.sizes for name, layer in layers.items() if layer.can_be_adapted}
+
+
+@contextmanager
+def _recorded_layers(model: nn.Module) -> Iterator[dict[str, "_RecordedLayer"]]:
+    """Yield the linear layers of a model by name. Record their calls until the context ends."""
+    layers: dict[str, _RecordedLayer] = {}
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            sizes = _sizes_of(module)
+            if sizes is not None:
+                layers[name] = _RecordedLayer(sizes, computed_all_tokens=[])
+                hook = module.register_forward_hook(_recorder(layers[name]))
+                hooks.callback(hook.remove)
+        yield layers
 
 
 class _RecordedLayer(NamedTuple):

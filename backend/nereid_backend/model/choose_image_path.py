@@ -127,9 +127,8 @@ def choose_image_path(
     except NereidError as error:
         progress(f"images: refused, because {describe(error)}")
         return refuse_images(config, f"{describe(error)}.")
-    refused = dict(processor.refused)
     with attention.activated():
-        trials = make_trials(checkpoint, processor, block_size, refused)
+        trials, unanswered = make_trials(checkpoint, processor, block_size)
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
     candidates = _candidates(checkpoint, spec, features, attention)
 
@@ -140,7 +139,8 @@ def choose_image_path(
         """
         return check_path(add_images(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
 
-    chosen = _choose_candidate(candidates, trials, refused, measure)
+    chosen, incorrect = _choose_candidate(candidates, trials, measure)
+    refused = {**processor.refused, **unanswered, **incorrect}
     _report(chosen, refused, progress)
     if chosen is None:
         first_kind = next(kind for kind in KINDS if kind not in processor.refused)
@@ -198,45 +198,49 @@ class _Choice:
 def _choose_candidate(
     candidates: list[_Candidate],
     trials: dict[str, Trial],
-    refused: dict[str, str],
     measure: Callable[[_AddImages, Trial], float],
-) -> _Choice | None:
-    """Return the first candidate with correct logits, or None. A candidate is a way to run a model.
+) -> tuple[_Choice | None, dict[str, str]]:
+    """Return the first candidate with correct logits, and the reason against each refused kind.
 
-    The kinds of media (images, videos and audio) are tried in the order of `trials`. The first
-    candidate that computes correct logits for a kind is chosen. The later kinds must use the same
-    candidate, so each of them is only checked and, if the logits are wrong, refused.
+    A candidate is a way to run a model. The kinds of media (images, videos and audio) are tried in
+    the order of `trials`. The first candidate that computes correct logits for a kind is chosen.
+    The later kinds must use the same candidate, and are refused if their logits are wrong.
 
     Args:
         candidates: the candidates in order of preference.
         trials: for each kind of media, the test prompts and the expected logits.
-        refused: maps each refused kind of media to the reason. Mutated: each kind for which the
-            logits are not correct is added.
         measure: returns the difference between a candidate's logits and the expected logits of a
             trial, or raises an exception if the difference is too large.
+
+    Returns:
+        The chosen candidate, with the largest difference of all accepted kinds; None if all kinds
+        are refused. The second item maps each refused kind to the reason.
     """
+    choice: _Choice | None = None
+    refused: dict[str, str] = {}
     for kind, trial in trials.items():
         try:
-            choice = _first_correct(candidates, trial, measure)
-        except UnfitError as error:
-            refused[kind] = (
-                f"no way to compute {kind} gives the same logits as transformers' generate: {error}"
-            )
-            continue
-        # All kinds of media before `kind` are in `refused`, so `later_trials` contains only the
-        # kinds after `kind`.
-        later_trials = {name: trials[name] for name in trials if name not in (kind, *refused)}
-        return _check_other_kinds(choice, later_trials, refused, measure)
-    return None
+            if choice is None:
+                choice = _first_correct(candidates, kind, trial, measure)
+            else:
+                difference = measure(choice.add_images, trial)
+                choice = replace(choice, difference=max(choice.difference, difference))
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            refused[kind] = describe(error)
+    return choice, refused
 
 
 def _first_correct(
-    candidates: list[_Candidate], trial: Trial, measure: Callable[[_AddImages, Trial], float]
+    candidates: list[_Candidate],
+    kind: str,
+    trial: Trial,
+    measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
     """Return the first candidate (a way to process images) that computes correct logits.
 
     Args:
         candidates: the candidates in order of preference.
+        kind: the kind of media in the test prompts, for the error message.
         trial: the test prompts and the expected logits.
         measure: returns the difference between a candidate's logits and the expected logits, or
             raises an exception if the difference is too large.
@@ -253,37 +257,10 @@ def _first_correct(
             problems.append(f"{name}: {describe(error)}")
         else:
             return _Choice(name, add_images, difference, problems)
-    raise UnfitError("; ".join(problems))
-
-
-def _check_other_kinds(
-    choice: _Choice,
-    trials: Mapping[str, Trial],
-    refused: dict[str, str],
-    measure: Callable[[_AddImages, Trial], float],
-) -> _Choice:
-    """Check whether a candidate that computes one kind of media also computes the other kinds.
-
-    The kinds of media are images, videos and audio. A candidate is a way to compute prompts with
-    media: it changes the forward path for texts, so that the path also computes media.
-
-    Args:
-        choice: the candidate, and the measured difference of its logits.
-        trials: for each other kind of media, the test prompts and the expected logits.
-        refused: maps each refused kind of media to the reason. Mutated: each kind for which the
-            logits are not correct is added.
-        measure: returns the difference of the logits, or raises an exception if it is too large.
-
-    Returns:
-        `choice` with the largest difference of all accepted kinds.
-    """
-    difference = choice.difference
-    for kind, trial in trials.items():
-        try:
-            difference = max(difference, measure(choice.add_images, trial))
-        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-            refused[kind] = describe(error)
-    return replace(choice, difference=difference)
+    raise UnfitError(
+        f"no way to compute {kind} gives the same logits as transformers' generate: "
+        f"{'; '.join(problems)}"
+    )
 
 
 def _report(choice: _Choice | None, refused: Mapping[str, str], progress: Progress) -> None:
@@ -313,11 +290,9 @@ def _candidates(
 ) -> list[_Candidate]:
     """Return the ways to process prompts with images, in order of preference.
 
-    `packed` is the fastest way: a step computes the tokens of several sequences, with or without
-    images. It requires that the forward path for texts is `packed`, too. `single` calls the model's
-    own code with one sequence at a time. `generated` also computes one sequence at a time, but
-    calls transformers' `generate` again for every token, which is very slow. Each candidate
-    contains a function that adds the support for images to the forward path for texts.
+    Each candidate contains a function that adds the support for images to the forward path for
+    texts. The function returns the changed path, or a `SplitPath`, which combines two forward
+    paths: one for sequences without images, and one for sequences with images.
 
     Args:
         checkpoint: the model.
@@ -327,20 +302,22 @@ def _candidates(
     """
 
     def add_packed(path: ForwardPath) -> ForwardPath:
+        """Compute several sequences in one step, with or without images. This is the fastest way.
+
+        Raise an UnfitError if the forward path for texts is not `packed`.
+        """
         if not isinstance(path, PackedPath):
             raise UnfitError(f"the forward path of texts is {spec.name}")
-        # A `PackedPath` can compute both texts and images, so no other path is needed.
         path.images = PackedImages(checkpoint.model, features, attention)
         return path
 
-    # A `SplitPath` combines two forward paths. The first path computes sequences without images.
-    # The second path computes sequences with images, and uses the model's own attention.
-
     def add_single(path: ForwardPath) -> ForwardPath:
+        """Compute each sequence with images alone, with the model's own attention and cache."""
         single_path = SinglePath(checkpoint, uses_cache=True)
         return SplitPath(path, single_path, features, attention)
 
     def add_generated(path: ForwardPath) -> ForwardPath:
+        """Call transformers' `generate` again for every token of a sequence; very slow."""
         return SplitPath(path, GeneratedPath(checkpoint), features, attention)
 
     return [

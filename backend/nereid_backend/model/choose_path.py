@@ -14,6 +14,7 @@ choice never depends on the model's name. A path that fails or computes wrong lo
 no path can be used, loading fails with an error that gives the reason for each path.
 """
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,9 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Caches the results of `get`. The key is the argument `is_generated`. If a result is an
-        # error, `get` raises the error in each call with this key.
-        self._results: dict[bool, Trial | UnfitError] = {}
+        # The results of `get`. The key is the argument `is_generated`. A text is the message of the
+        # UnfitError that `get` raises in each call with this key.
+        self._results: dict[bool, Trial | str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
         """Return the test sequences and the expected logits for the path that `spec` describes."""
@@ -145,35 +148,34 @@ class Trials:
         if is_generated not in self._results:
             set_attention(self._checkpoint, None)
             try:
-                self._results[is_generated] = self._compute_trial(layers, is_generated)
+                if is_generated:
+                    trial = make_generated_trial(self._checkpoint, self._max_len, self._block_size)
+                else:
+                    trial = self._one_pass_trial(layers)
+                self._results[is_generated] = trial
             except UnfitError as error:
-                self._results[is_generated] = error
+                self._results[is_generated] = str(error)
         result = self._results[is_generated]
-        if isinstance(result, UnfitError):
-            raise result
+        if isinstance(result, str):
+            raise UnfitError(result)
         return result
 
-    def _compute_trial(self, layers: list[LayerSpec], is_generated: bool) -> Trial:
-        """Compute the test sequences and the logits that a correct forward path must compute.
+    def _one_pass_trial(self, layers: list[LayerSpec]) -> Trial:
+        """Compute test sequences, and the logits of one forward pass over each whole sequence.
 
-        Args:
-            layers: the attention layers. One test sequence is longer than their windows.
-            is_generated: whether the tokens and logits come from transformers' generate. If False,
-                the logits come from one forward pass over each whole sequence.
+        One test sequence is longer than the windows of the attention layers `layers`.
 
         Raises:
             UnfitError: if one forward pass gives other logits than token-by-token generation.
         """
-        if is_generated:
-            return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
         trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
         try:
             check_generation(self._checkpoint, trial)
         except UnfitError:
-            raise  # One pass over a sequence gives other logits than token-by-token generation.
-        except Exception:  # noqa: BLE001 - a model's code can raise any exception
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             # The model cannot generate token by token, so there are no logits to compare with.
-            pass
+            log.info("Token-by-token generation is not checked: %s", first_line(error))
         return trial
 
 
@@ -211,9 +213,9 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
         trials: the test sequences, and the logits of the unmodified model.
 
     Returns:
-        A copy of `spec` with values that were measured during the check (the memory of a sequence
-        and of a token outside of blocks, and whether snapshots of states work), and the difference
-        of the logits, relative to their standard deviation.
+        A copy of `spec` to which `_with_measurements` has added measured values, and the difference
+        of the logits, relative to their standard deviation. With an 8-bit KV cache, this is the
+        difference that rounded keys and values cause.
 
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
@@ -237,9 +239,8 @@ def _with_measurements(
     """Return a copy of `spec` (how to run a model) to which measured values have been added.
 
     The values depend on the path. `single` runs one sequence at a time: if it stores 6000 bytes for
-    60 tokens, `bytes_per_token` is 100. `rows` is for models with recurrent states:
-    `bytes_per_sequence` is the size of a state, and `has_snapshots` shows whether a sequence can
-    continue from a copy of its state. Other paths need no values.
+    60 tokens, `bytes_per_token` is 100. `rows` is for models with recurrent states; see
+    `_with_state_measurements`. Other paths need no values.
 
     Args:
         spec: the forward path.
@@ -248,11 +249,24 @@ def _with_measurements(
         difference: the relative difference of the logits of `path`.
         dtype: the data type of the model.
     """
-    if isinstance(path, SinglePath):
-        num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
-        return replace(spec, bytes_per_token=math.ceil(path.stored_bytes() / num_tokens))
-    if not isinstance(path, RowsPath):
-        return spec
+    match path:
+        case SinglePath():
+            num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
+            return replace(spec, bytes_per_token=math.ceil(path.stored_bytes() / num_tokens))
+        case RowsPath():
+            return _with_state_measurements(spec, path, trial, difference, dtype)
+        case _:
+            return spec
+
+
+def _with_state_measurements(
+    spec: PathSpec, path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
+) -> PathSpec:
+    """Return a copy of `spec` with the size of a recurrent state, and whether snapshots work.
+
+    A snapshot is a copy of the recurrent state, from which a sequence can continue. The arguments
+    are the arguments of `_with_measurements`.
+    """
     spec = replace(spec, bytes_per_sequence=path.state_bytes())
     if spec.whole_prefill:
         return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.

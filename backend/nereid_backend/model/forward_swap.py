@@ -16,7 +16,7 @@ of the engine loads the library.
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ from nereid_backend.paths.compiled_forward.library_files import (
     library_folder,
     read_trace_error,
 )
-from nereid_backend.paths.compiled_forward.load_library import load_library
+from nereid_backend.paths.compiled_forward.load_library import CompiledForward, load_library
 from nereid_backend.paths.compiled_forward.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
@@ -50,6 +50,8 @@ MIN_WEIGHTS_BYTES = 64 * 2**20
 # A compilation may need this amount of memory in bytes. If less memory is free, no compilation is
 # started.
 _MIN_FREE_BYTES = 3 * 2**30
+# The result of `next` after the last forward pass of the check.
+_END_OF_CHECK = object()
 
 
 class ForwardSwap:
@@ -93,9 +95,8 @@ class ForwardSwap:
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
-        # A generator. The first call of `next` loads the compiled forward pass, and each later call
-        # runs one step of the check. The engine computes requests between these calls.
-        self._check_steps = self._load_and_check()
+        self._compiled: CompiledForward | None = None  # None until the library is loaded
+        self._check_steps: Iterator[None] = iter(())  # runs the check's forward passes one by one
         self.is_done = False
 
     @property
@@ -113,9 +114,10 @@ class ForwardSwap:
         if not self.is_ready:
             return
         try:
-            next(self._check_steps)
-        except StopIteration:
-            self.is_done = True
+            if self._compiled is None:
+                self._load()
+            elif next(self._check_steps, _END_OF_CHECK) is _END_OF_CHECK:
+                self._use(self._compiled)
         except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
             self.is_done = True
             log.warning(
@@ -128,26 +130,25 @@ class ForwardSwap:
         """End the compilation if it is running."""
         self._compilation.close()
 
-    def _load_and_check(self) -> Generator[None, None, None]:
-        """Load the compiled forward pass, and let the engine use it if its logits are correct.
-
-        This generator yields after the library is loaded, and after each step of the check, so that
-        the engine can compute requests in between.
+    def _load(self) -> None:
+        """Load the compiled forward pass, and prepare the check of its logits.
 
         Raises:
-            Exception: of any class, if there is no library, or if the logits of the library are
-                wrong.
+            RuntimeError: if the compilation failed.
         """
-        # `outcome` is the reason why the compilation failed, or "" if the compilation was
-        # successful.
-        if reason := self._compilation.outcome:
-            raise RuntimeError(reason)
-        compiled = load_library(self._checkpoint.model, self._compilation.folder)
-        yield
-        path = path_for_check(self._chosen, compiled)
-        yield from check_in_steps(path, self._chosen.trial, self._checkpoint.model.dtype)
+        failure_reason = self._compilation.outcome  # "" if the compilation was successful
+        if failure_reason:
+            raise RuntimeError(failure_reason)
+        self._compiled = load_library(self._checkpoint.model, self._compilation.folder)
+        trial = self._chosen.trial
+        path = path_for_check(self._chosen, self._compiled, trial.sizes)
+        self._check_steps = check_in_steps(path, trial, self._checkpoint.model.dtype)
+
+    def _use(self, compiled: CompiledForward) -> None:
+        """Let the engine's path use the compiled forward pass, whose logits are correct."""
         compiled.confirm()  # records the successful check next to the library on disk
         self._path.use_compiled(compiled)
+        self.is_done = True
         seconds = time.monotonic() - self._start_s
         self._progress(
             "the forward pass is compiled and used from now on. The compilation took "

@@ -73,9 +73,27 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     """
     if not type(module).__name__.endswith("RMSNorm"):
         return None
+    weight_and_eps = _weight_and_eps(module)
+    if weight_and_eps is None:
+        return None
+    weight, eps = weight_and_eps
+    # Some model types add 1 to the weight of an RMSNorm. Try the weight with and without this
+    # addition, because only the results show which one is correct.
+    for candidate_weight in (weight, weight.detach() + 1.0):
+        fused = FusedRmsNorm(candidate_weight, eps)
+        if _are_equal(module, fused):
+            return fused
+    return None
+
+
+def _weight_and_eps(module: nn.Module) -> tuple[nn.Parameter, float] | None:
+    """Return the weight and the epsilon of an RMSNorm module.
+
+    Return None if the module has children or other parameters, or if its weight is not a vector of
+    a supported data type.
+    """
     weight = getattr(module, "weight", None)
-    # The epsilon of the norm is in the attribute `variance_epsilon` in some model types, and in the
-    # attribute `eps` in other model types.
+    # The attribute is named `variance_epsilon` in some model types, and `eps` in others.
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return None
@@ -85,13 +103,7 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     is_plain_vector = weight.dim() == 1 and weight.dtype in _TOLERANCE
     if has_children or has_other_parameters or not is_plain_vector:
         return None
-    # Some model types add 1 to the weight of an RMSNorm. Try the weight with and without this
-    # addition, because only the results show which one is correct.
-    for candidate_weight in (weight, weight.detach() + 1.0):
-        fused = FusedRmsNorm(candidate_weight, eps)
-        if _are_equal(module, fused):
-            return fused
-    return None
+    return weight, eps
 
 
 @torch.inference_mode()

@@ -43,11 +43,10 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Return groups of attention layers that save memory, and the reason if there is one group.
+    """Divide the attention layers into groups if this saves memory.
 
     A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
-    window, blocks before the window can be freed. If all layers form one group, the reason is a
-    clause that says why; otherwise, the reason is empty.
+    window, blocks before the window can be freed.
 
     Args:
         config: the settings.
@@ -55,10 +54,14 @@ def choose_layer_groups(
         device: the device of the KV cache.
         max_model_len: the largest number of tokens in a request.
         max_step_tokens: the largest number of tokens in a step.
+
+    Returns:
+        The groups, and a clause that says why all layers form a single group; "" if there are
+        several groups.
     """
-    obstacle = _reason_for_one_group(config, spec, device)
-    if obstacle is not None:
-        return single_group(spec.layers), obstacle
+    reason = _reason_for_one_group(config, spec, device)
+    if reason is not None:
+        return single_group(spec.layers), reason
     groups = divide_layers(spec.layers, max_model_len, max_step_tokens, config.block_size)
     if len(groups.windows) > 1:  # `windows` contains one attention window for each group
         return groups, ""
@@ -117,15 +120,14 @@ def block_shape(
         # scale.
         itemsize = torch.int8.itemsize
         scale_bytes = torch.float32.itemsize
-    # A block contains several memory areas, and belongs to one group of layers. The first layer of
-    # the group uses the first area, the second layer uses the second area, and so on. The size of a
-    # block is the sum of the sizes of its areas, so take only one layer for each area.
-    layer_bytes = [
+    # A block has one memory area for each layer of its group. The size of a block is the sum of the
+    # sizes of these areas.
+    area_bytes = [
         layer.bytes_per_token(itemsize, scale_bytes)
         for layer in _one_layer_per_memory_area(spec.layers, groups)
     ]
     return BlockShape(
-        bytes_per_token=spec.bytes_per_token + sum(layer_bytes) + draft_bytes,
+        bytes_per_token=spec.bytes_per_token + sum(area_bytes) + draft_bytes,
         block_size=config.block_size,
         windows=groups.windows,
         # If a prompt is computed in one pass, all its blocks are needed at the same time.
@@ -166,7 +168,7 @@ def _reason_for_one_group(config: EngineConfig, spec: PathSpec, device: torch.de
     if config.tensor_parallel_size > 1:
         return "the messages of tensor parallelism contain one block table for each sequence"
     if config.prefix_cache_disk is not None:
-        return "the prefix cache on disk stores one block for the tokens of a block"
+        return "the prefix cache on disk reads one block table for each sequence"
     if config.draft_model is not None or config.speculative_method == "mtp":
         return "the memory of the draft model is planned for one block table for each sequence"
     cache_sizes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers}
@@ -194,12 +196,6 @@ def divide_layers(
         max_step_tokens: the largest number of tokens in a step.
         block_size: tokens in one block.
     """
-
-    def cost(groups: LayerGroups) -> int:
-        """Return the memory that the longest request needs. The unit is one block of one layer."""
-        num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
-        return groups.num_places * num_blocks
-
     # The first candidate is a single group of all layers. If the layers have different windows, the
     # group keeps a block until no layer needs the block any more.
     candidates = [single_group(layers)]
@@ -209,9 +205,15 @@ def divide_layers(
         groups = _group_by_window(layers, max_group_len)
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.append(groups)
-    max_cost = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates))
+    # The memory that the longest request needs with each candidate, in blocks of one layer.
+    costs = [
+        groups.num_places
+        * max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
+        for groups in candidates
+    ]
+    max_cost = (1 + _MIN_SAVED_SHARE) * min(costs)
     # Return the first division whose cost is low enough. No later division has fewer groups.
-    return next(groups for groups in candidates if cost(groups) <= max_cost)
+    return next(groups for groups, cost in zip(candidates, costs, strict=True) if cost <= max_cost)
 
 
 def _group_by_window(layers: Sequence[LayerSpec], max_group_len: int) -> LayerGroups:
@@ -232,18 +234,16 @@ def _group_by_window(layers: Sequence[LayerSpec], max_group_len: int) -> LayerGr
         for window in full_first
         for group in _equal_parts(layers_by_window[window], max_group_len)
     ]
-    # Maps the index of each layer to a pair: the index of the layer's group, and the position of
-    # the layer in this group.
-    places = {
-        layer_index: (group_index, place)
-        for group_index, group in enumerate(groups)
-        for place, layer_index in enumerate(group)
-    }
+    # Each item is the pair of the layer's group and the layer's position in this group.
+    places = [(0, 0)] * len(layers)
+    for group_index, group in enumerate(groups):
+        for position, layer_index in enumerate(group):
+            places[layer_index] = (group_index, position)
     return LayerGroups(
         # All layers of a group have the same window. Convert this window to the type that the block
         # tables use.
         windows=tuple(attention_window_of([layers[index] for index in group]) for group in groups),
-        places=tuple(places[layer_index] for layer_index in range(len(layers))),
+        places=tuple(places),
     )
 
 

@@ -45,15 +45,15 @@ def _attention_scaling_limits(config: PretrainedConfig) -> list[LengthLimit]:
     positions, so the threshold is a limit. The threshold is the field floor_scale or
     log_scaling_n_floor of the config. The result is empty if the config has no threshold.
     """
-    reason = "because the model counts longer positions in the batch"
+    fields = ["log_scaling_n_floor"]
+    if getattr(config, "attn_temperature_tuning", None):
+        fields.append("floor_scale")  # has no effect without attn_temperature_tuning
     limits = []
-    scales_attention = getattr(config, "attn_temperature_tuning", None)
-    floor_scale = getattr(config, "floor_scale", None)
-    if scales_attention and floor_scale:
-        limits.append(LengthLimit(int(floor_scale), f"floor_scale, {reason}"))
-    log_floor = getattr(config, "log_scaling_n_floor", None)
-    if isinstance(log_floor, int):
-        limits.append(LengthLimit(log_floor, f"log_scaling_n_floor, {reason}"))
+    for field in fields:
+        threshold = getattr(config, field, None)
+        if isinstance(threshold, int | float) and threshold > 0:
+            reason = f"{field}, because the model counts positions above this limit in the batch"
+            limits.append(LengthLimit(int(threshold), reason))
     return limits
 
 
@@ -61,9 +61,9 @@ def _rope_limits(config: PretrainedConfig) -> list[LengthLimit]:
     """Return the length limits that follow from the rotary embeddings of a model.
 
     The types "longrope" and "dynamic" depend on the longest sequence in a batch: if this sequence
-    exceeds a threshold, the embeddings of all sequences change. The threshold is then a limit. If
-    the config contains no threshold, transformers uses the model's own limit as the threshold, and
-    no further limit follows.
+    exceeds a threshold, the embeddings of all sequences change. The threshold is then a limit. The
+    result is empty for a config without a threshold, because transformers then changes the
+    embeddings only above the model's own limit.
     """
     limits = []
     for rope in _rope_parameters(config):

@@ -77,12 +77,16 @@ class BlockShape:
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
-        """Return the number of tokens of the longest sequence that fits into `num_blocks` blocks.
+        """Return the largest number of tokens of a sequence that fits into `num_blocks` blocks.
 
-        The number is rounded down to a multiple of the block size. If a sequence of `max_tokens`
-        tokens fits, the result is at least `max_tokens`. Example: 20 blocks of 16 tokens in a
-        single group with full attention give 320 tokens.
+        The result is `max_tokens` if a sequence of this length fits. Otherwise, it is a multiple of
+        the block size. Example: 20 blocks of 16 tokens in a single group with full attention give
+        320 tokens.
         """
+        # If every group has an attention window, the number of blocks of a sequence stops growing
+        # at some length, so a sequence can have more than `num_blocks * block_size` tokens.
+        if self.num_sequence_blocks(max_tokens) <= num_blocks:
+            return max_tokens
         # Find how many of the lengths 0, 1, 2, ... (in units of `block_size` tokens) fit. A binary
         # search is possible, because a longer sequence never needs fewer blocks.
         lengths = range(max(0, num_blocks) + 1)
@@ -92,13 +96,7 @@ class BlockShape:
             key=lambda length: self.num_sequence_blocks(length * self.block_size),
         )
         longest_length = max(0, num_fitting_lengths - 1)  # the lengths begin with 0
-        num_tokens = longest_length * self.block_size
-        # If every group has an attention window, the number of blocks of a sequence stops growing
-        # at some length. In this case, even a sequence with more than `num_blocks * block_size`
-        # tokens can fit.
-        if self.num_sequence_blocks(max_tokens) <= num_blocks:
-            return max(num_tokens, max_tokens)
-        return num_tokens
+        return longest_length * self.block_size
 
 
 def plan_memory(
@@ -203,11 +201,11 @@ def _longest_request(
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
             too small for one block.
     """
-    configured_len = _configured_len(config, limit)
+    configured_len = _checked_max_model_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, the memory must be enough for `block_size` tokens, or for the
-    # longest sequence that the model accepts, whichever is shorter.
+    # If max_model_len is not set, any length is accepted, but the memory must be enough for one
+    # block of tokens (or for the model's limit, if it is shorter).
     required_len = configured_len or min(config.block_size, limit.num_tokens)
     if fitting_len < required_len:
         # One additional block is allocated for the padding tokens in the inputs of a step.
@@ -236,8 +234,8 @@ def _plan_without_blocks(
     """Return the `MemoryPlan` of a model that stores no keys and values in blocks.
 
     The blocks of such a model need no memory, but the scheduler still assigns blocks to sequences.
-    The number of blocks is enough for `max_num_seqs` sequences of the largest length, but is
-    limited to `_MAX_EMPTY_BLOCKS`.
+    The number of blocks is enough for `max_num_seqs` sequences of the largest length, but at most
+    `_MAX_EMPTY_BLOCKS`. If one sequence needs more blocks, the number is enough for one sequence.
 
     Args:
         config: the settings.
@@ -245,10 +243,8 @@ def _plan_without_blocks(
         max_num_seqs: the largest number of running sequences.
         num_states: the number of recurrent states that fit into the memory.
     """
-    max_model_len = _configured_len(config, limit) or limit.num_tokens
+    max_model_len = _checked_max_model_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
-    # One sequence of the maximum length must fit, even if it needs more than `_MAX_EMPTY_BLOCKS`
-    # blocks.
     max_num_blocks = max(blocks_per_sequence, _MAX_EMPTY_BLOCKS)
     return MemoryPlan(
         num_blocks=min(max_num_seqs * blocks_per_sequence, max_num_blocks),
@@ -264,8 +260,8 @@ def _num_blocks(num_tokens: int, block_size: int) -> int:
     return math.ceil(num_tokens / block_size)
 
 
-def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
-    """Return the setting max_model_len; None if it is not set.
+def _checked_max_model_len(config: EngineConfig, limit: LengthLimit) -> int | None:
+    """Check the setting max_model_len, and return it; None if it is not set.
 
     Raises:
         ConfigError: if the setting exceeds the model's limit.
@@ -282,10 +278,11 @@ def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
 def describe_memory(
     memory: MemoryPlan,
     block: BlockShape,
+    *,
     weights_bytes: int,
-    activations: int | None,
-    num_tokens: int,
-    windows: str,
+    step_bytes: int | None,
+    max_step_tokens: int,
+    windows_sentence: str,
 ) -> str:
     """Return a log line that says how much memory the weights, a step and the KV cache need.
 
@@ -294,32 +291,31 @@ def describe_memory(
     Args:
         memory: the size of the KV cache.
         block: the memory of a block, and the blocks that a sequence needs.
-        weights_bytes: the memory of the weights in bytes.
-        activations: the memory of the largest step in bytes; None if this memory is unknown.
-        num_tokens: the largest number of tokens in one step.
-        windows: a sentence about the attention windows; "" if there are none.
+        weights_bytes: the memory of the weights.
+        step_bytes: the memory of the largest step; None if this memory is unknown.
+        max_step_tokens: the largest number of tokens in one step.
+        windows_sentence: a sentence about the attention windows; "" if there are none.
     """
-    step_size = "an unknown size" if activations is None else format_bytes(activations)
+    step_size = "an unknown size" if step_bytes is None else format_bytes(step_bytes)
     # Every token is stored once for each group of attention layers, each time in a different block.
     # Therefore, the number of blocks is divided by the number of groups.
     num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
     line = (
-        f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
-        f"needs {step_size}, and the KV cache of {format_bytes(memory.num_bytes)} has space for "
-        f"{num_cached_tokens} tokens. A request can have "
-        f"{memory.max_model_len} tokens, and {memory.max_num_seqs} sequences can run at the same "
-        f"time. {windows}"
+        f"memory: the weights need {format_bytes(weights_bytes)}, a step of {max_step_tokens} "
+        f"tokens needs {step_size}, and the KV cache of {format_bytes(memory.num_bytes)} has space "
+        f"for {num_cached_tokens} tokens. A request can have {memory.max_model_len} tokens, and "
+        f"{memory.max_num_seqs} sequences can run at the same time."
     )
-    return line.rstrip()
+    return f"{line} {windows_sentence}" if windows_sentence else line
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
-    """Return the number of bytes for the KV cache.
+    """Return the number of bytes for the KV cache: the setting kv_cache_memory or a default.
 
-    The number is the setting kv_cache_memory. Without this setting, the number is a share of the
-    free memory on a CPU, and depends on gpu_memory_utilization on a GPU. Example for a GPU: the
-    share 0.9 of 80 GiB is 72 GiB. The weights take 16 GiB, the CUDA context takes 0.5 GiB, and a
-    step takes 2 GiB. The KV cache gets the remaining 53.5 GiB.
+    On a CPU, the default is a share of the free memory. On a GPU, it depends on
+    gpu_memory_utilization. Example for a GPU: the share 0.9 of 80 GiB is 72 GiB. The weights take
+    16 GiB, the CUDA context takes 0.5 GiB, and a step takes 2 GiB. The KV cache gets the remaining
+    53.5 GiB.
 
     gpu_memory_utilization limits only the memory of this process. The processes of the embedding
     model and of the reranker have their own limits, and may start before or after this process.
@@ -332,23 +328,21 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     Raises:
         ConfigError: if kv_cache_memory is larger than the free memory.
     """
-    if device.type == "cuda":
-        free_bytes = _free_gpu_memory(device)
-        default_bytes = _default_gpu_bytes(config, device, free_bytes, activations)
-    else:
-        free_bytes = available_memory()
-        shared_bytes = min(int(free_bytes * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
-        # With data parallelism, several engine processes share the memory equally.
-        default_bytes = shared_bytes // config.data_parallel_size
+    is_gpu = device.type == "cuda"
+    free_bytes = _free_gpu_memory(device) if is_gpu else available_memory()
     configured_bytes = config.kv_cache_bytes
-    if configured_bytes is None:
-        return max(0, default_bytes)
-    if configured_bytes > free_bytes:
-        raise ConfigError(
-            f"kv_cache_memory: the value is {format_bytes(configured_bytes)}, but only "
-            f"{format_bytes(free_bytes)} are free on {device}. Lower kv_cache_memory."
-        )
-    return configured_bytes
+    if configured_bytes is not None:
+        if configured_bytes > free_bytes:
+            raise ConfigError(
+                f"kv_cache_memory: the value is {format_bytes(configured_bytes)}, but only "
+                f"{format_bytes(free_bytes)} are free on {device}. Lower kv_cache_memory."
+            )
+        return configured_bytes
+    if is_gpu:
+        return max(0, _default_gpu_bytes(config, device, free_bytes, activations))
+    shared_bytes = min(int(free_bytes * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
+    # With data parallelism, several engine processes share the memory equally.
+    return shared_bytes // config.data_parallel_size
 
 
 def _free_gpu_memory(device: torch.device) -> int:

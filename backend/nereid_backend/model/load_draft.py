@@ -2,7 +2,7 @@
 """Loads the draft model for speculative decoding."""
 
 import json
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,10 +98,11 @@ def path_sizes(sizes: DraftSizes) -> Sizes:
 
 
 def check_draft_folder(config: EngineConfig) -> None:
-    """Raise a ConfigError if the setting draft_model does not name the folder of a checkpoint.
+    """Raise a ConfigError if the setting draft_model does not name the folder of a usable model.
 
-    This function is called before the weights of the large model are loaded, because loading these
-    weights takes long.
+    The folder must contain a config.json whose architecture is not an EAGLE head. This function is
+    called before the weights of the large model are loaded, because loading these weights takes
+    long.
     """
     if config.draft_model is None:
         return
@@ -111,11 +112,11 @@ def check_draft_folder(config: EngineConfig) -> None:
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."
         )
-    # If config.json is damaged, do nothing here, because the function that loads the checkpoint
-    # reports the damage later. `suppress` does not catch the ConfigError that `_check_architecture`
-    # raises.
-    with suppress(OSError, ValueError, AttributeError):
+    try:
         model_config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # The function that loads the checkpoint reports the damaged file later.
+    if isinstance(model_config, dict):
         for architecture in model_config.get("architectures") or []:
             _check_architecture(config.draft_model, str(architecture))
 
@@ -159,18 +160,15 @@ def open_draft(
         return None
     _check_can_remove_draft_tokens(target, target_spec)
     draft_config = _draft_config(config, config.draft_model)
-    hook = AttentionHook()
-    # `hook` is the attention function that transformers calls for the draft model. It is removed
-    # from transformers if the draft model cannot be used.
-    try:
+    with ExitStack() as on_error:
+        hook = AttentionHook()  # the attention function that transformers calls for the draft model
+        on_error.callback(hook.remove)
         progress(f"loading the draft model {config.draft_model}")
         checkpoint = load_weights(draft_config, choose_device(config.device), hook, progress)
         _check_vocabulary(config, target, checkpoint)
         chosen = choose_path(checkpoint, hook, draft_config, progress)
         _check_can_remove_draft_tokens(checkpoint, chosen.spec)
-    except BaseException:
-        hook.remove()
-        raise
+        on_error.pop_all()
     # The KV cache of the draft model stores unrounded numbers, even if kv_cache_dtype selects 8-bit
     # numbers.
     itemsize = checkpoint.model.dtype.itemsize

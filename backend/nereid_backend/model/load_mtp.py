@@ -59,16 +59,21 @@ class OpenedMtp:
             The source of draft tokens, and the forward path that must replace `path`. The new path
             records the hidden states.
         """
-        limit = model_limit(self.checkpoint.text_config)
-        sizes = draft_sizes(config, memory, num_tokens, limit)
-        # `cache` is the KV cache of the MTP layer. `builder` creates the input tensors of each
-        # step. `make_blocks` needs only the sizes of the cache and of the block tables
-        # (`path_sizes`).
-        cache, builder = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
-        model: Any = self.checkpoint.model
-        hidden = HiddenStates(path, model.get_decoder())
-        mtp_path = MtpPath(self.model, self.hook, self.layers, cache, builder, hidden)
-        return DraftModel(mtp_path, sizes), hidden
+        length_limit = model_limit(self.checkpoint.text_config)
+        sizes = draft_sizes(config, memory, num_tokens, length_limit)
+        # `batch_builder` creates the input tensors of each step.
+        kv_cache, batch_builder = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
+        large_model: Any = self.checkpoint.model
+        hidden_states = HiddenStates(path, large_model.get_decoder())
+        mtp_path = MtpPath(
+            self.model,
+            hook=self.hook,
+            layers=self.layers,
+            cache=kv_cache,
+            builder=batch_builder,
+            hidden=hidden_states,
+        )
+        return DraftModel(mtp_path, sizes), hidden_states
 
 
 def open_mtp(

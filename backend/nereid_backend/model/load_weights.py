@@ -55,14 +55,14 @@ def load_weights(
     _check_weight_dtype(config, device)
     must_round_while_reading = check_weight_memory(config, device)
     if must_round_while_reading:
-        checkpoint = _load_rounded(config, device, hook, progress)
+        load = _load_rounded
     elif config.weight_dtype != "auto":
-        checkpoint = _load_with_settings(config, device, hook, progress)
-        checkpoint = _quantise(checkpoint, config.weight_dtype, progress)
+        load = _load_quantised
     elif config.prepack:
-        checkpoint = _load_prepacked(config, device, hook, progress)
+        load = _load_prepacked
     else:
-        checkpoint = _load_with_settings(config, device, hook, progress)
+        load = _load_with_settings
+    checkpoint = load(config, device, hook, progress)
     # On a CPU, move the weights into huge memory pages, which are faster to read. This is done
     # last, because the functions above replace weights.
     move_weights(checkpoint.model)
@@ -81,11 +81,11 @@ def _load_rounded(
         progress: called with one line for each slow operation.
     """
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
-    checkpoint = _load_with_settings(config, device, hook, progress, rounded_bits)
+    checkpoint = _load_with_settings(config, device, hook, progress, rounded_bits=rounded_bits)
     # Round the embedding, and the linear layers that could not be rounded while their weights were
     # read.
     quantise_linears(checkpoint.model, rounded_bits, progress)
-    pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
+    _pack_embedding(checkpoint, can_round=True)
     progress(
         f"the weights of linear layers were rounded to {config.weight_dtype} while they were "
         "read, because the unrounded weights do not fit into the memory"
@@ -105,8 +105,8 @@ def _load_prepacked(
         progress: called with one line for each slow operation.
     """
     checkpoint = _load_with_settings(config, device, hook, progress)
-    is_usable = _rearrange_and_merge(checkpoint, progress)
-    if not is_usable:
+    is_unchanged = _rearrange_and_merge(checkpoint, progress)
+    if not is_unchanged:
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
         checkpoint = _load_with_settings(config, device, hook, progress)
@@ -130,6 +130,7 @@ def _load_with_settings(
     device: torch.device,
     hook: AttentionHook,
     progress: Progress,
+    *,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
     """Call `load_checkpoint` with the engine's settings, and return the model.
@@ -165,8 +166,8 @@ def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
         progress: called with a line if prepacking changes the logits.
 
     Returns:
-        False if prepacking has changed the logits. The model must then be loaded again. True in all
-        other cases, even if no layer was changed.
+        Whether the model computes its original logits. If not, the model must be loaded again,
+        because prepacking cannot be undone.
     """
     original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
@@ -181,7 +182,7 @@ def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
                 "code reads them directly"
             )
             return False
-        pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=False)
+        _pack_embedding(checkpoint, can_round=False)
     # Run the model once, so that `merge_linears` finds the layers that have the same input.
     merge_linears(checkpoint.model, lambda: _logits_of_test_tokens(checkpoint))
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
@@ -189,9 +190,13 @@ def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
     return True
 
 
-def _is_finite(checkpoint: Checkpoint) -> bool:
-    """Return whether a model computes finite logits."""
-    return _logits_of_test_tokens(checkpoint) is not None
+def _pack_embedding(checkpoint: Checkpoint, *, can_round: bool) -> None:
+    """Pack the embedding of a model; see `pack_embedding`. Undo it if the logits are not finite."""
+    pack_embedding(
+        checkpoint.model,
+        is_correct=lambda: _logits_of_test_tokens(checkpoint) is not None,
+        can_round=can_round,
+    )
 
 
 def _are_equal(before: Tensor, after: Tensor | None) -> bool:
@@ -201,29 +206,24 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
     return bool((after - before).abs().max() <= _LAYOUT_TOLERANCE * before.std())
 
 
-def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Round the weights of the linear layers to the type `weight_dtype`.
-
-    With int8 and int4, also round the embedding to 8 bits if possible. Return a copy of
-    `checkpoint` with the new size of the weights.
+def _load_quantised(
+    config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
+) -> Checkpoint:
+    """Load the weights, and then round the weights of the linear layers.
 
     Args:
-        checkpoint: the model. Mutated.
-        weight_dtype: "int8", "int4" or "fp8".
-        progress: called with one line about the result.
+        config: the settings. weight_dtype is int8, int4 or fp8.
+        device: the device for the weights.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line about the result, and for each slow operation.
 
     Raises:
         ConfigError: if the model or the device does not support such weights.
     """
+    weight_dtype = config.weight_dtype
+    checkpoint = _load_with_settings(config, device, hook, progress)
     before = _logits_of_test_tokens(checkpoint)
-    if weight_dtype == "fp8":
-        num_layers = _store_as_float8(checkpoint)
-    else:
-        bits = 4 if weight_dtype == "int4" else 8
-        num_layers = quantise_linears(checkpoint.model, bits, progress)
-        # The embedding stays unchanged in two cases: it cannot be rounded, or the logits of the
-        # model with the rounded embedding are not finite. The embedding then needs more memory.
-        pack_embedding(checkpoint.model, lambda: _is_finite(checkpoint), can_round=True)
+    num_layers = _round_weights(checkpoint, weight_dtype, progress)
     after = _logits_of_test_tokens(checkpoint)
     # `_logits_of_test_tokens` returns None if the model cannot be called, or if its logits are not
     # finite. Example: the model's own code reads the weights of its linear layers, but does not
@@ -241,6 +241,28 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
         f"the logits by {relative_difference:.2g} of their standard deviation{warning}"
     )
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+
+
+def _round_weights(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> int:
+    """Round the weights of a model's linear layers, and return the number of these layers.
+
+    With int8 and int4, the embedding is also rounded to 8 bits. It stays unchanged if it cannot be
+    rounded, or if the logits with the rounded embedding are not finite.
+
+    Args:
+        checkpoint: the model. Mutated.
+        weight_dtype: "int8", "int4" or "fp8".
+        progress: called with one line for each slow operation.
+
+    Raises:
+        ConfigError: if the device does not support such weights.
+    """
+    if weight_dtype == "fp8":
+        return _store_as_float8(checkpoint)
+    bits = 4 if weight_dtype == "int4" else 8
+    num_layers = quantise_linears(checkpoint.model, bits, progress)
+    _pack_embedding(checkpoint, can_round=True)
+    return num_layers
 
 
 def _store_as_float8(checkpoint: Checkpoint) -> int:
@@ -268,6 +290,8 @@ def _logits_of_test_tokens(checkpoint: Checkpoint) -> Tensor | None:
 
     The logits show whether a change of the weights has changed the model. Return None if the model
     cannot be called, or if its logits are not finite.
+
+    Mutates: the checkpoint. After the call, the model uses its own attention.
     """
     token_ids = plain_token_ids(checkpoint)[:_NUM_TEST_TOKENS]
     ids = torch.tensor([token_ids], device=checkpoint.device)

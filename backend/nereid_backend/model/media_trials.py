@@ -46,33 +46,46 @@ class _Answer(NamedTuple):
 
 
 def make_trials(
-    checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, refused: dict[str, str]
-) -> dict[str, Trial]:
+    checkpoint: Checkpoint, processor: ChatProcessor, block_size: int
+) -> tuple[dict[str, Trial], dict[str, str]]:
     """Return test prompts and their logits for each kind of media that transformers can process.
 
     The logits are those of transformers' `generate`. The engine must compute the same logits.
 
     Args:
         checkpoint: the model.
-        processor: prepares the prompts.
+        processor: prepares the prompts. The kinds of media that it refuses are left out.
         block_size: the number of tokens in a block of the KV cache.
-        refused: maps each kind of media that the model refuses ("images", "videos" or "audio") to
-            the reason. Mutated: each kind that transformers cannot compute is added.
+
+    Returns:
+        The trial of each kind ("images", "videos" or "audio"), and the reason why transformers
+        cannot answer the test prompts of each failed kind.
     """
-    trials = {}
-    for kind, make_contents in _CONTENTS.items():
-        if kind not in refused:
-            # `make_contents` returns the images, videos or audio of each test prompt.
-            try:
-                answers = _generate_answers(checkpoint, processor, make_contents())
-                trial = _trial_of(answers, block_size)
-                if kind == "audio":
-                    # If a checkpoint has no audio encoder, the model ignores the audio.
-                    _check_uses_audio(trial)
-                trials[kind] = trial
-            except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-                refused[kind] = f"transformers cannot answer test {kind}: {describe(error)}"
-    return trials
+    trials: dict[str, Trial] = {}
+    failures: dict[str, str] = {}
+    for kind in _TEST_MEDIA:
+        if kind in processor.refused:
+            continue
+        try:
+            trials[kind] = _make_trial(checkpoint, processor, block_size, kind)
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            failures[kind] = f"transformers cannot answer test {kind}: {describe(error)}"
+    return trials, failures
+
+
+def _make_trial(
+    checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, kind: str
+) -> Trial:
+    """Return test prompts with one kind of media, and the logits of transformers' `generate`.
+
+    Raises:
+        Exception: of any class, if transformers cannot answer the prompts, or ignores audio.
+    """
+    answers = _generate_answers(checkpoint, processor, _TEST_MEDIA[kind]())
+    trial = _trial_of(answers, block_size)
+    if kind == "audio":
+        _check_uses_audio(trial)
+    return trial
 
 
 @torch.inference_mode()
@@ -158,7 +171,8 @@ def _audio_contents() -> list[list[_MediaPart]]:
     return [[first], [first, second], [different]]
 
 
-_CONTENTS = {"images": _image_contents, "videos": _video_contents, "audio": _audio_contents}
+# For each kind of media, a function that returns the media of each test prompt.
+_TEST_MEDIA = {"images": _image_contents, "videos": _video_contents, "audio": _audio_contents}
 
 
 def _check_uses_audio(trial: Trial) -> None:
@@ -205,9 +219,7 @@ def _generate_answer(
     """Generate tokens with transformers' `generate`, and return the tokens and their logits.
 
     The last token is not returned, because no logits follow it. No placeholder of an image is
-    generated, because the code of some models would replace the embedding of a generated
-    placeholder by an image. The logits are returned as they were before the placeholders were
-    excluded.
+    generated. The logits are returned as they were before the placeholders were excluded.
 
     Raises:
         UnfitError: if the model generated fewer tokens than requested.
@@ -215,18 +227,23 @@ def _generate_answer(
     model: Any = checkpoint.model
     assert prompt.images is not None
     ids = torch.tensor([prompt.token_ids], device=checkpoint.device)
+    num_generated = GENERATE_ARGUMENTS["max_new_tokens"]
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        **GENERATE_ARGUMENTS,  # greedy search, NUM_STEPS + 1 tokens, with their logits
+        **GENERATE_ARGUMENTS,
+        # The code of some models would replace the embedding of a generated placeholder by an
+        # image.
         suppress_tokens=sorted(placeholder_ids) or None,
         **prompt.images.arguments,
     )
     logits = torch.cat(output.logits).float()  # one row for each generated token
-    if len(logits) != NUM_STEPS + 1:
-        raise UnfitError(f"generate returned {len(logits)} tokens instead of {NUM_STEPS + 1}")
-    token_ids = output.sequences[0, -len(logits) : -1].tolist()
-    return _Answer(prompt, token_ids, logits)
+    if len(logits) != num_generated:
+        raise UnfitError(f"generate returned {len(logits)} tokens instead of {num_generated}")
+    # The output of an encoder-decoder model does not contain the prompt, so the generated tokens
+    # are counted from the end.
+    generated_ids = output.sequences[0, -num_generated:].tolist()
+    return _Answer(prompt, generated_ids[:-1], logits)
 
 
 def describe(error: Exception) -> str:

@@ -7,7 +7,9 @@ after another.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import AttentionMaskInterface
@@ -84,9 +86,12 @@ def path_variants(
 ) -> list[tuple[str, Iterator[PathSpec]]]:
     """Return the name and the variants of each way to run a model, from the fastest to the slowest.
 
-    The caller tries the variants in this order. A pass of `packed` has one row with the tokens of
-    all sequences. A pass of `rows` (for models with recurrent states) or of `padded` has one row
-    for each sequence. A pass of `single` computes only one sequence.
+    The caller tries the variants in this order. The ways differ in the rows of a forward pass:
+
+    - `packed`: one row with the tokens of all sequences.
+    - `rows`: one row for each sequence. This way is for models with recurrent states.
+    - `padded`: one row for each sequence, padded to the length of the longest row.
+    - `single`: one row with one sequence.
 
     Args:
         checkpoint: a loaded model.
@@ -158,12 +163,7 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     """
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
-        _check_sparse_limit(limit, max_model_len)
-        # Up to this limit, sparse attention attends to every earlier token, so no mask is needed.
-        # However, the model's code requests a mask from the function that is registered under
-        # `hook.name`. Register `_open_mask`, which returns a mask that hides no token. Later tokens
-        # are hidden by Nereid's attention function itself.
-        AttentionMaskInterface.register(hook.name, _open_mask)
+        _use_sparse_attention(hook, limit, max_model_len)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
 
@@ -174,14 +174,26 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     return PathSpec("packed", build, layers, hook)
 
 
-def _check_sparse_limit(limit: LengthLimit, max_model_len: int | None) -> None:
-    """Raise an UnfitError if sequences can be longer than the limit of sparse attention."""
+def _use_sparse_attention(
+    hook: AttentionHook, limit: LengthLimit, max_model_len: int | None
+) -> None:
+    """Let `hook` compute the sparse attention of a model for sequences within `limit`.
+
+    Up to this limit, sparse attention attends to every earlier token, so no mask is needed.
+    However, the model's code requests a mask from the function that is registered under
+    `hook.name`. Register `_open_mask`, which returns a mask that hides no token. Later tokens are
+    hidden by Nereid's attention function itself.
+
+    Raises:
+        UnfitError: if sequences can be longer than the limit.
+    """
     if max_model_len is None or max_model_len > limit.num_tokens:
         raise UnfitError(
             f"the model uses sparse attention for more than {limit.num_tokens} tokens "
             f"({limit.reason}), which this forward path supports only if max_model_len is at "
             f"most {limit.num_tokens}"
         )
+    AttentionMaskInterface.register(hook.name, _open_mask)
 
 
 def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
@@ -190,76 +202,70 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 
 
 def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
-    """Yield the variants of `rows` (a way to run a model), from the fastest to the slowest.
+    """Yield the variants of the forward path `rows`, from the fastest to the slowest.
 
     This path is for models with convolutions or recurrences. A pass has one row for each sequence.
     If Nereid's attention function (`hook`) cannot compute the attention of the model, the variants
     use the model's own attention, which gets copies of the keys and values.
+
+    Raises:
+        Exception: of any class, if the model cannot use the path. The error is the reason why the
+            model cannot use Nereid's attention function.
     """
     try:
         set_attention(checkpoint, hook)
         layers = probe_recurrent_model(checkpoint, hook)
-    except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-        yield from _rows_variants_with_own_attention(checkpoint, error)
+    except Exception:  # a model's code can raise any exception
+        variants = _rows_variants_with_own_attention(checkpoint)
+        if not variants:
+            raise
+        yield from variants
         return
 
     def make_keys(sizes: Sizes) -> RowKeys:
         blocks = make_blocks(checkpoint, layers, sizes) if layers else None
         return HookedKeys(checkpoint.model.config, hook, layers, blocks)
 
-    yield from _variants_with_chunked_or_whole_prompts(checkpoint, make_keys, layers, hook)
+    yield from _make_rows_variants(checkpoint, make_keys, layers, hook)
 
 
-def _rows_variants_with_own_attention(
-    checkpoint: Checkpoint, hook_error: Exception
-) -> Iterator[PathSpec]:
-    """Yield those variants of `rows` (a way to run a model) that use the model's own attention.
+def _rows_variants_with_own_attention(checkpoint: Checkpoint) -> list[PathSpec]:
+    """Return those variants of the forward path `rows` that use the model's own attention.
 
-    The keys and values are stored in blocks, and the model's attention gets copies of them.
-
-    Args:
-        checkpoint: the model.
-        hook_error: the reason why the model cannot use Nereid's attention function.
-
-    Raises:
-        Exception: `hook_error`, if blocks cannot contain the keys and values of the model, or if
-            the model has no recurrent state. A model without such a state can use the forward path
-            `padded`. The log then contains the reason against the faster variants, which use
-            Nereid's attention function.
+    The keys and values are stored in blocks, and the model's attention gets copies of them. The
+    result is empty if blocks cannot contain the keys and values of the model, or if the model has
+    no recurrent state. A model without such a state can use the forward path `padded`.
     """
     set_attention(checkpoint, None)
+    token_id = plain_token_ids(checkpoint)[0]
     try:
-        token_id = plain_token_ids(checkpoint)[0]
         # Run the model with one token to find out what its cache stores.
         layout = probe_cache(checkpoint, token_id, accepts_states=True)
     except Exception:  # noqa: BLE001 - a model's code can raise any exception
-        raise hook_error from None
+        return []
     if not layout.has_states:
-        raise hook_error
+        return []
 
     def make_keys(sizes: Sizes) -> RowKeys:
         kv_cache = _make_copied_cache(checkpoint, layout.layers, sizes)
         return GatheredKeys(checkpoint.model.config, layout, kv_cache)
 
     detail = "keys and values are copied from blocks"
-    yield from _variants_with_chunked_or_whole_prompts(
-        checkpoint, make_keys, layout.layers, detail=detail
-    )
+    return _make_rows_variants(checkpoint, make_keys, layout.layers, detail=detail)
 
 
-def _variants_with_chunked_or_whole_prompts(
+def _make_rows_variants(
     checkpoint: Checkpoint,
     make_keys: Callable[[Sizes], RowKeys],
     layers: list[LayerSpec],
     hook: AttentionHook | None = None,
     detail: str = "",
-) -> Iterator[PathSpec]:
-    """Yield three variants of `rows` (a way to run a model), from the fastest to the slowest.
+) -> list[PathSpec]:
+    """Return three variants of the forward path `rows`, from the fastest to the slowest.
 
-    A pass of `rows` has one row for each sequence. The first variant divides prompts into chunks.
-    The second variant processes each prompt in one pass (`computes_from_start`). The third variant
-    also computes a preempted sequence again in the same passes as before the preemption: first the
-    prompt, then each output token.
+    The first variant divides prompts into chunks. The second variant processes each prompt in one
+    pass. The third variant also computes a preempted sequence again in the same passes as before
+    the preemption: first the prompt, then each output token.
 
     Args:
         checkpoint: the model.
@@ -269,57 +275,62 @@ def _variants_with_chunked_or_whole_prompts(
         detail: a note about all variants for the log; "" if there is none.
     """
 
-    def build_chunked(sizes: Sizes) -> RowsPath:
-        return RowsPath(checkpoint, make_keys(sizes), computes_from_start=False)
+    def build(
+        sizes: Sizes, *, computes_from_start: bool, replays_preempted: bool = False
+    ) -> RowsPath:
+        return RowsPath(
+            checkpoint,
+            make_keys(sizes),
+            computes_from_start=computes_from_start,
+            replays_preempted=replays_preempted,
+        )
 
-    def build_whole(sizes: Sizes) -> RowsPath:
-        return RowsPath(checkpoint, make_keys(sizes), computes_from_start=True)
-
-    def build_replaying(sizes: Sizes) -> RowsPath:
-        keys = make_keys(sizes)
-        return RowsPath(checkpoint, keys, computes_from_start=True, replays_preempted=True)
-
-    # Sequences cannot share blocks, because the blocks do not contain the recurrent state of a
-    # sequence.
-    chunked = PathSpec("rows", build_chunked, layers, hook, detail, shares_blocks=False)
-    yield chunked
+    chunked = PathSpec(
+        "rows",
+        partial(build, computes_from_start=False),
+        layers,
+        hook,
+        detail,
+        shares_blocks=False,  # The blocks do not contain the recurrent state of a sequence.
+    )
     one_pass = "each prompt is computed in one pass, because chunks give other logits"
-    whole_detail = f"{detail}; {one_pass}" if detail else one_pass
-    whole = replace(chunked, build=build_whole, detail=whole_detail, whole_prefill=True)
-    yield whole
+    whole = replace(
+        chunked,
+        build=partial(build, computes_from_start=True),
+        detail=f"{detail}; {one_pass}" if detail else one_pass,
+        whole_prefill=True,
+    )
     # For some models, one pass over a whole sequence gives other logits than token-by-token
     # generation. The third variant is for these models. Its logits are compared with the logits of
     # transformers' generate, which also generates token by token.
-    yield replace(whole, build=build_replaying, uses_generated_trial=True)
+    replaying = replace(
+        whole,
+        build=partial(build, computes_from_start=True, replays_preempted=True),
+        uses_generated_trial=True,
+    )
+    return [chunked, whole, replaying]
 
 
 def _padded_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the only variant of `padded`, which is a way to run a model."""
-    yield _padded_spec(checkpoint, "padded")
+    """Yield the only variant of the forward path `padded`."""
+    set_attention(checkpoint, None)
+    yield _padded_spec(checkpoint, "padded", batches_sequences=True)
 
 
 def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the variants of `single` (a way to run a model), from the fastest to the slowest.
+    """Yield the variants of the forward path `single`, from the fastest to the slowest.
 
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    try:
-        spec = _padded_spec(checkpoint, "single", batches_sequences=False)
-    except (UnfitError, ValueError, TypeError, AttributeError):
-        pass  # The data in the model's cache cannot be stored in blocks.
-    else:
-        yield replace(spec, detail="with keys and values in blocks", is_batched=False)
-
-    def build_with_cache(_sizes: Sizes) -> ForwardPath:
-        return SinglePath(checkpoint, uses_cache=True)
-
-    def build_without_cache(_sizes: Sizes) -> ForwardPath:
-        return SinglePath(checkpoint, uses_cache=False)
-
+    # If the data in the model's cache cannot be stored in blocks, there is no first variant.
+    with suppress(UnfitError, ValueError, TypeError, AttributeError):
+        set_attention(checkpoint, None)
+        in_blocks = _padded_spec(checkpoint, "single", batches_sequences=False)
+        yield replace(in_blocks, detail="with keys and values in blocks", is_batched=False)
     with_cache = PathSpec(
         "single",
-        build_with_cache,
+        lambda _sizes: SinglePath(checkpoint, uses_cache=True),
         layers=[],  # Nothing is stored in blocks.
         detail="with the model's own cache",
         shares_blocks=False,  # There are no blocks that sequences could share.
@@ -331,25 +342,27 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
         uses_generated_trial=True,
     )
     yield with_cache
-    detail = "each token requires a pass over its whole sequence"
-    yield replace(with_cache, build=build_without_cache, detail=detail)
+    yield replace(
+        with_cache,
+        build=lambda _sizes: SinglePath(checkpoint, uses_cache=False),
+        detail="each token requires a pass over its whole sequence",
+    )
 
 
-def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
-    """Return a `PathSpec` that builds a `PaddedPath`, and select the model's own attention.
+def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool) -> PathSpec:
+    """Return a `PathSpec` that builds a `PaddedPath`.
 
     A `PaddedPath` passes a cache object to the model. This object copies keys and values from the
     blocks of a KV cache.
 
     Args:
-        checkpoint: the model. Mutated, because its attention is set.
+        checkpoint: the model, which must use its own attention.
         name: the name of the path.
         batches_sequences: whether a pass computes several sequences.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.
     """
-    set_attention(checkpoint, None)
     # Run the model with one token to find out what its cache stores. Use no special token, because
     # a special token (such as the placeholder of an image) can change the forward pass.
     token_id = plain_token_ids(checkpoint)[0]
@@ -400,13 +413,11 @@ def cache_class(
         kv_cache_dtype: the setting: "auto" (the data type of the model), "int8" or "fp8".
     """
     dtype = checkpoint.model.dtype
-    fastest_class = cache_type(block_size, dtype, checkpoint.device)
-    # If kv_cache_dtype is "auto", `stored_class` is `fastest_class`. Otherwise, it is a class that
-    # stores 8-bit numbers on the same device.
-    stored_class = stored_type(fastest_class, kv_cache_dtype)
-    # Use a class with GPU kernels only if its results equal those of the reference implementation
-    # in plain torch. Otherwise, return the class of the reference implementation.
-    return tested_type(stored_class, layers, block_size, dtype, checkpoint.device)
+    unrounded_class = cache_type(block_size, dtype, checkpoint.device)
+    candidate = stored_type(unrounded_class, kv_cache_dtype)
+    # If the candidate has GPU kernels whose results differ from the reference implementation in
+    # plain torch, the class of the reference implementation is returned instead.
+    return tested_type(candidate, layers, block_size, dtype, checkpoint.device)
 
 
 def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:

@@ -47,8 +47,8 @@ class _AttentionRecorder:
         The pass computes one token, which attends only to itself. The result of each query head is
         therefore the value of the token.
 
-        If the call is not supported, store the reason in `unsupported`. `checked` raises the error
-        after the pass.
+        If the call is not supported, store the reason in `unsupported`. The pass continues, and
+        `supported_layers` raises the error after the pass.
 
         Args:
             module: the attention layer.
@@ -79,27 +79,32 @@ class _AttentionRecorder:
         `query`, `key` and `value` have the shape [1, number of heads, 1, size of a head], and
         `kwargs` contains transformers' other arguments.
         """
-        index = len(self.layers)  # This layer is the next one after the recorded layers.
-        layer_type = self._layer_types[index] if index < len(self._layer_types) else ""
-        window_size = kwargs.get("sliding_window")
-        if not isinstance(window_size, int) or window_size <= 0:
-            window_size = None
         softcap = kwargs.get("softcap")
         return LayerSpec(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            window=LayerWindow(
-                size=window_size,
-                chunk=self._chunk if layer_type == "chunked_attention" else None,
-            ),
+            window=self._window(kwargs.get("sliding_window")),
             softcap=float(softcap) if isinstance(softcap, int | float) else None,
             # In transformers, the argument `s_aux` contains the attention sinks of a layer.
             has_sinks=isinstance(kwargs.get("s_aux"), Tensor),
         )
 
-    def checked(self) -> list[LayerSpec]:
+    def _window(self, sliding_window: object) -> LayerWindow:
+        """Return the window of the layer that is recorded next.
+
+        `sliding_window` is an argument of the attention call. If the argument is not a positive
+        number, the layer has no sliding window.
+        """
+        size = sliding_window if isinstance(sliding_window, int) and sliding_window > 0 else None
+        layer_index = len(self.layers)
+        # Some configs contain no layer types, or fewer types than the model has layers.
+        has_type = layer_index < len(self._layer_types)
+        is_chunked = has_type and self._layer_types[layer_index] == "chunked_attention"
+        return LayerWindow(size=size, chunk=self._chunk if is_chunked else None)
+
+    def supported_layers(self) -> list[LayerSpec]:
         """Return the recorded layers.
 
         Raises:
@@ -141,7 +146,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 def record_layers(
     config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
 ) -> list[LayerSpec]:
-    """Call `run`, and return the attention layers that `run` computes, in the order of computation.
+    """Call `run`, and return the attention layers that `run` calls, in the order of the calls.
 
     While `run` is called, transformers calls a recorder as the attention function of each layer.
 
@@ -156,7 +161,7 @@ def record_layers(
     recorder = _AttentionRecorder(config)
     with hook.serving(recorder):
         run()
-    return recorder.checked()
+    return recorder.supported_layers()
 
 
 @torch.inference_mode()

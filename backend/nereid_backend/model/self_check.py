@@ -82,16 +82,16 @@ def _whole_sequence_plan(test_sequence: TrialSequence) -> StepPlan:
     tokens, prompt_len = test_sequence
     # A sequence ends as soon as it has `max_total_tokens` tokens, so allow one more token than the
     # test sequence contains.
-    sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
+    sequence = Sequence(
+        "0", tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
+    )
+    sequence.token_ids += tokens[prompt_len:]
     sequence.row = 0  # The forward path stores the state of a sequence under the sequence's row.
-    # The constructor counts all tokens as prompt tokens. However, the tokens from index
-    # `prompt_len` on are output tokens, so correct the number.
-    sequence.num_prompt_tokens = prompt_len
     chunk = Chunk(
         sequence,
         start=0,
         num_tokens=len(tokens),
-        samples=True,  # as for every chunk that needs logits, although no token is sampled here
+        samples=True,  # Every chunk that needs logits has this value.
         is_first=True,
         num_logits=test_sequence.num_logits,
     )
@@ -116,23 +116,34 @@ def check_path(
     Raises:
         UnfitError: if the difference is larger than rounding can explain.
     """
-    steps = check_in_steps(path, trial, dtype, is_rounded=is_rounded)
+    return _result(check_in_steps(path, trial, dtype, is_rounded=is_rounded))
+
+
+def _result(steps: Generator[None, None, float]) -> float:
+    """Run a generator to its end, and return the value of its `return` statement."""
     while True:
         try:
             next(steps)
-        except StopIteration as end:  # This exception contains the result of the generator.
-            difference: float = end.value
-            return difference
+        except StopIteration as end:
+            result: float = end.value
+            return result
 
 
 @torch.inference_mode()
 def check_in_steps(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> Generator[None, None, float]:
-    """Compare logits as `check_path` does, but yield after each forward pass.
+    """Compare the engine's logits for test sequences with the logits of the unmodified model.
 
-    Between two forward passes of the check, the engine can compute a step for requests. The
-    arguments, the final result and the errors are those of `check_path`.
+    This generator yields after each forward pass of the check, so that the engine can compute a
+    step for requests. `check_path` describes the arguments.
+
+    Returns:
+        The largest root mean square difference of a row, relative to the standard deviation of the
+        logits. Without float32 numbers, this is the largest median of a sequence instead.
+
+    Raises:
+        UnfitError: if the difference is larger than rounding can explain.
     """
     logits = yield from _logits_in_steps(path, trial)
     if logits.shape != trial.expected.shape:
@@ -179,16 +190,14 @@ def _logits_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, T
     """
     sequences = _prompt_sequences(trial)
     logits_of: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
-    test_tokens_of = {
-        sequence: tokens for sequence, (tokens, _) in zip(sequences, trial.sequences, strict=True)
-    }
+    test_sequence_of = dict(zip(sequences, trial.sequences, strict=True))
     budget = _step_budget(trial)
     while chunks := _next_chunks(sequences, budget):
         logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
         sampling_chunks = [chunk for chunk in chunks if chunk.samples]
         for chunk, chunk_logits in zip(sampling_chunks, logits, strict=True):
             logits_of[chunk.sequence].append(chunk_logits.float())
-            _append_next_token(chunk, test_tokens_of[chunk.sequence])
+            _append_next_token(chunk, test_sequence_of[chunk.sequence].token_ids)
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
         yield
@@ -247,15 +256,15 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
 def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
     """Choose the tokens that the next forward pass computes: at most `budget` tokens in total.
 
-    The budget is given first to sequences with computed tokens, and then to new sequences. In the
-    result, single tokens come before longer chunks, as in the engine's plans. Example: with a
-    budget of 8 tokens and prompts of 21, 5 and 13 tokens, the first three steps compute 8, 8 and 5
-    tokens of the first prompt. The third step also computes 3 tokens of the second prompt.
+    The budget is given first to sequences with computed tokens, and then to new sequences. Example:
+    with a budget of 8 tokens and prompts of 21, 5 and 13 tokens, the first three steps compute 8, 8
+    and 5 tokens of the first prompt. The third step also computes 3 tokens of the second prompt.
     """
     chunks = []
     remaining_budget = budget
-    started_first = sorted(sequences, key=lambda sequence: sequence.num_computed_tokens == 0)
-    for sequence in started_first:
+    started = [sequence for sequence in sequences if sequence.num_computed_tokens > 0]
+    new = [sequence for sequence in sequences if sequence.num_computed_tokens == 0]
+    for sequence in started + new:
         start = sequence.num_computed_tokens
         num_tokens = min(len(sequence.token_ids) - start, remaining_budget)
         if num_tokens == 0:
@@ -271,4 +280,7 @@ def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
             num_logits=int(has_last_token),
         )
         chunks.append(chunk)
-    return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+    # As in the engine's plans, chunks of one token (decodes) come before longer chunks.
+    decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
+    prefills = [chunk for chunk in chunks if chunk.num_tokens > 1]
+    return decodes + prefills

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a sequence gets the same logits if it continues from a copy of its state."""
 
+import logging
 import math
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
+from nereid_backend.errors import first_line
 from nereid_backend.model.trials import Trial
 from nereid_backend.paths.recurrent import RowsPath
+
+log = logging.getLogger(__name__)
 
 # The engine logs this text if a sequence that continues from a copy of its recurrent state gets
 # other logits.
@@ -36,13 +40,13 @@ def has_exact_snapshots(
 ) -> bool:
     """Return whether a sequence gets the same logits if it continues from a snapshot of its state.
 
-    A snapshot is a copy of the recurrent state. The check computes the first half of a test
-    sequence and saves a snapshot. It then computes the rest of the sequence three times: once from
-    the state itself, and twice from the snapshot. All bits of the three results must be equal.
+    A snapshot is a copy of the recurrent state. Two conditions must be met:
 
-    In addition, token-by-token generation and one pass over a sequence must give equal logits.
-    Otherwise, a snapshot after an answer would differ from the state that the next turn of the chat
-    computes from the same tokens.
+    1. Token-by-token generation and one pass over a sequence give equal logits. Otherwise, a
+       snapshot after an answer would differ from the state that the next turn of the chat computes
+       from the same tokens.
+    2. A test sequence that continues from a snapshot has unchanged logits; see
+       `_continues_exactly`.
 
     Args:
         path: the forward path. The states of its first two rows are overwritten.
@@ -50,10 +54,9 @@ def has_exact_snapshots(
         difference: the relative difference between the logits of `path` and the logits of one pass.
         dtype: the data type of the model.
     """
-    # In float32, a difference above `_ROUNDING` means that token-by-token generation computes other
-    # logits than one pass over all tokens. In other data types, rounding alone causes such
-    # differences.
-    if dtype == torch.float32 and difference > _ROUNDING:
+    # In data types other than float32, rounding alone causes differences above `_ROUNDING`.
+    generates_like_one_pass = dtype != torch.float32 or difference <= _ROUNDING
+    if not generates_like_one_pass:
         return False
     token_ids, _ = trial.sequences[0]
     half_len = len(token_ids) // 2
@@ -61,24 +64,27 @@ def has_exact_snapshots(
         return False  # The sequence is too short for the check.
     try:
         return _continues_exactly(path, trial, half_len)
-    except Exception:  # noqa: BLE001 - a model's code can raise any exception
+    except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+        log.info("Copies of recurrent states are not used: %s", first_line(error))
         return False
 
 
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
     """Return whether a sequence that continues from a copy of its state has unchanged logits.
 
-    The copy (the snapshot) is the state of the original sequence after `half_len` tokens. It is
-    restored in another row of the batch first, and then in the row from which it was saved.
+    The copy (the snapshot) is the state of the original sequence after `half_len` tokens. The rest
+    of the sequence is computed three times: from the state itself, from the snapshot in another row
+    of the batch, and from the snapshot in the row from which it was saved. All bits of the three
+    results must be equal.
     """
     original = _make_sequence(trial, row=0)
     first_half = Chunk(
         original, start=0, num_tokens=half_len, samples=False, is_first=True, num_logits=0
     )
     _run_chunk(path, first_half, _SAVE)
-    expected = _continue_from(path, original, half_len, None)
-    in_other_row = _continue_from(path, _make_sequence(trial, row=1), half_len, _RESTORE)
-    in_same_row = _continue_from(path, _make_sequence(trial, row=0), half_len, _RESTORE)
+    expected = _continue_from(path, original, half_len, restored=None)
+    in_other_row = _continue_from(path, _make_sequence(trial, row=1), half_len, restored=_RESTORE)
+    in_same_row = _continue_from(path, _make_sequence(trial, row=0), half_len, restored=_RESTORE)
     return torch.equal(in_other_row, expected) and torch.equal(in_same_row, expected)
 
 
@@ -97,7 +103,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 
 
 def _continue_from(
-    path: RowsPath, sequence: Sequence, start: int, restoring: SnapshotPlan | None
+    path: RowsPath, sequence: Sequence, start: int, *, restored: SnapshotPlan | None
 ) -> Tensor:
     """Compute the tokens from index `start` on in two passes, and return the logits.
 
@@ -106,31 +112,28 @@ def _continue_from(
 
     Args:
         path: the forward path.
-        sequence: the sequence. If `restoring` is None, `path` has computed its tokens before
-            `start`.
+        sequence: the sequence.
         start: the index of the first token to compute.
-        restoring: loads the state after the tokens before `start` from a snapshot; None if the
-            sequence already has this state.
+        restored: loads the state after the tokens before `start` from a snapshot; None if `path`
+            has computed these tokens of the sequence.
 
     Returns:
         The logits of the two passes, [2, vocab_size].
     """
     last = len(sequence.token_ids) - 1
-    # If the state is restored from a snapshot, the forward path must treat the sequence as new.
-    # Therefore, `middle_chunk` is marked as the first chunk of the sequence.
-    is_new_sequence = restoring is not None
-    middle_chunk = Chunk(
+    first_chunk = Chunk(
         sequence,
         start,
         num_tokens=last - start,
         samples=True,
-        is_first=is_new_sequence,
+        # The forward path must treat a sequence as new if its state comes from a snapshot.
+        is_first=restored is not None,
         num_logits=1,
     )
     last_chunk = Chunk(sequence, last, num_tokens=1, samples=True, is_first=False, num_logits=1)
-    middle_logits = _run_chunk(path, middle_chunk, restoring)
+    first_logits = _run_chunk(path, first_chunk, restored)
     last_logits = _run_chunk(path, last_chunk, None)
-    return torch.cat([middle_logits, last_logits])
+    return torch.cat([first_logits, last_logits])
 
 
 def _run_chunk(path: RowsPath, chunk: Chunk, snapshots: SnapshotPlan | None) -> Tensor:

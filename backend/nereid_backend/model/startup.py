@@ -297,9 +297,15 @@ def _plan_cache(
         num_bytes=cache_bytes,
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
-    windows = describe_windows(spec.layers, groups, reason)
-    weights_bytes = checkpoint.weights_bytes
-    progress(describe_memory(memory, block, weights_bytes, measured_bytes, num_tokens, windows))
+    line = describe_memory(
+        memory,
+        block,
+        weights_bytes=checkpoint.weights_bytes,
+        step_bytes=measured_bytes,
+        max_step_tokens=num_tokens,
+        windows_sentence=describe_windows(spec.layers, groups, reason),
+    )
+    progress(line)
     return _CachePlan(memory, groups, step_bytes)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test sequences, and the logits that the unmodified model computes for them."""
 
+import logging
 import math
 import random
 import re
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.image_inputs import ImageInputs
+from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall, Sizes
+
+log = logging.getLogger(__name__)
 
 # The number of tokens of each test prompt, and the number of tokens after each prompt.
 _PROMPT_LENS = (21, 5, 13)
@@ -116,13 +120,15 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
     logits in one pass than in token-by-token generation. The prompts are random.
 
     If `generate` raises an error, perhaps because a prompt is longer than a window, the trial
-    contains only short prompts. Long prompts then need no test: the forward path runs the same code
-    of the model as `generate`, so a request with a long prompt also fails with this error.
+    contains only short prompts. A long prompt cannot give wrong logits in this case: the forward
+    path runs the same code of the model as `generate`, so a request with a long prompt fails with
+    the same error.
     """
     try:
         prompts = _random_sequences(checkpoint, (), max_len)
         return _generate_sequences(checkpoint, prompts, block_size)
-    except Exception:  # noqa: BLE001 - a model can raise any exception
+    except Exception as error:  # noqa: BLE001 - a model can raise any exception
+        log.info("transformers' generate fails for a long test prompt: %s", first_line(error))
         short_len = min(max_len, _PROMPT_LENS[0] + NUM_STEPS)
         short_prompts = _random_sequences(checkpoint, (), short_len)
         return _generate_sequences(checkpoint, short_prompts, block_size)

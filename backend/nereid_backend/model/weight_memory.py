@@ -21,14 +21,15 @@ _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Check that the weights fit into the free memory. Return True if only rounded weights fit.
+    """Check that the weights fit into the free memory, and return whether only rounded weights fit.
 
     Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
 
     Returns:
-        False if the weights fit as they are. True if weight_dtype is int8 or int4, and only the
-        rounded weights fit, so that each weight must be rounded as soon as it is read.
+        True if weight_dtype is int8 or int4, and only the rounded weights fit. Each weight must
+        then be rounded as soon as it is read. False if the unrounded weights fit, or if their size
+        is unknown.
 
     Raises:
         ConfigError: if neither the unrounded nor the rounded weights fit.
@@ -68,7 +69,8 @@ def _remedy(
 ) -> str:
     """Return a sentence that recommends a setting with which the weights fit into the memory.
 
-    If there is no such setting, the sentence recommends another checkpoint.
+    Example: "With dtype=bfloat16, they need 64.0 GiB." The sentence follows a sentence about the
+    weights. If there is no such setting, the sentence recommends another checkpoint.
 
     Args:
         config: the settings.
@@ -78,20 +80,21 @@ def _remedy(
         device: the device of the model.
     """
     is_on_cpu = device.type == "cpu"
-    keeps_integers = config.prepack and is_on_cpu
-    halved_bytes = _weight_bytes(counts, _HALF_BYTES, keeps_integers=keeps_integers)
-    if number_bytes > _HALF_BYTES and halved_bytes <= free_bytes:
-        return f"With dtype=bfloat16, they need {format_bytes(halved_bytes)}."
-    packed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=True)
-    # Only the CPU kernels compute with integers.
-    could_prepack = is_on_cpu and counts.num_quantised_linear > 0 and not config.prepack
-    if could_prepack and packed_bytes <= free_bytes:
-        return f"With prepack=true, they need {format_bytes(packed_bytes)}."
+    # The needed memory with each setting that could help.
+    needed_bytes: dict[str, int] = {}
+    if number_bytes > _HALF_BYTES:
+        needed_bytes["dtype=bfloat16"] = _weight_bytes(
+            counts, _HALF_BYTES, keeps_integers=config.prepack and is_on_cpu
+        )
+    if is_on_cpu and counts.num_quantised_linear > 0:  # only the CPU kernels compute with integers
+        needed_bytes["prepack=true"] = _weight_bytes(counts, number_bytes, keeps_integers=True)
     if is_on_cpu:  # weight_dtype=int8 and weight_dtype=int4 require a CPU
         for weight_dtype in _ROUNDED_BYTES:
-            rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)
-            if rounded_bytes <= free_bytes:
-                return f"With weight_dtype={weight_dtype}, they need {format_bytes(rounded_bytes)}."
+            size = _rounded_bytes(counts, weight_dtype, number_bytes)
+            needed_bytes[f"weight_dtype={weight_dtype}"] = size
+    for setting, num_bytes in needed_bytes.items():
+        if num_bytes <= free_bytes:
+            return f"With {setting}, they need {format_bytes(num_bytes)}."
     return "Use a quantised checkpoint of the model, or a smaller model."
 
 

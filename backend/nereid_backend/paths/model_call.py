@@ -107,6 +107,7 @@ class ModelCall:
         if cache is not None and self.cache_name is not None:
             arguments[self.cache_name] = cache
         logits: Tensor = self._model(input_ids=input_ids, return_dict=True, **arguments).logits
+        # A model without the argument `logits_to_keep` returns the logits of all tokens.
         return logits[:, -num_logits:]
 
 
@@ -175,16 +176,16 @@ def extend_to_start(chunk: Chunk) -> Chunk:
     return chunk._replace(start=0, num_tokens=chunk.start + chunk.num_tokens)
 
 
-def join_logits(parts: Iterable[Tensor | None], vocab_size: int) -> Tensor:
-    """Concatenate the logits of several chunks into one tensor, [sum of num_logits, vocab_size].
+def join_rows(parts: Iterable[Tensor | None], row_size: int) -> Tensor:
+    """Concatenate the rows of several chunks, such as their logits, into one tensor.
 
     Args:
-        parts: [num_logits, vocab_size], the logits of each chunk, in order; None for a chunk
-            without logits.
-        vocab_size: the number of columns of an empty result.
+        parts: [num_rows, row_size], the rows of each chunk, in order; None for a chunk without
+            rows.
+        row_size: the number of columns.
     """
     filled = [part for part in parts if part is not None and part.shape[0]]
-    return torch.cat(filled) if filled else torch.empty(0, vocab_size)
+    return torch.cat(filled) if filled else torch.empty(0, row_size)
 
 
 def num_bytes(value: object) -> int:

@@ -15,7 +15,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.gathered_cache import CacheLayout, GatheredStep, gathered_layer
-from nereid_backend.paths.model_call import ModelCall, join_logits, token_inputs
+from nereid_backend.paths.model_call import ModelCall, join_rows, token_inputs
 from nereid_backend.paths.position_embeddings import PositionEmbeddings
 
 
@@ -60,7 +60,7 @@ class PaddedPath:
             for index, logits in zip(group, group_logits, strict=True):
                 num_unneeded = len(logits) - plan.chunks[index].num_logits
                 logits_of_chunks[index] = logits[num_unneeded:]
-        return join_logits(logits_of_chunks, self._vocab_size)
+        return join_rows(logits_of_chunks, self._vocab_size)
 
     @property
     def kv_cache(self) -> KVCache:

@@ -28,7 +28,7 @@ from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import (
     ModelCall,
     extend_to_start,
-    join_logits,
+    join_rows,
     num_bytes,
     token_inputs,
 )
@@ -153,7 +153,7 @@ class RowsPath:
                 logits_of_chunks[index] = chunk_logits[: plan.chunks[index].num_logits]
         for index in prefills:
             logits_of_chunks[index] = self._prefill(plan.chunks[index])
-        return join_logits(logits_of_chunks, self._vocab_size)
+        return join_rows(logits_of_chunks, self._vocab_size)
 
     @property
     def kv_cache(self) -> KVCache | None:

@@ -24,7 +24,7 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.paths.model_call import UnfitError, join_logits, num_bytes
+from nereid_backend.paths.model_call import UnfitError, join_rows, num_bytes
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class SinglePath:
                 self._states.pop(row, None)
             with self._adapters.serving_all(chunk.sequence.adapter):
                 parts.append(self._chunk_logits(row, chunk))
-        return join_logits(parts, self._vocab_size)
+        return join_rows(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
         """Delete the stored state of a sequence; see `ForwardPath.clear`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.paths.model_call import join_logits
+from nereid_backend.paths.model_call import join_rows
 from nereid_backend.step_runner import ForwardPath
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
@@ -43,7 +43,7 @@ class GeneratedPath:
         input token is not known on the host yet.
         """
         assert sampled is None
-        return join_logits([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
+        return join_rows([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
         """Do nothing, because a `GeneratedPath` stores nothing about a sequence."""

@@ -115,7 +115,11 @@ class _Placeholder(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Makes Python load `_MODULE`, which builds transformers' index of models, with `_Loader`."""
+    """Makes Python load `_MODULE` with `_Loader`, which replaces the function `_FUNCTION`.
+
+    transformers calls the function during its import, so the function must be replaced as soon as
+    its module is loaded.
+    """
 
     def find_spec(
         self,
@@ -126,13 +130,11 @@ class _Finder(MetaPathFinder):
         """If the module is `_MODULE`, return a specification with `_Loader` as the module's loader.
 
         Python calls this method for each module that is imported. Return None for any other module,
-        so that Python imports that module as usual. `_Loader` replaces one function of `_MODULE`
-        after the module is loaded.
+        so that Python imports that module as usual.
         """
         if fullname != _MODULE:
             return None
-        # Replace the loader only if it is Python's loader for source files. Keep any other loader,
-        # such as the loader for zip files.
+        # `_Loader` reads a source file. Keep any other loader, such as the loader for zip files.
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
@@ -153,9 +155,10 @@ class _Loader(SourceFileLoader):
 def _with_cache(compute_index: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
     """Return a replacement for `compute_index` that stores the computed index in a file.
 
-    The index contains the names that each model file of transformers defines. Computing the index
-    takes about a second, and reading the file is much faster. Only the index of all models is
-    stored. For any other folder, the returned function calls `compute_index`.
+    The index maps each model file of transformers to the names that the file defines. Example: it
+    contains the class `LlamaModel` for the file `llama/modeling_llama.py`. Computing the index
+    takes about a second, and reading the file is much faster. Only the index of the folder
+    `models` is stored. For any other folder, the returned function calls `compute_index`.
 
     Args:
         compute_index: returns the index of a folder of transformers. The argument is the path of

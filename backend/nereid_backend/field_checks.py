@@ -70,7 +70,9 @@ def shown(value: object) -> str:
 def to_request_error(error: ValidationError) -> RequestError:
     """Convert a validation error of pydantic to a RequestError about the first wrong field.
 
-    Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
+    Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".` If the
+    list `bad_words_token_ids` contains an empty list, the message is `bad_words_token_ids: each
+    item must be a list of at least 1 item, but the request has 0.`
     """
     first_error = error.errors(include_url=False)[0]
     # The location starts with the name of the field. If a single item of a list or dict is wrong,
@@ -81,11 +83,12 @@ def to_request_error(error: ValidationError) -> RequestError:
     if requirement is None:
         return RequestError(f"{field_name}: {first_error['msg']}.")
     limits = _limits(first_error.get("ctx", {}))  # such as {"ge": 1}
-    # If a list has a wrong number of items, the message contains that number instead of the items.
-    value = limits.get("actual_length", first_error["input"])
+    # If a list has a wrong number of items, pydantic reports the number as "actual_length". Show
+    # this number instead of the items.
+    wrong_value = limits.get("actual_length", first_error["input"])
     return RequestError(
         f"{field_name}: {_subject(item_location)} must be {requirement.format(**limits)}, but the "
-        f"request has {shown(value)}."
+        f"request has {shown(wrong_value)}."
     )
 
 
@@ -137,15 +140,15 @@ class CheckedSamplingParams(SamplingParams):
     def _raise_request_errors(
         cls,
         values: Any,  # noqa: ANN401 - the arguments of the constructor
-        check: ModelWrapValidatorHandler[Self],
+        validate: ModelWrapValidatorHandler[Self],
     ) -> Self:
         """Validate the constructor's arguments, and convert pydantic's error to a RequestError.
 
-        pydantic calls this method instead of its own validation, which this method calls as
-        `check`. Then check that min_tokens is not larger than max_tokens.
+        Also raise a RequestError if min_tokens is larger than max_tokens. pydantic calls this
+        method instead of its own validation, and passes its own validation as `validate`.
         """
         try:
-            params = check(values)
+            params = validate(values)
         except ValidationError as error:
             raise to_request_error(error) from None
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:

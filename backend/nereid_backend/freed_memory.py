@@ -60,7 +60,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
     Example: the address is 4000, num_bytes is 9000, and pages have 4096 bytes. The two pages from
     address 4096 to 12288 are returned.
     """
-    pages = _whole_pages(address, num_bytes)
+    pages = _whole_pages(address, num_bytes)  # a range of page numbers
     if sys.platform == "linux" and pages:
         start_address = ctypes.c_void_p(pages.start * _PAGE_BYTES)
         size = ctypes.c_size_t(len(pages) * _PAGE_BYTES)
@@ -85,11 +85,11 @@ def discard_file_pages(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def discard_weights_after_use(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, discard the weights of a module from memory whenever the module has run.
+    """In the `with` block, free the memory of a module's weights whenever the module has run.
 
-    Only weights in mapped files are discarded. They keep their values, because the operating system
-    reads a page from the file again when the page is used; see `discard_file_pages`. This saves
-    memory if a model is called once for a test, before its weights are moved.
+    Only the memory of weights in mapped files is freed, and only until the weights are used again;
+    see `discard_file_pages`. This saves memory if a model is called once for a test, before its
+    weights are moved.
     """
 
     def discard(module: nn.Module, *_: object) -> None:
@@ -115,9 +115,8 @@ def _are_unchanged_file_pages(pages: range) -> bool:
     """Return whether all pages belong to mapped files and are unchanged by this process.
 
     If this process changes a page of a file, the operating system replaces the page by a copy,
-    which does not belong to the file. A page that is neither in memory nor in the swap space counts
-    as unchanged. `pages` contains the numbers of the pages: the addresses divided by the size of a
-    page.
+    which does not belong to the file. Such a copy is in memory or in the swap space. `pages`
+    contains the numbers of the pages: the addresses divided by the size of a page.
     """
     try:
         # The file contains 8 bytes of flags for each page of this process.
@@ -126,9 +125,11 @@ def _are_unchanged_file_pages(pages: range) -> bool:
             flags = np.frombuffer(file.read(8 * len(pages)), np.uint64)
     except OSError:
         return False  # Only Linux has this file.
-    is_copy = (flags & _IS_PRESENT != 0) & (flags & _IS_FILE_PAGE == 0)
+    is_in_memory = (flags & _IS_PRESENT) != 0
+    is_file_page = (flags & _IS_FILE_PAGE) != 0
+    is_copy = is_in_memory & ~is_file_page
     # If a page is in the swap space, this process has changed the page. Linux never writes an
     # unchanged page of a file to the swap space, because Linux can read the page from the file
     # again.
-    is_swapped_copy = flags & _IS_SWAPPED != 0
+    is_swapped_copy = (flags & _IS_SWAPPED) != 0
     return len(flags) == len(pages) and not is_copy.any() and not is_swapped_copy.any()

@@ -141,21 +141,16 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8. It begins at the start of a memory page.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # `set_` needs the position of the new tensor's first item in the storage of `mapped`, counted
-    # in items. `mapped` may begin some pages after the start of its storage. Example: `mapped`
-    # begins at byte 4096 of the storage, and `start` is 64, so the copy begins at byte 4160. If an
-    # item has 4 bytes, this is item 1040.
-    start_byte = mapped.storage_offset() + start  # `mapped` is uint8, so its offset is in bytes
-    copy_start = start_byte // tensor.itemsize
+    # The beginning of `copy` is the beginning of the copied storage. All offsets below are in items
+    # of this dtype.
+    copy = mapped[start:].view(tensor.dtype)
+    offset = copy.storage_offset() + tensor.storage_offset()
     # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new
-    # tensor must be of the same type as the old tensor.
+    # tensor must be of the same type as the old tensor. A view of `copy` would have the type of
+    # `mapped`, so a new tensor is created.
     with torch.inference_mode(tensor.is_inference()):
-        return torch.tensor([], dtype=tensor.dtype).set_(
-            mapped.untyped_storage(),
-            copy_start + tensor.storage_offset(),  # the second offset is also in items
-            tensor.shape,
-            tensor.stride(),
-        )
+        new_tensor = torch.empty(0, dtype=tensor.dtype)
+        return new_tensor.set_(mapped.untyped_storage(), offset, tensor.shape, tensor.stride())
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -184,13 +179,13 @@ def _allocate_pages(size: int) -> Tensor:
     # Round the size up to a multiple of the page size. Otherwise, the operating system would use
     # small pages for the end of the memory.
     mapped_bytes = _rounded_up(size, page_bytes)
-    # One more page is allocated, because the operating system may return memory that does not
-    # begin at the start of a huge page.
+    # The memory may begin in the middle of a huge page. One more page is allocated, so that
+    # `mapped_bytes` bytes remain after the start of the next page.
     pages = mmap.mmap(-1, mapped_bytes + page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the operating system has no huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
     address = memory.data_ptr()
     page_start = _rounded_up(address, page_bytes) - address
     return memory[page_start : page_start + mapped_bytes]

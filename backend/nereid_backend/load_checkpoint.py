@@ -234,8 +234,8 @@ def _describe_newer_version(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config_version = Version(str(config["transformers_version"]))
     except (OSError, ValueError, KeyError, TypeError):
-        config_version = installed_version  # config.json names no version
-    if config_version <= installed_version:
+        config_version = None  # config.json names no version
+    if config_version is None or config_version <= installed_version:
         return " A newer version of transformers may support the architecture."
     return (
         f" The file was written for transformers {config_version}, but the installed version is "
@@ -244,29 +244,29 @@ def _describe_newer_version(folder: Path) -> str:
 
 
 def _choose_dtype(
-    name: str, config: PretrainedConfig, text_config: PretrainedConfig, device: torch.device
+    setting: str, config: PretrainedConfig, text_config: PretrainedConfig, device: torch.device
 ) -> torch.dtype:
     """Return the data type that the weights have in memory for the setting `dtype`.
 
     "auto" selects the checkpoint's data type, or float32 if the config contains no data type or if
-    the device is slow with this type. A warning is logged if the setting is "bfloat16" on a CPU
-    without a fast kernel for bfloat16.
+    the device is slow with this type; see `_automatic_dtype`. Any other setting is used as it is. A
+    warning is logged if the setting is "bfloat16" on a CPU without a fast kernel for bfloat16.
 
     Args:
-        name: the setting `dtype`: "auto", "float32", "bfloat16" or "float16".
+        setting: the setting `dtype`: "auto", "float32", "bfloat16" or "float16".
         config: the config of the checkpoint.
         text_config: the part of the config that describes the decoder.
         device: the device of the weights.
     """
-    if name == "auto":
+    if setting == "auto":
         # In the config, the data type is a torch.dtype or the name of a torch.dtype.
         dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
         if isinstance(dtype, str):
             dtype = _DTYPES.get(dtype)
         return _automatic_dtype(dtype, device)
-    if name == "bfloat16" and _has_slow_bfloat16(device):
+    if setting == "bfloat16" and _has_slow_bfloat16(device):
         logger.warning(_SLOW_BFLOAT16)
-    return _DTYPES[name]
+    return _DTYPES[setting]
 
 
 def _automatic_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

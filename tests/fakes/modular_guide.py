@@ -59,9 +59,11 @@ class ModularGuide:
         return True
 
     @staticmethod
-    def fill_all(guides: list["ModularGuide"], rows: np.ndarray, places: list[int]) -> list[bool]:
+    def fill_all(
+        guides: list["ModularGuide"], rows: np.ndarray, row_indices: list[int]
+    ) -> list[bool]:
         """See MaskingGuide.fill_all."""
-        return [guide.fill(rows[place]) for guide, place in zip(guides, places, strict=True)]
+        return [guide.fill(rows[index]) for guide, index in zip(guides, row_indices, strict=True)]
 
     def forced(self) -> list[int]:
         """See MaskingGuide.forced."""

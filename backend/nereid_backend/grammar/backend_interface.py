@@ -37,8 +37,10 @@ class Matcher(Protocol):
         """
 
     @staticmethod
-    def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
-        """For each matcher, write the mask of the possible next tokens into a row; see `fill`.
+    def fill_all(
+        matchers: "Sequence[Matcher]", rows: TokenMasks, row_indices: Sequence[int]
+    ) -> None:
+        """For each matcher, write the mask of the possible next tokens into a row of `rows`.
 
         One call for all matchers is faster than one call of `fill` for each matcher. After a
         forward pass, the processor's caches do not contain the code of the grammar library, so each
@@ -47,7 +49,7 @@ class Matcher(Protocol):
         Args:
             matchers: the matchers, all of this class.
             rows: the masks of the batch, [n, ceil(vocab_size / 32)] int32, one bit for each token.
-            places: for each matcher, the index of its row in `rows`.
+            row_indices: for each matcher, the index of its row in `rows`.
 
         Mutates: rows.
         """

@@ -50,10 +50,9 @@ class _Bound(NamedTuple):
     unit_s: float
     place: str
 
-    @property
-    def cost(self) -> float:
-        """The compile time that this bound causes, in seconds per token of the vocabulary."""
-        return self.repetitions * self.unit_s
+    def seconds(self, vocab_size: int) -> float:
+        """Return the compile time that this bound causes, for a vocabulary of `vocab_size`."""
+        return self.repetitions * self.unit_s * vocab_size
 
 
 def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tuple[object, str]]:
@@ -76,15 +75,15 @@ def _direct_subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[o
     schema {"items": {"type": "string"}} with the path "$" gives ({"type": "string"}, "$.items").
     """
     for keyword in _SCHEMA_KEYWORDS:  # such as "items": {...}
-        if isinstance(schema.get(keyword), Mapping):
-            yield schema[keyword], f"{path}.{keyword}"
+        if isinstance(part := schema.get(keyword), Mapping):
+            yield part, f"{path}.{keyword}"
     for keyword in _LIST_KEYWORDS:  # such as "anyOf": [{...}, {...}]
-        if isinstance(schema.get(keyword), list):
-            for index, part in enumerate(schema[keyword]):
+        if isinstance(parts := schema.get(keyword), list):
+            for index, part in enumerate(parts):
                 yield part, f"{path}.{keyword}[{index}]"
     for keyword in _MAP_KEYWORDS:  # such as "properties": {"a": {...}}
-        if isinstance(schema.get(keyword), Mapping):
-            for name, part in schema[keyword].items():
+        if isinstance(named_parts := schema.get(keyword), Mapping):
+            for name, part in named_parts.items():
                 yield part, f"{path}.{keyword}.{name}"
 
 
@@ -163,12 +162,10 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
             bound and the largest value that the limit allows.
     """
     bounds = list(_bounds(kind, source))
-    # `bound.cost` is the compile time in seconds, divided by the size of the vocabulary. `unit_s`
-    # is the part of `bound.cost` that one repetition causes.
-    total_s = sum(bound.cost for bound in bounds) * vocab_size
+    total_s = sum(bound.seconds(vocab_size) for bound in bounds)
     if total_s <= limit_s:
         return
-    worst = max(bounds, key=lambda bound: bound.cost)
+    worst = max(bounds, key=lambda bound: bound.seconds(vocab_size))
     max_repetitions = int(limit_s / (worst.unit_s * vocab_size))
     raise RequestError(
         f"{kind}: the grammar would take about {total_s:.0f} s to compile, but the limit is "

@@ -6,7 +6,6 @@ structural tags and EBNF grammars. docs/history/sampling-and-constraints.md give
 that are the reason for this division.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -67,8 +66,10 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     """
     if spec.kind == "structural_tag":
         return _compile_tag(libraries, spec.source, limit_s)
-    # A grammar of the kind "ebnf" without "::=" is a Lark grammar, which llguidance compiles.
-    if spec.kind == "ebnf" and "::=" in spec.source:
+    # A grammar of the kind "ebnf" is a Lark grammar if it does not contain "::=". llguidance
+    # compiles Lark grammars.
+    is_lark = "::=" not in spec.source
+    if spec.kind == "ebnf" and not is_lark:
         return _compile_ebnf(libraries, spec.source, limit_s)
     if spec.kind in ("json_schema", "choice"):
         # Raise a RequestError if the text is not JSON. The parsed value is not needed, because
@@ -95,10 +96,11 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     simple = _simple_grammar(parse_json("structural_tag", source))
     if simple is not None:
         simple_kind, simple_source = simple
-        # If llguidance rejects the simple grammar, xgrammar compiles the structural tag instead.
-        # xgrammar can accept the tag, because it ignores some keywords that llguidance rejects.
-        with contextlib.suppress(RequestError):
+        try:
             return libraries.llguidance.compile(simple_kind, simple_source)
+        except RequestError:
+            # xgrammar can accept the tag, because it ignores some keywords that llguidance rejects.
+            pass
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
     return libraries.xgrammar.compile("structural_tag", source)
 
@@ -149,11 +151,10 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
     # The separator prevents the text of a special token from being found across two texts. Example:
     # the texts "<tool" and "_call>" do not contain the special token <tool_call>.
     tag_text = "\0".join(_texts(json.loads(spec.source)))
-    special_texts = {
-        token_id: vocabulary.tokens[token_id].decode() for token_id in vocabulary.special_ids
-    }
     return frozenset(
-        token_id for token_id, text in special_texts.items() if text and text in tag_text
+        token_id
+        for token_id in vocabulary.special_ids
+        if (text := vocabulary.tokens[token_id].decode()) and text in tag_text
     )
 
 

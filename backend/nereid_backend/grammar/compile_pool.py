@@ -34,19 +34,19 @@ class CompilePool(Generic[T]):
 
         Args:
             num_threads: the largest number of quick grammars that are compiled at the same time.
-            trials: tests in a child process whether a grammar can be compiled.
+            trials: compiles a grammar in a child process first (a trial).
         """
         self._trials = trials
         # The threads that compile quick grammars.
         self._quick_executor = ThreadPoolExecutor(num_threads, "grammar-quick")
-        # This thread compiles the grammars that a child process has tested successfully.
+        # This thread compiles the grammars whose trials were successful.
         self._tested_executor = ThreadPoolExecutor(1, "grammar-tried")
 
     def submit(self, spec: GrammarSpec, work: Callable[[], T]) -> "Future[T]":
         """Start to compile a grammar, without blocking.
 
-        A quick grammar is compiled immediately. Any other grammar first needs a successful trial:
-        a child process tests whether the grammar compiles within the limits of time and memory.
+        A quick grammar is compiled immediately. Any other grammar first needs a successful trial: a
+        child process compiles the grammar within limits of time and memory.
 
         Args:
             spec: the grammar.
@@ -62,17 +62,15 @@ class CompilePool(Generic[T]):
         result: Future[T] = Future()
         if is_quick(spec):
             self._run_in_thread(self._quick_executor, work, result)
-        else:
-            trial = self._trials.submit(spec)
-            # If `result` is cancelled, stop the trial, because no request needs the grammar any
-            # more.
-            _forward_cancellation(source=result, target=trial)
-            # This callback is called when the child process has finished testing the grammar.
-            trial.add_done_callback(partial(self._after_trial, work, result))
+            return result
+        trial = self._trials.submit(spec)
+        # If `result` is cancelled, stop the trial, because no request needs the grammar any more.
+        _forward_cancellation(source=result, target=trial)
+        trial.add_done_callback(partial(self._compile_after_trial, work, result))
         return result
 
     def close(self) -> None:
-        """Kill the child processes that test grammars, and cancel the waiting compilations.
+        """Kill the child processes that run trials, and cancel the waiting compilations.
 
         A compilation that is running in a thread cannot be stopped, so the thread completes it.
         """
@@ -80,16 +78,16 @@ class CompilePool(Generic[T]):
         for executor in (self._quick_executor, self._tested_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _after_trial(
+    def _compile_after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if a child process has compiled it without problems.
+        """Compile a grammar in a thread if its trial was successful.
 
         Args:
             work: the function that compiles the grammar.
-            result: receives the compiled grammar. If the test failed, `result` receives the
-                error of the test. If the test was cancelled, `result` is cancelled.
-            trial: the test in the child process. The test has ended.
+            result: receives the compiled grammar. If the trial failed, `result` receives the error
+                of the trial. If the trial was cancelled, `result` is cancelled.
+            trial: the trial, which has ended.
         """
         if trial.cancelled():
             result.cancel()

@@ -129,9 +129,9 @@ class Guides:
     ) -> "Future[TokenGuide]":
         """Start to create a request's guide, which decides which tokens may come next.
 
-        The libraries are loaded first, then the grammar is compiled, and then the guide is created.
-        Each of these operations starts in a callback of the previous operation. If the request has
-        several sequences, the first sequence uses the guide, and the others use copies of it.
+        The libraries are loaded first (`warm_up`), then the grammar is compiled
+        (`_create_guide_when_compiled`), and then the guide is created (`_create_guide`). Each of
+        these operations is started when the future of the previous operation is done.
 
         Args:
             params: the sampling parameters of the request. Only the fields `grammar` and `thinking`
@@ -163,23 +163,24 @@ class Guides:
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def _load_libraries(self, libraries: "Future[Libraries]") -> None:
-        """Load the vocabulary and the grammar libraries. Store them as the result of `libraries`.
+    def _load_libraries(self, future: "Future[Libraries]") -> None:
+        """Load the vocabulary and the grammar libraries. Store them as the result of `future`.
 
-        Also create `_pool`, whose threads and processes compile grammars. If the loading fails,
-        store a RequestError in `libraries`, so that only the requests with a grammar or a thinking
-        budget fail. A separate thread runs this method.
+        A separate thread runs this method. If the loading fails, store a RequestError in `future`,
+        so that only the requests with a grammar or a thinking budget fail.
+
+        Mutates: `_pool`, whose threads and processes compile grammars.
         """
         try:
             vocabulary = load_vocabulary(self._model, self._vocab_size)
-            loaded = load_libraries(vocabulary, self._eos_token_ids, self._num_threads)
+            libraries = load_libraries(vocabulary, self._eos_token_ids, self._num_threads)
             trials = TrialCompiler(vocabulary, self._eos_token_ids, self._timeout_s)
             self._pool = CompilePool(self._num_threads, trials)
-            libraries.set_result(loaded)
+            future.set_result(libraries)
         except NereidError as error:
-            libraries.set_exception(error)
+            future.set_exception(error)
         except Exception as error:  # noqa: BLE001 - a thread ends here, and requests wait for it
-            libraries.set_exception(
+            future.set_exception(
                 RequestError(
                     "grammar: grammars and thinking budgets cannot be used with this checkpoint, "
                     f"because the grammar libraries cannot use its tokenizer: {error}"
@@ -248,16 +249,13 @@ class Guides:
             compiled_spec: the compiled grammar; None if the request has only a thinking budget.
         """
         params = pending.params
-        matcher = None  # tracks the position of the answer in the grammar
-        # Special tokens, such as "<tool_call>", are allowed only if the grammar contains them.
-        special_ids_in_grammar: frozenset[int] = frozenset()
-        if compiled_spec is not None:
-            matcher = compiled_spec.compiled.matcher()
-            special_ids_in_grammar = compiled_spec.special_ids
         marker = params.grammar.after if params.grammar is not None else ""
-        rules = self._cached_rules(
-            libraries.vocabulary, pending.stop_ids, special_ids_in_grammar, marker
-        )
+        if compiled_spec is None:
+            matcher, special_ids = None, frozenset[int]()
+        else:
+            # Special tokens, such as "<tool_call>", are allowed only if the grammar contains them.
+            matcher, special_ids = compiled_spec.compiled.matcher(), compiled_spec.special_ids
+        rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
         _set_guide(pending.future, TokenGuide(rules, matcher, thinking))
 
@@ -292,14 +290,12 @@ def _continue_with(
 ) -> None:
     """Call `use_result` with the result of `operation` as soon as `operation` is done.
 
-    A guide is the object that limits the tokens of a request. Several operations create it, such as
-    the compilation of the grammar.
-
     Args:
-        operation: the future of one of these operations.
+        operation: the future of an operation that is needed to create a guide, such as the
+            compilation of the grammar.
         guide_future: the future for which the request waits. It receives the error if the operation
             or `use_result` fails.
-        use_result: starts the next operation.
+        use_result: starts the next operation, or creates the guide.
     """
 
     def on_done(done_operation: "Future[S]") -> None:

@@ -33,11 +33,13 @@ class GuideRules:
         vocabulary: the tokens of the model.
         stop_ids: the tokens that end the answer.
         stop_mask: the mask of the stop tokens.
-        free_mask: the mask of all tokens except the stop tokens.
+        free_mask: the mask of all tokens except the stop tokens. These tokens are allowed before
+            the marker, where the grammar does not apply yet.
         grammar_mask: the mask of the tokens that a grammar may allow. It excludes the stop tokens,
-            and all special tokens that the grammar does not contain.
+            the special tokens that the grammar does not contain, and ids without bytes.
         grammar_bits: `grammar_mask` as bytes. Looking up one token is faster in bytes.
-        white_space_mask: the mask of the tokens that are white space.
+        white_space_mask: the mask of the tokens that are white space. They are allowed between the
+            marker and the text of the grammar.
         marker: the bytes after which the grammar applies, without white space around them. The
             marker is b"" if the grammar applies from the first token on.
         spanning: the tokens that contain the end of the marker and further text. The key is the
@@ -76,16 +78,9 @@ def rules_for(
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
-    # Before the marker, the grammar does not apply yet, so all tokens are allowed except the tokens
-    # that end the answer.
-    all_tokens = mask_of(range(size), size)
-    free_mask = all_tokens & ~stop_mask
-    # A grammar never allows the special tokens that it does not contain.
-    forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
-    forbidden_mask = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
-    grammar_mask = free_mask & ~forbidden_mask
-    # White space is allowed between the marker and the text of the grammar.
-    white_space_mask = mask_of(vocabulary.white_space_ids - stop_ids, size)
+    free_mask = mask_of(range(size), size) & ~stop_mask
+    forbidden_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
+    grammar_mask = free_mask & ~mask_of(forbidden_ids | vocabulary.unusable_ids, size)
     # Models do not always generate the white space around the marker, so remove it from the marker.
     # Example: "</think>\n" becomes "</think>".
     marker_bytes = marker.strip().encode()
@@ -95,11 +90,9 @@ def rules_for(
         stop_mask=stop_mask,
         free_mask=free_mask,
         grammar_mask=grammar_mask,
-        grammar_bits=grammar_mask.tobytes(),  # for fast tests of single tokens
-        white_space_mask=white_space_mask,
+        grammar_bits=grammar_mask.tobytes(),
+        white_space_mask=mask_of(vocabulary.white_space_ids - stop_ids, size),
         marker=marker_bytes,
-        # Some tokens, such as `>{`, contain the end of the marker and the beginning of the text
-        # that follows the marker. The guide must check that this text matches the grammar.
         spanning=_spanning_tokens(vocabulary, marker_bytes),
     )
 
@@ -108,8 +101,8 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[bytes, list[
     """Return the tokens that contain the end of the marker and some text after the marker.
 
     The marker is the text after which a grammar applies. If a token continues after the marker, the
-    rest of the token must match the grammar. A key of the result is the beginning of the marker
-    that must come before the tokens.
+    rest of the token must match the grammar. The result maps each beginning of the marker to the
+    tokens that can follow it. The key b"" stands for the tokens with the whole marker.
 
     Example: the marker is "</think>". The token 5 with the text `>{` gives
     {b"</think": [SpanningToken(5, b"{")]}. The token 9 with the text `</think>[` gives
@@ -127,8 +120,9 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[bytes, list[
 def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[SpanningToken]:
     """Return the tokens that contain the whole marker and text after the marker.
 
-    Example: for the marker "</think>", the token 9 with the text `</think>[` gives
-    SpanningToken(9, b"[").
+    White space after the marker is ignored, because it need not match the grammar. A token with
+    nothing but white space after the marker is left out. Example: for the marker "</think>", the
+    token 9 with the text `</think> [` gives SpanningToken(9, b"[").
     """
     tokens = []
     for data, token_id in vocabulary.sorted_tokens:

@@ -166,6 +166,11 @@ class LLGuidanceBackend:
         `{"properties": {"a": {"not": {}}}}` gives `$.properties.a`.
         """
         definitions = _definitions_in(schema)
+
+        def causes_problem(part: Mapping[str, object], path: str) -> bool:
+            grammar = _schema_grammar(_with_definitions(part, path, definitions))
+            return _problem(self._matcher(grammar)) == problem
+
         problem_path = "$"
         num_compiled = 0
         # `subschemas` yields a schema first, and then the schemas inside it. When a schema is found
@@ -177,8 +182,7 @@ class LLGuidanceBackend:
             if num_compiled == _MAX_LOCATED:
                 break
             num_compiled += 1
-            matcher = self._matcher(_schema_grammar(_with_definitions(part, path, definitions)))
-            if _problem(matcher) == problem:
+            if causes_problem(part, path):
                 problem_path = path
         return problem_path
 
@@ -223,18 +227,20 @@ class LLGuidanceMatcher:
         self.fill_all([self], row[None], [0])
 
     @staticmethod
-    def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
+    def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, row_indices: Sequence[int]) -> None:
         """Write the token mask of each matcher into a row of `rows`; see `Matcher.fill_all`.
 
-        The library writes each mask directly into the memory of its row.
+        The library writes each mask directly into the memory of its row. The rows must be
+        contiguous.
         """
         first_row_address = rows.ctypes.data
         row_bytes = rows.nbytes // len(rows)
-        for matcher, place in zip(cast(Sequence[LLGuidanceMatcher], matchers), places, strict=True):
+        own_matchers = cast(Sequence[LLGuidanceMatcher], matchers)
+        for matcher, row_index in zip(own_matchers, row_indices, strict=True):
             if matcher._matcher.is_stopped():
-                rows[place] = 0  # The grammar has ended, so it allows no further token.
+                rows[row_index] = 0  # The grammar has ended, so it allows no further token.
             else:
-                row_address = first_row_address + place * row_bytes
+                row_address = first_row_address + row_index * row_bytes
                 matcher._matcher.unsafe_compute_mask_ptr(row_address, row_bytes)
 
     def is_complete(self) -> bool:
@@ -327,16 +333,16 @@ def _with_definitions(
     The part can then be compiled alone, although it may refer to the definitions. Example: the part
     `{"$ref": "#/$defs/a"}` gives `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`.
 
-    If the part itself is in the definitions (its path begins with "$.$defs"), return it without the
-    definitions. A definition that refers to another definition then fails with a different error,
-    so the search for the cause of an error finds the other definition itself.
+    If the part itself is in the definitions (its path begins with "$.$defs."), return it without
+    the definitions. Otherwise, a definition that refers to an invalid definition would fail with
+    the same error, and the search for the cause of the error would find the wrong definition.
 
     Args:
         part: the part.
         path: the position of the part in the whole schema, such as "$.properties.b".
         definitions: the definitions of the whole schema, such as {"$defs": {"a": {}}}.
     """
-    is_definition = any(path.startswith(f"$.{keyword}") for keyword in definitions)
+    is_definition = any(path.startswith(f"$.{keyword}.") for keyword in definitions)
     return dict(part) if is_definition else {**definitions, **part}
 
 

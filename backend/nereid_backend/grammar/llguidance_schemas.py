@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the parts of JSON schemas that llguidance rejects or handles incorrectly."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 from nereid_backend.grammar.compile_cost import subschemas
 
@@ -15,6 +15,18 @@ _LENGTHS = frozenset(
     for bound in ("min", "max")
     for word in ("Length", "Items", "Properties", "Contains")
 )
+
+
+class _Bound(NamedTuple):
+    """The two keywords for a bound of a number. `sign` is 1 for a minimum and -1 for a maximum."""
+
+    inclusive: str
+    exclusive: str
+    sign: int
+
+
+_MINIMUM = _Bound("minimum", "exclusiveMinimum", 1)
+_MAXIMUM = _Bound("maximum", "exclusiveMaximum", -1)
 
 
 def convert_lengths_to_integers(schema: object) -> None:
@@ -44,47 +56,41 @@ def replace_exclusive_bounds(schema: object) -> None:
     Mutates: schema.
     """
     for part, _ in subschemas(schema):
-        if not isinstance(part, dict):
-            continue
-        excluded_minimum = part.get("exclusiveMinimum")
-        excluded_maximum = part.get("exclusiveMaximum")
-        lower_bounds = _numbers(part, ("minimum", "exclusiveMinimum"))
-        upper_bounds = _numbers(part, ("maximum", "exclusiveMaximum"))
-        if not lower_bounds or not upper_bounds:
-            continue
-        # If both conditions are true, "exclusiveMinimum" is at least 0 and "exclusiveMaximum" is at
-        # most 0, so no number satisfies the schema. It is then enough to replace one of the two
-        # bounds.
-        if _allows_excluded_minimum(excluded_minimum, min(upper_bounds)):
-            new_minimum = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-            part["minimum"] = max(*lower_bounds, new_minimum)
-        elif _allows_excluded_maximum(excluded_maximum, max(lower_bounds)):
-            new_maximum = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
-            part["maximum"] = min(*upper_bounds, new_maximum)
+        if isinstance(part, dict) and not _replace_exclusive_bound(part, _MINIMUM, _MAXIMUM):
+            # If llguidance handled both exclusive bounds incorrectly, no number would satisfy the
+            # schema, so it is enough to replace one of them.
+            _replace_exclusive_bound(part, _MAXIMUM, _MINIMUM)
 
 
-def _numbers(schema: Mapping[str, object], keywords: Sequence[str]) -> list[float]:
-    """Return the numeric values of `keywords` in a schema. Leave out all other values."""
-    values = [schema.get(keyword) for keyword in keywords]
+def _replace_exclusive_bound(schema: dict[str, Any], bound: _Bound, opposite: _Bound) -> bool:
+    """Replace one exclusive bound of a schema if llguidance handles it incorrectly.
+
+    An exclusive minimum is handled incorrectly if it is an integer of at least 0, and the opposite
+    bound is less than 1 away. For a maximum, the signs of all numbers are changed first, so that
+    the same rule applies.
+
+    Returns:
+        Whether the bound was replaced.
+
+    Mutates: schema.
+    """
+    sign = bound.sign
+    excluded = schema.get(bound.exclusive)
+    own_bounds = [sign * number for number in _numbers(schema, bound)]
+    opposite_bounds = [sign * number for number in _numbers(schema, opposite)]
+    if not _is_integer(excluded) or not opposite_bounds:
+        return False
+    if sign * excluded < 0 or min(opposite_bounds) >= sign * excluded + 1:
+        return False
+    del schema[bound.exclusive]
+    schema[bound.inclusive] = sign * max(*own_bounds, sign * excluded + _BOUND_DISTANCE)
+    return True
+
+
+def _numbers(schema: Mapping[str, object], bound: _Bound) -> list[float]:
+    """Return the values of the two keywords of a bound in a schema, if they are numbers."""
+    values = (schema.get(bound.inclusive), schema.get(bound.exclusive))
     return [value for value in values if _is_number(value)]
-
-
-def _allows_excluded_minimum(minimum: object, upper_bound: float) -> bool:
-    """Return whether llguidance would wrongly accept the excluded minimum of a schema.
-
-    `minimum` is the value of "exclusiveMinimum", and None if the schema has no such bound.
-    llguidance handles negative lower bounds correctly.
-    """
-    return _is_integer(minimum) and minimum >= 0 and upper_bound < minimum + 1
-
-
-def _allows_excluded_maximum(maximum: object, lower_bound: float) -> bool:
-    """Return whether llguidance would wrongly accept the excluded maximum of a schema.
-
-    `maximum` is the value of "exclusiveMaximum", and None if the schema has no such bound.
-    llguidance handles positive upper bounds correctly.
-    """
-    return _is_integer(maximum) and maximum <= 0 and lower_bound > maximum - 1
 
 
 def _is_number(value: object) -> TypeGuard[float]:

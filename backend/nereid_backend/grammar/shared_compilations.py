@@ -45,14 +45,15 @@ class SharedCompilations(Generic[T]):
             start: starts a compilation, and returns its future.
         """
         with self._lock:
-            running = self._running.get(spec)
-            compilation = _Compilation(start()) if running is None else running
-            self._running[spec] = compilation
+            compilation = self._running.get(spec)
+            is_new = compilation is None
+            if compilation is None:
+                compilation = self._running[spec] = _Compilation(start())
             compilation.num_waiting += 1
         # If a future is already done, its callback is called immediately. The callbacks below need
         # the lock, so they are added after the lock is released.
-        if running is None:
-            compilation.future.add_done_callback(lambda _: self._forget(spec, compilation))
+        if is_new:
+            compilation.future.add_done_callback(partial(self._forget, spec, compilation))
         request_future.add_done_callback(partial(self._stop_waiting, spec, compilation))
         return compilation.future
 
@@ -78,8 +79,10 @@ class SharedCompilations(Generic[T]):
         if is_unwanted:
             compilation.future.cancel()
 
-    def _forget(self, spec: GrammarSpec, compilation: _Compilation[T]) -> None:
-        """Remove a compilation that has ended.
+    def _forget(
+        self, spec: GrammarSpec, compilation: _Compilation[T], _future: "Future[T]"
+    ) -> None:
+        """Remove a compilation that has ended. `_future` is the future of the compilation.
 
         A later request with this grammar uses the cached grammar, or starts a new compilation.
         """

@@ -56,14 +56,10 @@ class Thinking:
         # White space around a marker, such as the newline of "<think>\n", is not required.
         self._start_marker = spec.start.strip().encode()
         self._end_marker = spec.end.strip().encode()
-        # Whether the next token comes before, in or after the reasoning.
         self._state = self._first_state()
-        # The last bytes of the answer, which may be the beginning of a marker.
+        # The last bytes of the answer, which may be the beginning of the marker that comes next.
         self._tail = b""
-        # The number of tokens in the reasoning so far.
         self.num_tokens = 0
-        # The tokens that must come next. When the budget is used up, these are the tokens of the
-        # end marker that have not been generated yet. Otherwise, the tuple is empty.
         self.forced: tuple[int, ...] = ()
         # If the answer starts inside the reasoning, a budget of 0 is used up before the first
         # token.
@@ -141,9 +137,9 @@ class Thinking:
         no reasoning.
         """
         beginning = (self._tail + data).lstrip()
-        self._tail = b""
         if beginning.startswith(self._start_marker):
             self._state = _State.OPEN
+            self._tail = b""
             reasoning = beginning.removeprefix(self._start_marker)
             if reasoning.strip():  # A token that contains only the marker is not counted.
                 self._look_for_end(reasoning)
@@ -151,6 +147,7 @@ class Thinking:
             self._tail = beginning  # Later tokens may complete the marker.
         else:
             self._state = _State.CLOSED
+            self._tail = b""
 
     def _look_for_end(self, data: bytes) -> None:
         """Process a token in the state OPEN: close the reasoning if the end marker is complete.

@@ -98,9 +98,9 @@ class TokenGuide:
                 self._accept_token(token_id)
             return
         # Without a thinking budget, only the grammar restricts the tokens. Most tokens arrive in
-        # the phase GRAMMAR. For these tokens, the first branch of the loop has the same effect as
-        # `_accept_token`, but is faster. Stop tokens and forbidden special tokens need the second
-        # branch, so `grammar_bits` does not contain these tokens.
+        # the phase GRAMMAR and are in `grammar_bits`, which contains neither stop tokens nor
+        # forbidden special tokens. For such a token, `_accept_token` only advances the matcher and
+        # the recent tokens. The first branch does this directly, because it is faster.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
@@ -153,16 +153,18 @@ class TokenGuide:
         """
         if token_id in self._rules.stop_ids:
             return self._end_answer(matcher)  # allowed only if the grammar may end here
-        if self._phase is Phase.ENDED:
-            return False
-        if self._phase is Phase.BEFORE_MARKER:
-            return self._advance_before_marker(matcher, data)
-        is_white_space = bool(data) and not data.strip(WHITE_SPACE)
-        if is_white_space and self._allows_white_space_after_marker():
-            self._num_white_space_after_marker += len(data)
-            return True
-        # The token belongs to the text that must match the grammar.
-        self._phase = Phase.GRAMMAR
+        match self._phase:
+            case Phase.ENDED:
+                return False
+            case Phase.BEFORE_MARKER:
+                return self._advance_before_marker(matcher, data)
+            case Phase.WHITE_SPACE:
+                is_white_space = bool(data) and not data.strip(WHITE_SPACE)
+                if is_white_space and self._allows_white_space_after_marker():
+                    self._num_white_space_after_marker += len(data)
+                    return True
+                self._phase = Phase.GRAMMAR
+        # In the phase GRAMMAR, the token must match the grammar.
         return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
 
     def _end_answer(self, matcher: Matcher) -> bool:
@@ -240,17 +242,14 @@ class TokenGuide:
 
     @staticmethod
     def fill_all(
-        guides: Sequence["TokenGuide"], rows: TokenMasks, places: Sequence[int]
+        guides: Sequence["TokenGuide"], rows: TokenMasks, row_indices: Sequence[int]
     ) -> list[bool]:
         """For each guide, write a token mask: the tokens that the guide allows next.
-
-        A matcher tracks the position of an answer in its grammar. One call of the grammar library
-        writes the masks of many matchers, because single calls would take longer.
 
         Args:
             guides: the guides.
             rows: the masks of the batch, [n, ceil(vocab_size / 32)] int32, contiguous.
-            places: for each guide, the index of its row in `rows`.
+            row_indices: for each guide, the index of its row in `rows`.
 
         Returns:
             For each guide, whether any token is forbidden. If not, its row is unchanged.
@@ -258,23 +257,18 @@ class TokenGuide:
         Mutates: rows.
         """
         are_limited = []
-        # Maps each class of matchers to the rows that this class must fill with masks. Each grammar
-        # library has one class of matchers.
+        # Maps each class of matchers (one for each grammar library) to the rows that this library
+        # fills. One call for many matchers takes less time than one call for each matcher.
         by_class: dict[type[Matcher], list[_GuideRow]] = {}
-        for guide, place in zip(guides, places, strict=True):
+        for guide, row_index in zip(guides, row_indices, strict=True):
             matcher = guide._deciding_matcher()
-            if matcher is None:  # The grammar does not decide about the next token.
-                are_limited.append(guide._fill_outside_grammar(rows[place]))
+            if matcher is None:
+                are_limited.append(guide._fill_outside_grammar(rows[row_index]))
             else:
                 are_limited.append(True)
-                by_class.setdefault(type(matcher), []).append(_GuideRow(guide, matcher, place))
-        for matcher_class, guide_rows in by_class.items():
-            matchers = [guide_row.matcher for guide_row in guide_rows]
-            matcher_class.fill_all(matchers, rows, [guide_row.place for guide_row in guide_rows])
-            # The library ignores the rules for special tokens, for stop tokens, and for white space
-            # before the grammar's text. `_complete_mask` applies these rules.
-            for guide, matcher, place in guide_rows:
-                guide._complete_mask(matcher, rows[place])
+                by_class.setdefault(type(matcher), []).append(_GuideRow(guide, matcher, row_index))
+        for guide_rows in by_class.values():
+            _fill_with_library(guide_rows, rows)
         return are_limited
 
     def _deciding_matcher(self) -> Matcher | None:
@@ -302,12 +296,13 @@ class TokenGuide:
         if self._thinking is not None and self._thinking.forced:
             forced_id = self._thinking.forced[0]
             row[:] = mask_of([forced_id], self._rules.vocabulary.size)
-        elif self._matcher is None:
+            return True
+        if self._matcher is None:
             return False  # Every token is allowed.
-        elif self._phase is Phase.ENDED:
+        if self._phase is Phase.ENDED:
             row[:] = self._rules.stop_mask
-        else:
-            self._fill_before_marker(self._matcher, row)
+            return True
+        self._fill_before_marker(self._matcher, row)
         return True
 
     def _fill_before_marker(self, matcher: Matcher, row: TokenMask) -> None:
@@ -321,22 +316,25 @@ class TokenGuide:
         Mutates: row.
         """
         row[:] = self._rules.free_mask
+        # `tokens` complete the marker after `marker_start`, and contain text after the marker.
         for marker_start, tokens in self._rules.spanning.items():
             if not self._tail.endswith(marker_start):
                 continue
-            # Each of these tokens completes the marker and continues with text after the marker.
             for token in tokens:
-                # Test the token with a copy of the matcher, so that the matcher itself does not
-                # advance.
-                if not matcher.fork().accept_bytes(token.text_after):
+                # A copy of the matcher tests the token, so that the matcher does not advance.
+                is_allowed = matcher.fork().accept_bytes(token.text_after)
+                if not is_allowed:
                     _clear_bit(row, token.token_id)
 
     def _complete_mask(self, matcher: Matcher, row: TokenMask) -> None:
         """Apply the remaining rules to the mask that the grammar library has written into `row`.
 
-        Forbid all tokens outside `grammar_mask`, such as special tokens that the grammar does not
-        contain. Then allow the stop tokens if the answer may end, and allow white space if it may
-        still follow the marker (the text before the grammar).
+        The library does not know these rules: special tokens that the grammar does not contain are
+        forbidden, stop tokens are allowed if the answer may end, and white space is allowed if it
+        may still follow the marker (the text before the grammar).
+
+        If no token is allowed although the answer is not complete, log an error and allow the stop
+        tokens.
 
         Mutates: row.
         """
@@ -366,10 +364,11 @@ class TokenGuide:
     def forced(self) -> list[int]:
         """Return the tokens that must come next, or [] if several tokens are possible.
 
-        The engine appends these tokens without sampling. If the grammar allows only one text next,
-        the result is the tokens that the tokenizer would choose for this text. Example: if the
-        grammar allows only `"name": ` here, the result is the tokens of `"name":`. The last token,
-        a space, is left out, because it may merge with the text that follows.
+        The engine appends these tokens without sampling. While the reasoning is open, only the
+        thinking budget can force tokens. Afterwards, tokens are forced if the grammar allows only
+        one text next: the result is the tokens that the tokenizer would choose for this text,
+        without the last token, which may merge with the text that follows. Example: if the grammar
+        allows only `"name": ` here, the result is the tokens of `"name":`.
         """
         if self._thinking is not None and self._thinking.is_open:
             return list(self._thinking.forced)
@@ -377,7 +376,7 @@ class TokenGuide:
             return []
         forced_bytes = self._matcher.forced()
         if len(forced_bytes) < _MIN_FORCED_BYTES:
-            return []  # A single byte has only one token, and the last token is always left out.
+            return []
         # The tokens of a text depend on the preceding text, so pass the recent tokens, too.
         token_ids = self._rules.vocabulary.encode_forced(list(self._recent_ids), forced_bytes)
         are_allowed = all(_has_bit(self._rules.grammar_bits, token_id) for token_id in token_ids)
@@ -400,7 +399,19 @@ class _GuideRow(NamedTuple):
 
     guide: TokenGuide
     matcher: Matcher
-    place: int
+    row_index: int
+
+
+def _fill_with_library(guide_rows: list[_GuideRow], rows: TokenMasks) -> None:
+    """Write the masks of guides whose matchers belong to the same grammar library into `rows`.
+
+    Mutates: rows.
+    """
+    matchers = [guide_row.matcher for guide_row in guide_rows]
+    row_indices = [guide_row.row_index for guide_row in guide_rows]
+    matchers[0].fill_all(matchers, rows, row_indices)
+    for guide, matcher, row_index in guide_rows:
+        guide._complete_mask(matcher, rows[row_index])
 
 
 def _has_bit(bits: bytes, token_id: int) -> bool:

@@ -115,10 +115,8 @@ class TrialCompiler:
         reached, store an error in the future of the job. Example of a message: ("cancel", 7) stops
         the job 7.
         """
-        connection = self._connection
         try:
-            if connection is None:
-                connection = self._start_and_connect()
+            connection = self._connection or self._start_and_connect()
             connection.send(message)
         except OSError as error:
             future = self._pop_future(job_id)
@@ -131,10 +129,10 @@ class TrialCompiler:
             return self._futures.pop(job_id, None)
 
     def _start_and_connect(self) -> Connection:
-        """Start the process that tests grammars, and a thread that reads the process's messages.
+        """Start the process that compiles grammars, and a thread that reads its messages.
 
         Returns:
-            The connection to the process.
+            The connection to the process, which is also stored in `_connection`.
 
         Raises:
             OSError: if `_start_process` cannot start the process, or if the connection is broken.
@@ -155,7 +153,7 @@ class TrialCompiler:
         return connection
 
     def _start_process(self, child_fd: int) -> "subprocess.Popen[bytes]":
-        """Start the process that tests grammars, and store the process in `_process`.
+        """Start the process that compiles grammars, and store the process in `_process`.
 
         Args:
             child_fd: the file descriptor through which the process exchanges messages.
@@ -188,7 +186,9 @@ class TrialCompiler:
                 job_id, outcome, error_text = connection.recv()
                 future = self._pop_future(job_id)
                 if future is not None:
-                    _resolve(future, self._error_of(outcome, error_text))
+                    if outcome == Outcome.CRASHED:
+                        log.warning("A grammar library failed to compile a grammar. %s", error_text)
+                    _resolve(future, self._error_for_client(outcome, error_text))
         process.wait()
         self._connection = None
         connection.close()
@@ -202,10 +202,8 @@ class TrialCompiler:
         for future in futures:
             _resolve(future, RequestError(message))
 
-    def _error_of(self, outcome: str, error_text: str) -> RequestError | None:
-        """Return the error for a grammar that was tested, or None if the grammar could be compiled.
-
-        Also log a warning if the grammar library failed.
+    def _error_for_client(self, outcome: str, error_text: str) -> RequestError | None:
+        """Return the error for a grammar, or None if the grammar could be compiled.
 
         Args:
             outcome: one of the values of `Outcome`.
@@ -221,7 +219,6 @@ class TrialCompiler:
                 "(grammar_timeout). Lower the bounds and repetitions of the grammar, or raise the "
                 "limit."
             )
-        log.warning("A grammar library failed to compile a grammar. %s", error_text)
         detail = f" The library's message is: {error_text}" if error_text else ""
         return RequestError(
             "grammar: the grammar library failed or needed too much memory. Use a smaller grammar."

@@ -16,7 +16,7 @@ from referencing import Registry
 _MAX_TEXT = 80
 
 
-def validate_strict(text: str, schema: object) -> str | None:
+def describe_violation(text: str, schema: object) -> str | None:
     """Describe how an answer violates a JSON schema. Return None if the answer matches the schema.
 
     Example: the text is `{"a": "x"}`, and the schema requires a number for `a`. The result is
@@ -39,10 +39,10 @@ def validate_strict(text: str, schema: object) -> str | None:
     try:
         validator = _validator(json.dumps(schema, sort_keys=True))
         first_error = next(validator.iter_errors(value), None)
-    except Exception as problem:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001
         # The schema comes from the client and may be invalid, so jsonschema can raise any
         # exception. Every exception is reported as a problem of this answer.
-        return f"the answer cannot be checked: {problem}"
+        return f"the answer cannot be checked: {error}"
     return None if first_error is None else _description(first_error)
 
 

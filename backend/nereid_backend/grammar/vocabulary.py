@@ -147,11 +147,14 @@ class Vocabulary:
             data: the bytes that must follow.
         """
         forced_ids = self._encode_after(recent, data)  # [] if the bytes merge with `recent`
-        if forced_ids and forced_ids[-1] not in self.marker_ids:
-            forced_ids.pop()
+        if not forced_ids:
+            return []
+        if forced_ids[-1] not in self.marker_ids:
+            forced_ids = forced_ids[:-1]
         # If the tokenizer changes the text, for example by Unicode normalisation, the bytes of the
-        # tokens differ from `data`. Return no tokens in this case.
-        return forced_ids if data.startswith(self._bytes_of(forced_ids)) else []
+        # tokens differ from `data`.
+        is_changed = not data.startswith(self._bytes_of(forced_ids))
+        return [] if is_changed else forced_ids
 
     def _encode_after(self, recent: list[int], data: bytes) -> list[int]:
         """Return the tokens that the tokenizer would choose for `data` if `data` follows `recent`.
@@ -237,13 +240,19 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     }
     special_ids = [token_id for token_id, token in added_tokens.items() if token.special]
     tokens = _token_bytes(backend, tokenizer.get_vocab(), vocab_size)
+    # The content of an added token is plain text, which needs no conversion.
     for token_id, token in added_tokens.items():
-        tokens[token_id] = token.content.encode()  # The content of an added token is plain text.
+        tokens[token_id] = token.content.encode()
 
     def encode(text: str) -> list[int]:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
-    return Vocabulary(tuple(tokens), frozenset(special_ids), frozenset(added_tokens), encode)
+    return Vocabulary(
+        tokens=tuple(tokens),
+        special_ids=frozenset(special_ids),
+        marker_ids=frozenset(added_tokens),
+        encode=encode,
+    )
 
 
 def _backend_of(tokenizer: Any) -> Any:  # noqa: ANN401 - the libraries have no types

@@ -102,10 +102,10 @@ class XGrammarMatcher:
         self.fill_all([self], row[None], [0])
 
     @staticmethod
-    def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
+    def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, row_indices: Sequence[int]) -> None:
         """Write the token mask of each matcher into a row of `rows`; see `Matcher.fill_all`."""
         inner = [matcher._matcher for matcher in cast(Sequence[XGrammarMatcher], matchers)]
-        _BATCH.batch_fill_next_token_bitmask(inner, rows, list(places))
+        _BATCH.batch_fill_next_token_bitmask(inner, rows, list(row_indices))
 
     def is_complete(self) -> bool:
         """Return whether the grammar allows the text to end here; see `Matcher.is_complete`."""

@@ -64,11 +64,12 @@ class Float8Product:
             weight_scales: the scales of the weight, as `rounded` returned them.
         """
         rounded_rows, row_scales = self.rounded(rows)
+        dtype = rows.dtype
         if self.has_row_scales:
             # The weight is transposed, so its scales must be transposed, too.
             weight_scales = weight_scales.t()
-        # If there is one scale for each row, torch can compute only a bfloat16 result.
-        dtype = torch.bfloat16 if self.has_row_scales else rows.dtype
+            # With one scale for each row, torch can compute only a bfloat16 result.
+            dtype = torch.bfloat16
         product: Tensor = torch._scaled_mm(
             rounded_rows, weight.t(), scale_a=row_scales, scale_b=weight_scales, out_dtype=dtype
         )
@@ -101,10 +102,10 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Test the methods that multiply e4m3 matrices on a device, and return the most accurate one.
+    """Return the first method that multiplies e4m3 matrices accurately on a device.
 
-    e4m3 is an 8-bit floating-point format. Each method is tested: a small product is computed and
-    compared with the exact product. Return None if no method works.
+    e4m3 is an 8-bit floating-point format. Each method computes a small product, which is compared
+    with the exact product. Return None if no method works.
 
     Args:
         device: the device that computes the product.
@@ -115,7 +116,8 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
     rows = torch.randn(_NUM_TEST_ROWS, num_inputs, generator=generator).to(device, dtype)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(device, dtype)
     exact = rows.float() @ weight.float().t()
-    # One scale for each row is more accurate than one scale for the whole matrix.
+    # One scale for each row is more accurate than one scale for the whole matrix, so it is tried
+    # first.
     for product in (Float8Product(has_row_scales=True), Float8Product(has_row_scales=False)):
         try:
             result = product.multiply(rows, *product.rounded(weight)).float()

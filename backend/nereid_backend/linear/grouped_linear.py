@@ -154,11 +154,11 @@ class GroupedLinear(nn.Linear):
         self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
-        padded_inputs = num_groups * self.group_size
         # The kernel reads four bytes of each output at a time. Four bytes contain the weights of
-        # eight inputs (4 bits each) or of four inputs (8 bits each).
+        # eight inputs (4 bits each) or of four inputs (8 bits each). `group_size` is a multiple of
+        # eight, so no read contains inputs of two groups.
         inputs_per_read = 8 if bits == 4 else 4
-        num_reads = padded_inputs // inputs_per_read
+        num_reads = num_groups * self.group_size // inputs_per_read
         values = torch.empty(num_panels, num_reads, LANES, 4, dtype=torch.uint8)
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
         self.register_buffer("values", values, persistent=False)
@@ -184,9 +184,8 @@ class GroupedLinear(nn.Linear):
         # The layer stores unsigned integers. If `values` is signed, the offset is added to the
         # integers and to the zeros.
         offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
-        # `view` converts a negative int8 number to uint8 by adding 256. The addition of the offset
-        # then overflows, which subtracts 256 again. Example with the offset 128: -3 becomes 253,
-        # and 253 + 128 becomes 125, which is -3 + 128.
+        # `view` reads the same bytes as uint8, and uint8 sums are computed modulo 256. Example with
+        # the offset 128: -3 is the byte 253, and (253 + 128) modulo 256 is 125, which is -3 + 128.
         unsigned = values.view(torch.uint8) + offset if offset else values
         self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
         self.scales[panels] = self._stored_layout(scales.float())
@@ -221,13 +220,20 @@ class GroupedLinear(nn.Linear):
         if not is_available():
             # This processor has no kernel for integer weights, so torch computes the layer.
             return functional.linear(input, self.dequantised().to(input.dtype), bias)
-        arguments = (self.values, self.scales, self.zeros, bias)
-        sizes = (self.bits, self.group_size, self.out_features)
-        if torch.compiler.is_compiling():
-            # torch.export cannot trace `linear`, because `linear` calls a C function.
-            output: Tensor = torch.ops.nereid.grouped_linear(input, *arguments, *sizes)
-            return output
-        return linear(input, *arguments, *sizes)
+        # torch.export cannot trace `linear`, because `linear` calls a C function.
+        is_exporting = torch.compiler.is_compiling()
+        compute = torch.ops.nereid.grouped_linear if is_exporting else linear
+        output: Tensor = compute(
+            input,
+            self.values,
+            self.scales,
+            self.zeros,
+            bias,
+            self.bits,
+            self.group_size,
+            self.out_features,
+        )
+        return output
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
         """Repeat the scale or zero of each group, so that every weight of the group gets a copy.
@@ -372,9 +378,13 @@ def dequantise_rows(
         float32 [..., groups * group_size]. The last inputs may be padding.
     """
     panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
-    # Because the slice `:` separates two index tensors, torch moves the indexed dimensions to the
-    # front of the result.
-    integers = values[panels, :, lanes]  # the bytes of each row, [..., num_bytes / 4, 4]
+
+    def rows_of(packed: Tensor) -> Tensor:
+        # Because the slice `:` separates two index tensors, torch moves the indexed dimensions to
+        # the front of the result: [panels, n, 16, ...] gives [..., n, ...].
+        return packed[panels, :, lanes]
+
+    integers = rows_of(values)  # the bytes of each row, [..., num_bytes / 4, 4]
     if bits == 4:
         # Four bytes contain eight inputs: the inputs 0 to 3 in the lower halves, and the inputs 4
         # to 7 in the upper halves. Example: the bytes [0x51, 0x62, 0x73, 0x84] become [1, 2, 3, 4]
@@ -382,8 +392,8 @@ def dequantise_rows(
         lower_halves, upper_halves = integers & 15, integers >> 4
         integers = torch.stack((lower_halves, upper_halves), dim=-2).flatten(-3, -2)
     integers = integers.float().reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
-    zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
-    rows: Tensor = (integers - zero) * scales[panels, :, lanes].float().unsqueeze(-1)
+    zero = 2.0 ** (bits - 1) if zeros is None else rows_of(zeros).float().unsqueeze(-1)
+    rows = (integers - zero) * rows_of(scales).float().unsqueeze(-1)
     return rows.flatten(-2)
 
 
@@ -412,13 +422,9 @@ def _used_group_size(group_size: int, in_features: int) -> int:
         # The row is divided into groups of this size. The last group may be incomplete.
         padded_row = _divide_up(in_features, UNIT) * UNIT
         return min(_MAX_GROUP_SIZE, padded_row)
-    num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
-    # Divide the group into more parts until the size of a part is a multiple of `UNIT` (8). The
-    # loop ends at the latest when a part has `UNIT` inputs, because `group_size` is a multiple of
-    # `UNIT`; see `_check_quantised_weight`.
-    while group_size % (num_parts * UNIT):
-        num_parts += 1
-    return group_size // num_parts
+    # `UNIT` divides `group_size`; see `_check_quantised_weight`.
+    sizes = range(UNIT, _MAX_GROUP_SIZE + 1, UNIT)
+    return max(size for size in sizes if group_size % size == 0)
 
 
 def _divide_up(dividend: int, divisor: int) -> int:

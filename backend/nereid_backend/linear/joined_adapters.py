@@ -8,8 +8,7 @@ The docstring of lora_layers.py explains the computation.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -82,26 +81,26 @@ def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
     Returns:
         The joined matrices of each linear layer.
     """
-    # The same lists without None.
     present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
     joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
-    # Convert each matrix to an `nn.Linear`, because linear layers can be packed for fast products
-    # on a CPU. `down` contains the matrices `joined_down`. Each item of `ups` contains the joined
-    # `up` matrices of one linear layer of the model.
-    down, *ups = _linears_of_weights([joined_down, *joined_ups])
+    # Linear layers can be packed for fast products on a CPU.
+    [down] = _linears_of_weights([joined_down])
+    ups = _linears_of_weights(joined_ups)
     ranks = tuple(
         tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
         for layer_pairs in pairs
     )
     group = JoinedGroup(down, ranks)
-    # The outputs of `down` are divided among the layers `ups`, in order. Example: if each `up` has
-    # 5 inputs, the first `up` gets the outputs 0 to 4, the second gets 5 to 9, and so on.
-    ends = accumulate(up.in_features for up in ups)
-    return [
-        JoinedLayer(group, slice(end - up.in_features, end), up)
-        for up, end in zip(ups, ends, strict=True)
-    ]
+    # Divide the outputs of `down` among the layers, in order. Example: if each `up` has 5 inputs,
+    # the first `up` gets the outputs 0 to 4, the second gets 5 to 9, and so on.
+    joined_layers = []
+    start = 0
+    for up in ups:
+        end = start + up.in_features
+        joined_layers.append(JoinedLayer(group, slice(start, end), up))
+        start = end
+    return joined_layers
 
 
 def _linears_of_weights(weights: list[Tensor]) -> list[nn.Linear]:
@@ -129,24 +128,28 @@ class AdapterStep:
         adapters whose matrices are concatenated. -1 means that no adapter is used.
 
         Args:
-            row_adapters: the adapter of each row, [num_rows] int64. A tensor with a single number
-                applies to all rows.
+            row_adapters: the adapter of each row, [num_rows] int64.
             chunk_adapters: the adapter of each chunk, [num_chunks] int64. Used for a layer that
                 computes another number of rows than `num_rows`: each chunk has an equal number of
                 these rows.
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters
-        # Caches the boolean masks that the method `mask` returns during one forward pass. The keys
-        # are the arguments of `mask`.
+        # The results of `unused_columns` in this forward pass. The keys are the arguments.
         self._masks: dict[tuple[Ranks, int], Tensor] = {}
 
-    def mask(self, ranks: Ranks, num_rows: int) -> Tensor:
-        """Return a boolean mask that is True for the numbers that must be set to 0. Cache the mask.
+    @classmethod
+    def for_all_rows(cls, device: torch.device) -> Self:
+        """Return the description of a step in which all rows use the first joined adapter."""
+        # A tensor with a single number applies to all rows.
+        return cls(torch.zeros(1, dtype=torch.int64, device=device), np.zeros(1, dtype=np.int64))
+
+    def unused_columns(self, ranks: Ranks, num_rows: int) -> Tensor:
+        """Return a boolean mask of the numbers that do not belong to the adapter of their row.
 
         The mask applies to the product of a layer's input and the concatenated matrices `down` of
-        several adapters. The product has one column for each rank of each adapter. A number is
-        masked if its row does not use the adapter to which its column belongs.
+        several adapters. The product has one column for each rank of each adapter. The mask is True
+        for a number whose row does not use the adapter to which its column belongs.
 
         Example: the rows use the adapters [0, 1], and `ranks` is ((1, 2),). Column 0 belongs to
         adapter 0, and the columns 1 and 2 belong to adapter 1. The mask is
@@ -160,12 +163,13 @@ class AdapterStep:
             Booleans, [num_rows, sum of ranks]. If one adapter applies to all rows, the shape is
             [1, sum of ranks].
         """
-        key = (ranks, num_rows)
-        if key not in self._masks:
+        mask = self._masks.get((ranks, num_rows))
+        if mask is None:
             row_adapters = self._adapters_of_rows(num_rows)
             column_adapters = torch.cat([_adapters_of_columns(one_layer) for one_layer in ranks])
-            self._masks[key] = row_adapters[:, None] != column_adapters.to(row_adapters.device)
-        return self._masks[key]
+            mask = row_adapters[:, None] != column_adapters.to(row_adapters.device)
+            self._masks[ranks, num_rows] = mask
+        return mask
 
     def _adapters_of_rows(self, num_rows: int) -> Tensor:
         """Return the adapter of each input row, for a layer whose input has `num_rows` rows.
@@ -209,7 +213,7 @@ def masked_hidden(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) ->
     hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
     # The masked numbers are replaced by 0 and not multiplied by 0, because NaN or infinity times 0
     # is NaN.
-    hidden.masked_fill_(step.mask(group.ranks, len(hidden)), 0)
+    hidden.masked_fill_(step.unused_columns(group.ranks, len(hidden)), 0)
     group.input = layer_input
     group.hidden = hidden
     return hidden

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -68,7 +67,8 @@ class _LoadedAdapter:
     Attributes:
         weights: the matrices of the layers whose products torch adds. The matrices of the other
             layers are in `LoraLayers._native`.
-        total_rank: the sum of the ranks in `weights`.
+        total_rank: the sum of the ranks in `weights`, which limits the concatenated matrices; see
+            `LoraLayers._ensure_joined`.
         hooked_layers: the names of the layers that need a forward hook.
     """
 
@@ -81,15 +81,13 @@ class LoraLayers:
     """The LoRA adapters in memory, and the forward hooks that apply the adapters."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an object for `model`. The object does not contain any adapters yet."""
+        """Create a collection of adapters for `model`. The collection is empty."""
         self._model = model
         self._device = next(model.parameters()).device
-        # The adapters in memory.
         self._loaded: dict[Adapter, _LoadedAdapter] = {}
-        # The forward hooks, by layer name.
-        self._hooks: dict[str, RemovableHandle] = {}
-        # The adapters whose matrices are concatenated at present. `_joined` maps the name of each
-        # layer to the concatenated matrices for this layer.
+        self._hooks: dict[str, RemovableHandle] = {}  # the forward hooks, by layer name
+        # The adapters whose matrices are concatenated at present, usually those of the last forward
+        # pass. `_joined` maps the name of each layer to its concatenated matrices.
         self._joined_adapters: tuple[Adapter, ...] = ()
         self._joined: dict[str, JoinedLayer] = {}
         # Describes the running forward pass. None if no forward pass is running, or if the running
@@ -132,18 +130,14 @@ class LoraLayers:
             adapter: the adapter.
             weights: the two matrices for each changed linear layer, by the name of the layer.
         """
-        # If the kernels support a layer, they compute the adapter's product for this layer. For all
-        # other layers, torch computes the product.
         for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
         for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
-        # The kernels compute the adapter's product for these layers, but not the layers themselves.
-        # Therefore, a forward hook must call the kernels.
+        # If the kernels compute the adapter's product but not the layer itself, a forward hook of
+        # the layer must call the kernels.
         kernel_hooks = [name for name in for_kernels if self._native.needs_hook(name)]
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
-            # The sum of the LoRA ranks of all layers in `for_torch`. `_ensure_joined` uses this sum
-            # to limit the size of the concatenated matrices.
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
             hooked_layers=[*for_torch, *kernel_hooks],
         )
@@ -181,21 +175,22 @@ class LoraLayers:
         """
         chunks = list(chunks)
         chunk_adapters = [chunk.sequence.adapter for chunk in chunks]  # None: no adapter
-        distinct = tuple(dict.fromkeys(one for one in chunk_adapters if one is not None))
+        distinct = tuple(
+            dict.fromkeys(adapter for adapter in chunk_adapters if adapter is not None)
+        )
         if not distinct:
             yield False
             return
         chunk_lengths = [chunk.num_tokens for chunk in chunks]
         loaded = [self._loaded[adapter] for adapter in distinct]
-        if any(one.weights for one in loaded):
-            # For layers without a suitable kernel, torch multiplies the inputs by the adapters'
-            # matrices. This requires the concatenated matrices of all adapters in the step. The
-            # forward hooks of these layers read `_step`.
+        if any(loaded_adapter.weights for loaded_adapter in loaded):
+            # torch computes the products of some layers, with the concatenated matrices of all
+            # adapters in the step. The forward hooks of these layers read `_step`.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
             with self._native.serving(chunk_adapters, chunk_lengths):
-                yield any(one.hooked_layers for one in loaded)
+                yield any(loaded_adapter.hooked_layers for loaded_adapter in loaded)
         finally:
             self._end_step()
 
@@ -210,10 +205,7 @@ class LoraLayers:
             return
         if self._joined_adapters != (adapter,):
             self._join((adapter,))
-        # All rows use the only adapter, whose index is 0. One index is enough, because it applies
-        # to all rows.
-        row_adapters = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._step = AdapterStep(row_adapters, np.zeros(1, dtype=np.int64))
+        self._step = AdapterStep.for_all_rows(self._device)
         # The kernels get a step with a single chunk, and assign all rows of a layer to this chunk.
         # The number in `chunk_lengths` therefore does not matter.
         try:
@@ -275,9 +267,8 @@ class LoraLayers:
         for name in names:
             # Merged layers with the same input refer to one shared object in the attribute `group`.
             # Every other layer forms a separate group.
-            group = getattr(self._model.get_submodule(name), "group", None)
-            key = name if group is None else id(group)
-            names_of_group.setdefault(key, []).append(name)
+            group = getattr(self._model.get_submodule(name), "group", name)
+            names_of_group.setdefault(group, []).append(name)
         return names_of_group.values()
 
     def _end_step(self) -> None:

@@ -44,8 +44,10 @@ class _Call(NamedTuple):
 class _MergedGroup:
     """Linear layers that the model calls one after the other with the same input.
 
-    The first layer computes the outputs of all layers with `compute_outputs`. Each layer then gets
-    its own output from `take_output`.
+    In a forward pass, the first layer calls `compute_outputs`, which stores the outputs of all
+    layers. Each layer then gets its own output from `take_output`, which deletes this output. The
+    stored outputs belong to one input tensor, so a layer that is called with another tensor gets no
+    output.
     """
 
     def __init__(self, sizes: list[int], *, is_native: bool) -> None:
@@ -57,8 +59,8 @@ class _MergedGroup:
         """
         self._sizes = sizes
         self._is_native = is_native
-        # The input of the last call of `compute_outputs`, and the outputs of the layers. After
-        # `take_output` has returned an output, the list contains None instead of this output.
+        # The input of the last call of `compute_outputs`, and the outputs of the layers. None
+        # replaces an output that `take_output` has returned.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -72,7 +74,7 @@ class _MergedGroup:
             merged: the concatenated weights of the layers.
             bias: the concatenated biases; None if no layer has a bias.
         """
-        size = sum(self._sizes)  # `_sizes` contains the number of outputs of each layer.
+        size = sum(self._sizes)
         output: Tensor
         if not self._is_native:
             output = functional.linear(x, merged, bias)
@@ -81,7 +83,6 @@ class _MergedGroup:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # `take_output` returns the outputs only if its argument `x` is this tensor object.
         self._input = x
         self._outputs = list(torch.split(output, self._sizes, dim=-1))
 
@@ -208,8 +209,8 @@ def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
     """Determine from the calls of one forward pass which groups of layers can be merged.
 
     Each group has at least two layers, which were called one after the other with the same input.
-    If a layer of a group was called twice, the group is omitted, because the inputs of the two
-    calls may differ in a later run.
+    If a layer of a group was called twice, the group is omitted, because the layer may get
+    different inputs in the two calls of a later run.
     """
     groups: list[list[_Call]] = []
     for call in calls:
@@ -218,11 +219,11 @@ def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
             groups[-1].append(call)
         else:
             groups.append([call])
-    num_calls = collections.Counter(id(call.layer) for call in calls)
+    num_calls = collections.Counter(call.layer for call in calls)
     return [
         [call.layer for call in group]
         for group in groups
-        if len(group) > 1 and all(num_calls[id(call.layer)] == 1 for call in group)
+        if len(group) > 1 and all(num_calls[call.layer] == 1 for call in group)
     ]
 
 
@@ -263,20 +264,17 @@ def _can_merge(first: _Call, second: _Call) -> bool:
     appended to the weight of the first layer. The layers must also belong to the same module, such
     as the attention of one layer, because a model may call only one of two modules in a later pass.
     """
-    weight = _weight_of(first.layer)
-    second_weight = _weight_of(second.layer)
-    have_same_parent = first.parent == second.parent
-    have_same_input = first.input is second.input
-    have_same_type = (
-        type(first.layer) is type(second.layer)
-        and weight.dtype == second_weight.dtype
-        and weight.device == second_weight.device
-    )
+    if first.input is not second.input or first.parent != second.parent:
+        return False
+    if type(first.layer) is not type(second.layer):
+        return False
+    weight, second_weight = _weight_of(first.layer), _weight_of(second.layer)
+    if weight.dtype != second_weight.dtype or weight.device != second_weight.device:
+        return False
     # The CPU kernels read a weight in panels of `LANES` outputs. The second weight can be appended
     # only if the first weight ends at the end of a panel.
     is_packed = isinstance(first.layer, NativeLinear)
-    ends_with_panel = not is_packed or first.layer.out_features % LANES == 0
-    return have_same_parent and have_same_input and have_same_type and ends_with_panel
+    return not is_packed or first.layer.out_features % LANES == 0
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:

@@ -140,10 +140,8 @@ class NativeAdapters:
             num_outputs,
             torch.get_num_threads(),
         )
-        is_copy = out.data_ptr() != output.data_ptr()
+        is_copy = out.data_ptr() != output.data_ptr()  # created by `to` or `contiguous`
         if is_copy:
-            # `to` or `contiguous` has created a copy, which contains the result. Copy the result
-            # back to `output`.
             output.copy_(out)
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
@@ -193,9 +191,8 @@ class NativeAdapters:
             # The kernels cannot apply adapters to any layer of this model.
             yield
             return
-        # The buffers must stay in memory during the step, because the struct contains their
-        # addresses.
-        struct, _buffers = self._describe_step(chunk_adapters, chunk_lengths)
+        # `_arrays` keeps the arrays in memory during the step. The struct contains their addresses.
+        struct, _arrays = self._describe_step(chunk_adapters, chunk_lengths)
         kernels().nereid_serve_adapters(ctypes.byref(struct))
         self._is_serving = True
         try:
@@ -230,8 +227,8 @@ class NativeAdapters:
         distinct = [adapter for adapter in dict.fromkeys(chunk_adapters) if adapter is not None]
         indices: dict[Adapter | None, int] = {None: -1}
         indices |= {adapter: index for index, adapter in enumerate(distinct)}
-        chunk_owners = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
-        row_owners = chunk_owners.repeat(chunk_lengths)
+        chunk_indices = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
+        row_indices = chunk_indices.repeat(chunk_lengths)
         addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in distinct]
         pointers = (ctypes.c_void_p * len(distinct))(*addresses)
         # If a layer computes one row for each token, the kernels read the adapter index of each row
@@ -244,12 +241,12 @@ class NativeAdapters:
             adapters=ctypes.addressof(pointers),  # the matrices of each adapter for each layer
             num_adapters=len(distinct),
             is_bfloat16=self._is_bfloat16,
-            owners=row_owners.ctypes.data,
-            chunk_owners=chunk_owners.ctypes.data,
-            num_tokens=len(row_owners),
-            num_chunks=len(chunk_owners),
+            owners=row_indices.ctypes.data,
+            chunk_owners=chunk_indices.ctypes.data,
+            num_tokens=len(row_indices),
+            num_chunks=len(chunk_indices),
         )
-        return struct, (chunk_owners, row_owners, pointers)
+        return struct, (chunk_indices, row_indices, pointers)
 
 
 def adapter_bytes(pair: LayerPair) -> int:
@@ -295,8 +292,9 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
         return []
     groups: defaultdict[object, dict[str, nn.Module]] = defaultdict(dict)
     for name, layer in model.named_modules():
-        if _num_outputs(layer) == 0:
-            continue  # not a linear layer
+        is_linear = _num_outputs(layer) > 0
+        if not is_linear:
+            continue
         # Merged layers have the same object `group`.
         key = layer.group if isinstance(layer, MergedNativeLinear) else layer
         groups[key][name] = layer
@@ -313,24 +311,24 @@ def _merge_position(item: tuple[str, nn.Module]) -> int:
 
 
 def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeAdaptedProduct]:
-    """Return an array of C structs that describe the matrix products of a model's linear layers.
+    """Describe the matrix products of a model's linear layers in an array of C structs.
 
-    When a kernel computes one of these products, it also adds the products of LoRA adapters. Each
+    When a kernel computes one of these products, it finds the struct by the product's key (the
+    address of its weight; see `_product_key`), and adds the products of the LoRA adapters. Each
     layer has one product. Merged layers also have a common product, because the kernels can compute
-    the whole group at once. A struct contains the product's key (the address of its weight; see
-    `_product_key`), the number of outputs, the number of the first layer, and the number of layers.
+    the whole group at once. The array is sorted by key.
 
     Args:
         groups: the result of `_layers_by_product`. The layers are numbered in this order.
     """
     products: list[NativeAdaptedProduct] = []
-    first_number = 0  # the number of the first layer of the group
+    first_layer = 0  # the number of the first layer of the group
     for group in groups:
         layers = list(group.values())
         sizes = [_num_outputs(layer) for layer in layers]
         products += [
             NativeAdaptedProduct(_product_key(layer), size, first_layer=number, num_layers=1)
-            for number, (layer, size) in enumerate(zip(layers, sizes, strict=True), first_number)
+            for number, (layer, size) in enumerate(zip(layers, sizes, strict=True), first_layer)
         ]
         is_merged = len(layers) > 1
         if is_merged:
@@ -338,12 +336,11 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
             key = layers[0].merged.data_ptr()  # the address of the merged weight
             products.append(
                 NativeAdaptedProduct(
-                    key, sum(sizes), first_layer=first_number, num_layers=len(layers)
+                    key, sum(sizes), first_layer=first_layer, num_layers=len(layers)
                 )
             )
-        first_number += len(layers)
-    # Sort the products by key (the field `weight`), because the kernels find the product with a
-    # given key by binary search.
+        first_layer += len(layers)
+    # The kernels find a key (the field `weight`) by binary search.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
 

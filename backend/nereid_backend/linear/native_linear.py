@@ -83,15 +83,18 @@ def pack(weight: Tensor, release: Callable[[Tensor], None] = lambda _: None) -> 
     """
     num_rows, dim = weight.shape
     num_panels = -(-num_rows // LANES)
-    # In a packed bfloat16 weight, the last dimension contains pairs of consecutive inputs.
-    inputs = (dim // 2, 2) if weight.dtype == torch.bfloat16 else (dim,)
-    packed = weight.new_empty(num_panels, inputs[0], LANES, *inputs[1:])
+    row_shape: tuple[int, ...] = (dim,)
+    panel_shape: tuple[int, ...] = (dim, LANES)
+    if weight.dtype == torch.bfloat16:
+        row_shape = (dim // 2, 2)
+        panel_shape = (dim // 2, LANES, 2)
+    packed = weight.new_empty(num_panels, *panel_shape)
     # The rows are packed in slices, so that the memory never contains a large weight twice.
     for start in range(0, num_rows, _SLICE_ROWS):
         rows = weight[start : start + _SLICE_ROWS]
         missing = -len(rows) % LANES
         padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        panels = padded.reshape(-1, LANES, *inputs).transpose(1, 2)
+        panels = padded.reshape(-1, LANES, *row_shape).transpose(1, 2)
         first_panel = start // LANES
         packed[first_panel : first_panel + len(panels)] = panels
         release(rows)
@@ -109,9 +112,9 @@ def unpack_rows(packed: Tensor, indices: Tensor) -> Tensor:
     Returns:
         [..., in_features], with the dtype of the weight.
     """
+    # Because the slice `:` separates two index tensors, torch moves the indexed dimensions to the
+    # front. The result is [..., in_features] in float32, or [..., in_features / 2, 2] in bfloat16.
     rows = packed[indices // LANES, :, indices % LANES]
-    # A packed bfloat16 weight contains pairs of consecutive inputs, so `rows` has the shape [...,
-    # in_features / 2, 2]. `flatten` removes the division into pairs.
     return rows.flatten(-2) if packed.dim() == 4 else rows
 
 
@@ -133,9 +136,8 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     dim = x.shape[-1]
     if x.dtype != packed.dtype:
         raise ValueError(f"The input must be {packed.dtype}, but its dtype is {x.dtype}.")
-    # The first dimension of `packed` has one item for each panel. A panel contains the weights of
-    # `LANES` outputs for all inputs. The distance between two panels (the stride) is therefore
-    # `LANES` times the number of inputs.
+    # A panel contains the weights of `LANES` outputs for all inputs. The distance between two
+    # panels (the stride) is therefore `LANES` times the number of inputs.
     num_weight_features = packed.stride(0) // LANES
     if dim != num_weight_features:
         raise ValueError(f"The input has {dim} features, but the weight has {num_weight_features}.")

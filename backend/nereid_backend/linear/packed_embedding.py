@@ -10,6 +10,7 @@ is rounded to 8-bit integers, too.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -119,18 +120,20 @@ def pack_embedding(
     layer = _packed_layer_for(model, embedding, can_round=can_round)
     if layer is None:
         return False
-    original_class, original_weight = type(embedding), embedding.weight
-    _read_rows_from(embedding, layer)
-    # A tied embedding shares its weight with the output layer. The memory of the unpacked weight is
-    # freed as soon as neither the embedding nor the output layer refers to the weight any more.
-    is_tied = layer is output_layer_of(model)
-    if is_tied:
-        free_weight(layer)
-    if is_correct():
-        return True
-    _restore_embedding(embedding, original_class, original_weight)
-    if is_tied:
-        layer.weight = original_weight  # undoes `free_weight`, which replaced only this attribute
+    original_weight = embedding.weight
+    # When the `with` block ends without `pop_all`, the callbacks undo the change.
+    with ExitStack() as undo:
+        undo.callback(_restore_embedding, embedding, type(embedding), original_weight)
+        _read_rows_from(embedding, layer)
+        # A tied embedding shares its weight with the output layer. The memory of the unpacked
+        # weight is freed as soon as neither of them refers to the weight any more.
+        is_tied = layer is output_layer_of(model)
+        if is_tied:
+            undo.callback(setattr, layer, "weight", original_weight)
+            free_weight(layer)
+        if is_correct():
+            undo.pop_all()
+            return True
     return False
 
 
@@ -154,9 +157,7 @@ def _packed_layer_for(
         return None
     num_rows, dim = weight.shape
     layer = nn.Linear(dim, num_rows, bias=False, device="meta")  # has a shape, but no weights yet
-    # This call changes the class of `layer` to GroupedLinear.
-    round_layer(layer, lambda start, end: weight[start:end], _EMBEDDING_BITS)
-    return cast("GroupedLinear", layer)
+    return round_layer(layer, lambda start, end: weight[start:end], _EMBEDDING_BITS)
 
 
 def _read_rows_from(embedding: nn.Embedding, layer: NativeLinear | GroupedLinear) -> None:

@@ -159,9 +159,7 @@ def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
     of the file are returned to the operating system, because they are no longer needed.
     """
     if native_linear.can_pack(weight):
-        # `pack` packs the weight in slices. It calls `discard_file_pages` for each slice that it
-        # has packed.
-        return NativeLinear, native_linear.pack(weight, discard_file_pages)
+        return NativeLinear, native_linear.pack(weight, release=discard_file_pages)
     if _can_reorder(weight):
         # oneDNN optimises the layout for inputs with `_EXPECTED_INPUT_ROWS` rows.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_INPUT_ROWS)

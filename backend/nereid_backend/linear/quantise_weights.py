@@ -88,8 +88,8 @@ def quantise_linears(
         if type(module) is not nn.Linear or not can_quantise(module.weight):
             continue
         num_bytes = module.weight.nbytes
-        is_shared = module.weight.data_ptr() in shared
-        _quantise(module, 8 if module is output_layer else bits, keep=is_shared)
+        layer_bits = 8 if module is output_layer else bits
+        _quantise(module, layer_bits, keep_weight=module.weight.data_ptr() in shared)
         freed.add(num_bytes)
         count += 1
     return count
@@ -117,8 +117,12 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     )
 
 
-def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int) -> None:
+def round_layer(
+    layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int
+) -> GroupedLinear:
     """Convert a layer to a GroupedLinear, whose weights are integers of 4 or 8 bits.
+
+    The result is the same object as `layer`, but its class has changed.
 
     A few rows of the weight are read and rounded at a time, to save memory.
 
@@ -136,19 +140,20 @@ def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits:
     for start in range(0, num_rows, step):
         rows = read_rows(start, min(start + step, num_rows)).float()
         grouped.store_rows(start, *_quantise_rows(rows, bits))
+    return grouped
 
 
 def model_bytes(model: nn.Module) -> int:
     """Return the size in bytes of a model's parameters and buffers.
 
     If several tensors share memory, the memory counts once. If a weight is divided over several
-    processes, only the slice of this process counts.
+    processes, only the slice of this process counts. A tensor in the format of oneDNN (mkldnn) does
+    not count, because it has no storage whose size torch can return.
     """
     storage_bytes: dict[int, int] = {}  # by the address of the storage
     for tensor in [*model.parameters(), *model.buffers()]:
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()  # the slice of this process
-        # A tensor in the format of oneDNN (mkldnn) has no storage whose size torch can return.
         if not tensor.is_mkldnn:
             storage = tensor.untyped_storage()
             storage_bytes[storage.data_ptr()] = storage.nbytes()
@@ -208,18 +213,18 @@ def _as_positive_float16(scales: Tensor) -> Tensor:
     return scales.clamp(min=_MIN_SCALE).half().float()
 
 
-def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
+def _quantise(layer: nn.Module, bits: int, *, keep_weight: bool) -> None:
     """Convert one layer to a GroupedLinear, whose weights are integers.
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
         bits: 4 or 8.
-        keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
+        keep_weight: whether the weight stays in memory, because other layers share it.
     """
     assert isinstance(layer, nn.Linear)
     weight = layer.weight.detach()
 
-    def read_rows(start: int, end: int) -> Tensor:
+    def read_and_discard_rows(start: int, end: int) -> Tensor:
         rows = weight[start:end].float()
         # If the rows come from a memory-mapped file, return their memory pages to the operating
         # system. If another layer shares the weight, the rows are read from the file again for that
@@ -227,8 +232,8 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
         discard_file_pages(weight[start:end])
         return rows
 
-    round_layer(layer, read_rows, bits)
-    if not keep:
+    round_layer(layer, read_and_discard_rows, bits)
+    if not keep_weight:
         free_weight(layer)
 
 

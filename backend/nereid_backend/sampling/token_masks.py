@@ -54,7 +54,7 @@ class MaskingGuide(Guide, Protocol):
 
     @staticmethod
     def fill_all(
-        guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
+        guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, row_indices: abc.Sequence[int]
     ) -> list[bool]:
         """Write the masks of the next tokens of several guides. One call is faster than many.
 
@@ -63,7 +63,7 @@ class MaskingGuide(Guide, Protocol):
         Args:
             guides: the guides, which are instances of the class whose method is called.
             rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32. Mutated.
-            places: for each guide, the index of its row in `rows`.
+            row_indices: for each guide, the index of its row in `rows`.
 
         Returns:
             For each guide, False if every token is allowed. The row of such a guide is not written.

@@ -9,7 +9,7 @@ from backend.grammar.random_schemas import schema, walk
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.request_spec import schema_spec
-from nereid_backend.grammar.validate_answer import validate_strict
+from nereid_backend.grammar.validate_answer import describe_violation
 
 NUM_BATCHES = int(os.environ.get("NEREID_RANDOM_SCHEMAS", "100")) // 25
 
@@ -29,7 +29,7 @@ def test_finished_walks_through_a_random_schema_fit_it(batch, guide, vocabulary)
             text = walk(start.fork(), vocabulary, rng, jump=jump)
             if text is not None:
                 ended += 1
-                assert validate_strict(text, asked) is None, (asked, text)
+                assert describe_violation(text, asked) is None, (asked, text)
     assert ended >= 25
     assert refused <= 2
 
@@ -51,4 +51,4 @@ def test_finished_walks_through_a_tool_tag_hold_arguments_that_fit(seed, guide, 
     assert found
     for text in found:
         inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
-        assert validate_strict(inner, asked) is None, (asked, text)
+        assert describe_violation(inner, asked) is None, (asked, text)

@@ -105,9 +105,9 @@ def _validate(field: str, text: str, schema: Any) -> None:  # noqa: ANN401 - any
     The message of the error contains `field`.
     """
     # The module is imported here, because it imports jsonschema, and most requests have no schema.
-    from nereid_backend.grammar.validate_answer import validate_strict
+    from nereid_backend.grammar.validate_answer import describe_violation
 
-    problem = validate_strict(text, schema)
+    problem = describe_violation(text, schema)
     if problem:
         raise EngineError(
             f"{field}: the generated text does not match the strict schema: {problem}"

@@ -58,9 +58,8 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
     "<answer>CONTENT</answer><|im_end|>" has the wrapper `<answer>`, `</answer>` and the end marker
     `<|im_end|>`.
 
-    Mutates: `turn.prober`, which records a comparison for the report, with the label C1: a
-    conversation without an answer, and this conversation with an answer. If the template does not
-    render the content, nothing is recorded.
+    Mutates: `turn.prober`. If the template renders the content, the comparison C1 is recorded for
+    the report.
 
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
@@ -70,21 +69,9 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     answer = turn.text_after_header(conversation) or ""
-    before, content, after = answer.partition(CONTENT_TEXT)
-    if not content:  # The template does not render the content.
+    if CONTENT_TEXT not in answer:
         return ContentFindings(reasoning.wrapper)
-    # Example: if `before` is `<think></think><answer>`, `markup_before` is `<answer>`.
-    markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
-    # The marker after the content either closes the wrapper or ends the message. A marker that also
-    # follows a user's message ends the message.
-    wrapper = _wrapper_around(markup_before, after, turn.after_user_message)
-    # This answer contains no reasoning. If the template writes the wrapper only after reasoning,
-    # `wrapper` is None, and `after` starts with the end markers.
-    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
-    findings = ContentFindings(
-        wrapper=wrapper or reasoning.wrapper,
-        end_markers=tuple(_end_markers(after_wrapper, turn)),
-    )
+    findings = _markers_in_answer(answer, turn, reasoning)
     turn.prober.record(
         "C1 content",
         "The assistant answers.",
@@ -95,23 +82,37 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
     return findings
 
 
-def _wrapper_around(markup_before: str, after: str, after_user_message: str) -> Wrapper | None:
-    """Return the markers around the content. Return None if no marker precedes the content.
+def _markers_in_answer(
+    answer: str, turn: ModelTurn, reasoning: ReasoningFindings
+) -> ContentFindings:
+    """Find the markers around CONTENT_TEXT in a rendered answer, and the markers at its end.
+
+    If no markers surround the content, the result contains the wrapper of `reasoning`.
+    """
+    before, _, after = answer.partition(CONTENT_TEXT)
+    # In `<think></think><answer>CONTENT`, only `<answer>` opens the content.
+    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
+    wrapper = _wrapper_around(opening, after, turn.after_user_message)
+    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
+    end_markers = tuple(_end_markers(after_wrapper, turn))
+    return ContentFindings(wrapper or reasoning.wrapper, end_markers)
+
+
+def _wrapper_around(opening: str, after: str, after_user_message: str) -> Wrapper | None:
+    """Return the markers around the content. Return None if no text opens the content.
 
     >>> _wrapper_around("<answer>", "</answer><|im_end|>", after_user_message="<|im_end|>")
     Wrapper(open='<answer>', close='</answer>')
 
     Args:
-        markup_before: The text before the content, without the markers of reasoning.
-        after: The text after the content.
-        after_user_message: The text after a user's message. It shows which marker ends a turn.
+        opening: The text that opens the content, with the white space after this text.
+        after: The text after the content. Its first marker either closes the content or ends the
+            message.
+        after_user_message: The text after a user's message. A marker in this text ends a message.
     """
-    if not markup_before:
-        return None  # Without an opening marker, the marker after the content ends the turn.
-    # To search for the closing marker `</answer>`, the white space around `<answer>` is removed.
-    # The wrapper contains this white space, because the model writes it.
-    closing = _wrapper_close(after, markup_before.strip(), after_user_message)
-    return Wrapper(markup_before, closing)
+    if not opening:
+        return None
+    return Wrapper(opening, _wrapper_close(after, opening.strip(), after_user_message))
 
 
 def find_content_markers_beside_calls(
@@ -119,13 +120,11 @@ def find_content_markers_beside_calls(
 ) -> Wrapper | None:
     """Find markers that surround content in messages with tool calls, but not in other messages.
 
-    Example: a message without content is rendered as "<say></say><call>..", and a message with
-    content is rendered as "<say>CONTENT</say><call>..". The result is `Wrapper("<say>", "</say>")`.
-    Only the empty markers in the first message prove that the markers belong to the content:
-    without them, a marker beside the content could belong to the tool call.
+    Example: a message with content is rendered as "<say>CONTENT</say><call>..", and a message
+    without content as "<say></say><call>..". The result is `Wrapper("<say>", "</say>")`. The second
+    message proves that the markers do not belong to the tool call.
 
-    Mutates: `turn.prober`. If there are markers, `turn.prober` records the comparison for the
-    report, with the label C2.
+    Mutates: `turn.prober`. If there are markers, the comparison C2 is recorded for the report.
 
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
@@ -157,8 +156,7 @@ def find_content_markers_beside_calls(
 def _markers_around_content(text: str) -> Wrapper | None:
     """Return the markers before and after CONTENT_TEXT in `text`, a rendered answer.
 
-    The content of the answer is CONTENT_TEXT. Return None if the content is not between two
-    markers. Also return None if other text, or a second marker, precedes the content.
+    Return None unless exactly one marker precedes the content, and a marker follows the content.
 
     >>> _markers_around_content(f"<say>{CONTENT_TEXT}</say><call>")
     Wrapper(open='<say>', close='</say>')
@@ -168,8 +166,9 @@ def _markers_around_content(text: str) -> Wrapper | None:
     before, _, after = text.partition(CONTENT_TEXT)
     opening = before.strip()
     closing = leading_marker(after)
-    is_one_marker = MARKER.fullmatch(opening) is not None
-    return Wrapper(opening, closing) if is_one_marker and closing else None
+    if MARKER.fullmatch(opening) is None or not closing:
+        return None
+    return Wrapper(opening, closing)
 
 
 def _starts_with_empty_content(text: str, wrapper: Wrapper) -> bool:
@@ -206,12 +205,10 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
-    # The white space, such as "\n\n", that belongs to the closing marker. Any further white space
-    # belongs to the content. The loop removes this "\n\n" after opening markers, too. This does no
-    # harm, because content never directly follows an opening marker.
-    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
+    # The white space at the end of the closing marker belongs to the marker. Any further white
+    # space belongs to the content.
+    space_after_close = reasoning.close[len(reasoning.close.rstrip()) :]
     rest = text
-    # `_text_after_marker` also skips the white space before a marker, as in `<think>\n\n</think>`.
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
     return rest
@@ -236,9 +233,9 @@ def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
-    Usually, only the first marker ends the message, such as `<|im_end|>`. More text belongs to the
-    end of the message only if the text also follows a user's message, unless this text is in the
-    header of the next message. There are three cases:
+    The first marker ends the message. The text after this marker may end the message, too, or may
+    open the next message. It ends the message if it also follows a user's message, and is not in
+    the header of the model's turn. There are three cases:
 
         after an answer           after a user's message   result
     (1) `<|eom|><|eot|>`          `<|eot|>`                ["<|eom|>", "<|eot|>"]
@@ -253,17 +250,13 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     after_content = after.lstrip()
     after_user_message = turn.after_user_message.lstrip()
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
-    if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
+    if first in ("", EOS_TOKEN):
         return []
-    # If the two markers are equal, as in `<|eot|><|eot|>`, the result contains the marker only
-    # once.
-    is_second_end = second != first and _ends_user_turn(second, after_user_message, turn.header)
-    if is_second_end:  # Case 1: each of the two markers ends a message.
-        return [first, second]
+    is_new = second != first  # For `<|eot|><|eot|>`, the result contains the marker only once.
+    if is_new and _ends_user_turn(second, after_user_message, turn.header):
+        return [first, second]  # Case 1
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
-    if with_words:  # Case 2: markers and words end the message.
-        return with_words
-    return [first]  # Case 3
+    return with_words or [first]  # Case 2 or case 3
 
 
 def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
@@ -283,10 +276,8 @@ def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
     """Return the markers and words that end a message, such as `<|out|>turn<|of|>`, as a list.
 
-    The text must follow an answer and also a user's message. In the first example, the marker
-    `<|over|>` follows the text in both places, so `<|over|>` ends the message, too. In the second
-    example, the header of the next message follows the text. A header is not an end marker. Return
-    [] if there is no such text.
+    If another end marker follows this text, such as `<|over|>`, the result contains that marker,
+    too. Return [] if the message does not end with markers and words.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -295,8 +286,8 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 
     Args:
         after_content: The text after the content of an answer.
-        after_user_message: The text after a user's message.
-        header: The text that opens the model's turn. It is not a part of the result.
+        after_user_message: The text after a user's message, which has the same end.
+        header: The text that opens the model's turn. Its markers end no message.
     """
     turn_end = _turn_end_with_words(after_content, after_user_message, header)
     if not turn_end:
@@ -304,19 +295,15 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_marker = _shared_first_marker(
         after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
     )
-    # A marker of the header opens the next message, so it is not an end marker. EOS_TOKEN is only a
-    # placeholder for an unknown token, so it is not returned either.
     is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the text, such as `<|out|>turn<|of|>`, that ends an answer and also a user's message.
+    """Return the markers and words, such as `<|out|>turn<|of|>`, that end every message, or "".
 
-    The text consists of markers with a single word between two markers, and ends before the first
-    other character, such as the space in the first example. The result is "" if there is no such
-    text. The result is also "" if the text contains the header of the next message after the first
-    marker. In the second example, `bot<|sep|>` is this header, so the words do not end a message.
+    A single word is between two of the markers. In the second example, the words and markers after
+    `<|out|>` are the header of the next message, so they do not end a message.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'
@@ -332,10 +319,9 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
-    # The first marker always ends the message. The text after this marker, such as `turn<|of|>` or
-    # `bot<|sep|>`, may belong to the end of the message, or may be the header of the next message.
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
-    contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
+    next_header = header.strip()
+    contains_next_header = bool(next_header) and next_header in after_first_marker
     return "" if contains_next_header else turn_end
 
 
@@ -356,18 +342,18 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     In these examples, every message ends with `<|im_end|>`:
 
         before the content    after the content                result
-        <answer>              \n</answer><|im_end|>            "\n</answer>"
         <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
         <answer>              <|im_end|>                       "": <|im_end|> ends the message.
+        <answer>              \n</answer><|im_end|>            "\n</answer>"
 
     Args:
         after: The text after the content.
         opening: The markup before the content.
-        after_user_message: The text after a user's message. It shows which marker ends a turn.
+        after_user_message: The text after a user's message. A marker in this text ends a message.
     """
-    markers_and_words = compound_closing(after, opening)  # "", except in the second example.
-    if markers_and_words:
-        return markers_and_words
+    closing_with_words = compound_closing(after, opening)
+    if closing_with_words:
+        return closing_with_words
     marker = leading_marker(after)
     if not marker or _is_turn_end(marker, opening, after_user_message):
         return ""
@@ -379,7 +365,7 @@ def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:
     """Return True if `marker` ends the message, and False if `marker` only closes the content.
 
     A marker ends a turn if the marker also follows a user's message. Exception: if `<answer>` opens
-    the content, `</answer>` always closes the content, because the two markers have one name.
+    the content, `</answer>` always closes the content.
 
     >>> _is_turn_end("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
     True
@@ -388,9 +374,9 @@ def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:
 
     Args:
         marker: The first marker after the content.
-        opening: The markup before the content.
+        opening: The markup before the content. Usually, it is one marker.
         after_user_message: The text after a user's message.
     """
-    follows_user_message = marker == EOS_TOKEN or marker in after_user_message
-    has_name_of_opening = marker in closing_spellings(opening)
-    return follows_user_message and not has_name_of_opening
+    if marker in closing_spellings(opening):
+        return False
+    return marker == EOS_TOKEN or marker in after_user_message

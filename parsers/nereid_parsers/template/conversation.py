@@ -31,6 +31,7 @@ NUMBER_VALUE = 41
 # A string with a line break and markup characters. Some templates write quotes around a string only
 # if the string contains such characters.
 SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
+# Placeholders for the tokens of an unknown tokenizer. They never become a part of a format.
 EOS_TOKEN = "<|zq-end-of-sequence|>"
 BOS_TOKEN = "<|zq-begin-of-sequence|>"
 
@@ -261,8 +262,7 @@ class InputForm:
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
         """Return an assistant message as a dict, in the form that the template expects.
 
-        Templates read reasoning from one of three places: from the blocks of the content (BLOCKS),
-        from a part of the content (PARTS), or from a field of the message. In this example, the
+        The attribute `reasoning` of the form is the place of the reasoning. In this example, the
         template reads reasoning from the field "thinking":
 
         >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
@@ -274,7 +274,7 @@ class InputForm:
                 conversation are numbered, because some templates render the number.
         """
         if answer.reasoning and self.reasoning == BLOCKS:
-            return _message_of_blocks(answer)  # The blocks contain the tool calls too.
+            return _message_of_blocks(answer)  # The blocks contain the tool calls, too.
         if answer.reasoning and self.reasoning == PARTS:
             message = {"role": "assistant", "content": _content_with_thinking(answer)}
         else:  # The reasoning is in a field of the message, or there is no reasoning.
@@ -389,13 +389,14 @@ def forms_of_content() -> Iterator[InputForm]:
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
     """Yield the forms in which a template may expect tool calls. The most common form is first.
 
-    Example: in the first form, the arguments are a dict. In another form, they are a JSON string.
-    A "numbered" id contains the function's name: "functions.f:0". A "plain" id has any text.
-
-    `form` is the form of the content. All yielded forms contain this form of the content.
+    The forms are copies of `form`, the form of the content, in which the attributes for tool calls
+    have all possible values. `InputForm` explains the values.
     """
-    for flat_calls, ids, arguments, empty_content in product(  # Common values are first.
-        (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
+    for flat_calls, ids, arguments, empty_content in product(
+        (False, True),  # `flat_calls`
+        ("plain", "numbered"),  # `ids`
+        ("object", "text"),  # `arguments`
+        ("text", "null", "absent"),  # `empty_content`
     ):
         yield replace(
             form, flat_calls=flat_calls, ids=ids, arguments=arguments, empty_content=empty_content

@@ -47,6 +47,7 @@ _OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
 )  # fmt: skip
+_CLOSE_OPEN_WORDS = tuple((close_word, open_word) for open_word, close_word in _OPEN_CLOSE_WORDS)
 
 
 Split = Callable[[str], list[str]]  # A function that splits a text into tokens.
@@ -279,11 +280,29 @@ def closing_spellings(marker: str) -> list[str]:
     >>> closing_spellings("<|START_THINKING|>")
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    spellings = _apply_rules(_CLOSING_RULES, marker)  # `</think>`, `<|/START_THINKING|>`
-    for open_word, close_word in _OPEN_CLOSE_WORDS:  # such as "START" and "END"
-        if open_word in marker:
-            spellings.append(marker.replace(open_word, close_word))
-    return spellings
+    return _apply_rules(_CLOSING_RULES, marker) + _replace_words(_OPEN_CLOSE_WORDS, marker)
+
+
+def opening_spellings(marker: str) -> list[str]:
+    """Return the opening markers that may belong to a closing marker: `<think>` for `</think>`.
+
+    The order of the result is that of `closing_spellings`.
+
+    >>> opening_spellings("</think>")
+    ['<think>']
+    >>> opening_spellings("<|END_THINKING|>")
+    ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
+    """
+    return _apply_rules(_OPENING_RULES, marker) + _replace_words(_CLOSE_OPEN_WORDS, marker)
+
+
+def _replace_words(word_pairs: Iterable[tuple[str, str]], marker: str) -> list[str]:
+    """For each pair whose first word is in `marker`, replace this word with the second word.
+
+    >>> _replace_words([("START", "END"), ("open", "close")], "<|START_THINKING|>")
+    ['<|END_THINKING|>']
+    """
+    return [marker.replace(word, other) for word, other in word_pairs if word in marker]
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
@@ -312,23 +331,25 @@ def compound_closing(text: str, opening: str) -> str:
     """Return the closing text of a block whose opening text contains several markers.
 
     A block is a part of a message, such as the reasoning. If several markers open a block, the
-    closing text differs from the opening text only in the first marker. If only one marker opens
-    the block, as in the second example, the result is "".
+    closing text has another first marker, but continues like the opening text. In this example,
+    both texts continue with `think<|sep|>`:
 
     >>> compound_closing("<|close|>think<|sep|>Hello", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
+
+    If only one marker opens the block, or if `text` does not start with a closing text, return "".
+
     >>> compound_closing("</think>Hello", opening="<think>")
     ''
 
     Args:
-        text: The text after the content of the block. If `text` does not start with such a closing
-            text, the result is "".
+        text: The text after the content of the block.
         opening: The markers and words that open the block.
     """
-    shared_end = _text_after_first_marker(opening)  # "think<|sep|>"
-    if not markers(shared_end):
-        return ""  # Only one marker opens the block.
-    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(shared_end)}", text)
+    continuation = _text_after_first_marker(opening)
+    if not markers(continuation):
+        return ""
+    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(continuation)}", text)
     return "" if closing is None else closing.group()
 
 
@@ -340,22 +361,3 @@ def _text_after_first_marker(text: str) -> str:
     """
     first_marker = MARKER.match(text)
     return text[first_marker.end() :] if first_marker is not None else ""
-
-
-def opening_spellings(marker: str) -> list[str]:
-    """Return the opening markers that may belong to a closing marker: `<think>` for `</think>`.
-
-    For some closing markers, templates spell the opening marker in several ways. The result then
-    contains all these spellings: first the spellings with other punctuation, such as no slash, and
-    then the spellings with another word. The result is [] if there is no such spelling.
-
-    >>> opening_spellings("</think>")
-    ['<think>']
-    >>> opening_spellings("<|END_THINKING|>")
-    ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
-    """
-    spellings = _apply_rules(_OPENING_RULES, marker)  # `<think>` for `</think>`
-    for open_word, close_word in _OPEN_CLOSE_WORDS:  # such as "START" and "END"
-        if close_word in marker:
-            spellings.append(marker.replace(close_word, open_word))
-    return spellings

@@ -40,9 +40,8 @@ _MAX_USER_HEADER = 80  # the maximum length of the header of a user message, in 
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)
-# Each of these conversations contains an assistant message, so its rendering contains the header of
-# an assistant message, such as `<|assistant|>`.
-_ANSWERED = (
+# The renderings of these conversations contain the header of an assistant message.
+_CONVERSATIONS_WITH_ANSWERS = (
     Conversation(AssistantMessage(CONTENT_TEXT)),
     Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
     conversation_with_calls(*ONE_CALL),
@@ -52,22 +51,18 @@ _ANSWERED = (
 def find_model_turn(prober: Prober) -> ModelTurn:
     r"""Find the texts around the model's answers, such as the header of an assistant message.
 
-    The header is the text that opens every assistant message. Later comparisons need the header to
-    find the model's answer in a rendered conversation. Example: the generation prompt, which opens
-    the answer at the end of a prompt, is "<|im_start|>assistant\n<think>\n". Rendered messages
-    without reasoning contain only the part "<|im_start|>assistant\n", so this part is the header.
+    Example: the generation prompt is "<|im_start|>assistant\n<think>\n". Rendered messages without
+    reasoning contain only the part "<|im_start|>assistant\n", so this part is the header.
 
     Args:
         prober: Renders conversations with the template.
 
-    Mutates: `prober`, which records the comparison for the report, with the label G.
+    Mutates: `prober`, which records the comparison G for the report.
 
     Returns:
         The header, the rendered prompts, and the text after the user's question.
     """
-    # For each setting of the thinking switches, such as `enable_thinking=False`, this list contains
-    # one rendered prompt.
-    rendered_prompts = _rendered_prompts(prober)
+    rendered_prompts = _rendered_prompts(prober)  # One for each setting of the thinking switches.
     header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
     prompts = tuple(
         GenerationPrompt(prompt.switches, prompt.text, prompt_after_header(prompt.text, header))
@@ -130,53 +125,48 @@ def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     r"""Return the header, which is the text that opens every assistant message.
 
-    The search starts with the generation prompt, the text that opens the model's answer at the end
-    of a prompt. Two steps remove text that does not belong to the header. Example:
+    The first step finds the start of the model's turn that all renderings contain. The second step
+    removes the start of the answer. Example:
 
-        generation prompt                              "<|start|>assistant\n<think></think>\n\n"
-        only the part that all renderings contain      "<|start|>assistant\n<think></think>\n"
-        without text that belongs to the answer        "<|start|>assistant\n"
+        the generation prompt    "<|start|>assistant\n<think></think>\n\n"
+        after the first step     "<|start|>assistant\n<think></think>\n"
+        after the second step    "<|start|>assistant\n"
 
     Args:
         prober: Renders conversations with the template.
         prompts: The rendered prompts, one for each setting of the thinking switches.
     """
-    question = prober.render(_QUESTION) or ""  # without the generation prompt
-    question_and_prompt = prober.render(_PROMPT) or question
+    question = prober.render(_QUESTION) or ""
+    question_with_prompt = prober.render(_PROMPT) or question
     answers = _rendered_answers(prober)
-    generation_prompt = _cut_generation_prompt(question, question_and_prompt)
+    generation_prompt = _cut_generation_prompt(question, question_with_prompt)
     if generation_prompt.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        shared_text = _prefix_in_renderings(generation_prompt, [*answers, *prompt_ends])
+        turn_start = _prefix_that_all_contain(generation_prompt, [*answers, *prompt_ends])
     else:
-        # The template ignores `add_generation_prompt`. It may write the header after every
-        # question, as in "QUESTION<|end|><|start|>assistant". If all answers start with the text
-        # after the question, this text becomes the header, including `<|end|>`.
-        after_question = text_after_last(question_and_prompt, USER_TEXT)
-        shared_text = _prefix_of_all(after_question, answers)
-    # The headers of user messages and assistant messages have the same form. Therefore, the header
-    # of a user message shows where the header of an assistant message ends.
-    return _drop_text_after_header(shared_text, answers, user_header=_user_header(question))
+        # The template ignores `add_generation_prompt`, but may write the header after every
+        # question, as in "QUESTION<|end|><|start|>assistant".
+        turn_start = _prefix_of_all(text_after_last(question_with_prompt, USER_TEXT), answers)
+    return _drop_start_of_answer(turn_start, answers, user_header=_user_header(question))
 
 
-def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Remove the text after the header: `<|assistant|><think>` becomes `<|assistant|>`.
+def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
+    """Remove the start of the answer: `<|assistant|><think></think>` becomes `<|assistant|>`.
 
-    The header is the text that opens every assistant message. If every rendered answer starts with
-    `<think>` or with an empty block of reasoning, `shared` contains this text too:
+    Three steps remove different texts that follow the header in every answer: an empty block of
+    reasoning, the opening marker of reasoning, and text that a header of this form cannot contain.
 
-    >>> _drop_text_after_header("<|assistant|><think></think>", [], user_header="<|user|>")
+    >>> _drop_start_of_answer("<|assistant|><think></think>", [], user_header="<|user|>")
     '<|assistant|>'
 
     Args:
-        shared: The text that all prompts and answers have in common.
+        turn_start: The text with which the model's turn starts in all renderings.
         answers: The rendered answers, each with the header.
         user_header: The text that opens a user message, such as `<|user|>`, or "" if it is not
-            known. The header of an assistant message has the same form: text after this form, such
-            as `<think>`, belongs to the answer.
+            known. The header of an assistant message has the same form.
     """
-    without_block = _drop_empty_block(shared)  # `<think></think>` at the end is removed.
-    without_marker = _drop_opening_marker(without_block, answers)  # `<think>` at the end, too.
+    without_block = _drop_empty_block(turn_start)
+    without_marker = _drop_opening_marker(without_block, answers)
     return _drop_text_after_role(without_marker, user_header)
 
 
@@ -207,36 +197,30 @@ def _rendered_answers(prober: Prober) -> list[str]:
     at the end of an answer, is removed.
     """
     answers = []
-    for conversation in _ANSWERED:
+    for conversation in _CONVERSATIONS_WITH_ANSWERS:
         text = prober.render(conversation)
         if text is not None and USER_TEXT in text:
             answers.append(text_after_last(text, USER_TEXT).replace(EOS_TOKEN, ""))
     return answers
 
 
-def _prefix_in_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `generation_prompt` that all `renderings` contain.
+def _prefix_that_all_contain(generation_prompt: str, renderings: Sequence[str]) -> str:
+    r"""Return the longest prefix of `generation_prompt` that each of the `renderings` contains.
 
-    The generation prompt opens the model's answer at the end of a prompt, and starts with the
-    header of an assistant message. Other renderings of assistant messages show where the header
-    ends:
+    Renderings that contain no prefix are ignored, because they contain no header. If all
+    renderings are ignored, the result is the whole generation prompt.
 
-    >>> _prefix_in_renderings("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
+    >>> _prefix_that_all_contain("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
 
     Args:
-        generation_prompt: The generation prompt.
-        renderings: Rendered answers and the ends of rendered prompts. A rendering without any
-            prefix of the generation prompt contains no header, so it does not show where the header
-            ends, and is ignored. If all renderings are ignored, the result is the whole generation
-            prompt.
+        generation_prompt: The text that opens the model's answer at the end of a prompt. It starts
+            with the header of an assistant message.
+        renderings: Rendered answers and the ends of rendered prompts.
     """
     # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
-    found_prefixes = [prefix for prefix in prefixes if prefix]
-    # The longer prefixes start with the shortest prefix. Therefore, each rendering that contains a
-    # longer prefix also contains the shortest prefix.
-    return min(found_prefixes, key=len, default=generation_prompt)
+    return min(filter(None, prefixes), key=len, default=generation_prompt)
 
 
 def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
@@ -268,85 +252,80 @@ def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:
     return min(prefixes, key=len, default="")
 
 
-def _drop_empty_block(header: str) -> str:
-    """Remove an empty block of reasoning, such as `<think></think>`, from the end of `header`.
+def _drop_empty_block(turn_start: str) -> str:
+    """Remove an empty block of reasoning, such as `<think></think>`, from the end of `turn_start`.
 
-    The header is the text that opens every assistant message. If a template writes an empty block
-    before every answer, the search for the header has included the block. The block belongs to the
-    answer, so this function removes the block.
+    `turn_start` consists of the header of an assistant message and of such a block, if the template
+    writes the block before every answer. Other text is returned unchanged.
 
     >>> _drop_empty_block("<|assistant|><think></think>")
     '<|assistant|>'
     """
-    header_markers = list(MARKER.finditer(header))
-    if len(header_markers) < 2:  # A block consists of two markers.
-        return header
-    opening, closing = header_markers[-2:]
-    is_pair = closing.group() in closing_spellings(opening.group())
-    text_inside = header[opening.end() : closing.start()]
-    text_after = header[closing.end() :]
-    is_empty_block_at_end = is_pair and not text_inside.strip() and not text_after.strip()
-    return header[: opening.start()] if is_empty_block_at_end else header
+    all_markers = list(MARKER.finditer(turn_start))
+    if len(all_markers) < 2:  # A block consists of two markers.
+        return turn_start
+    opening, closing = all_markers[-2:]
+    if closing.group() not in closing_spellings(opening.group()):
+        return turn_start
+    text_inside = turn_start[opening.end() : closing.start()]
+    text_after = turn_start[closing.end() :]
+    if text_inside.strip() or text_after.strip():
+        return turn_start
+    return turn_start[: opening.start()]
 
 
-def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
-    """Remove the opening marker of reasoning, such as `<think>`, from the end of `header`.
+def _drop_opening_marker(turn_start: str, answers: Sequence[str]) -> str:
+    """Remove the opening marker of reasoning, such as `<think>`, from the end of `turn_start`.
 
-    The header is the text that opens every assistant message. If every answer starts with
-    `<think>`, the search for the header has included `<think>`. An answer that continues with
-    `</think>` shows that the last marker of the header opens reasoning:
+    `turn_start` consists of the header of an assistant message and of such a marker, if the
+    template writes the marker before every answer. An answer that continues with `</think>` shows
+    that the last marker opens reasoning. Other text is returned unchanged.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
 
     Args:
-        header: The header that the search has found. It is returned unchanged if its last marker
-            does not open reasoning.
+        turn_start: The text with which the model's turn starts in all renderings.
         answers: The rendered answers, each with the header. Only answers with content are used,
-            because in other answers, the marker after the header may belong to a tool call.
+            because in other answers, the next marker may belong to a tool call.
     """
-    opening = trailing_marker(header)
-    if not opening:
-        return header
-    # If the closing marker directly follows `opening` in an answer, as in `<think></think>`, the
-    # marker `opening` opens reasoning.
-    opens_reasoning = any(
-        _closes_after_header(answer, header, opening)
-        for answer in answers
-        if CONTENT_TEXT in answer
-    )
-    before_opening, _, _ = header.rpartition(opening)
-    return before_opening if opens_reasoning else header
+    last_marker = trailing_marker(turn_start)
+    if not last_marker:
+        return turn_start
+    answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
+    if not any(_closes_after(answer, turn_start, last_marker) for answer in answers_with_content):
+        return turn_start
+    before_marker, _, _ = turn_start.rpartition(last_marker)
+    return before_marker
 
 
-def _closes_after_header(answer: str, header: str, opening: str) -> bool:
-    """Return whether the text after the header starts with a closing marker, such as `</think>`.
+def _closes_after(answer: str, turn_start: str, opening: str) -> bool:
+    """Return whether a closing marker, such as `</think>`, follows `turn_start` in `answer`.
 
-    The last marker of the header is `opening`, such as `<think>`. Only a closing marker that
+    The last marker of `turn_start` is `opening`, such as `<think>`. Only a closing marker that
     belongs to `opening`, such as `</think>`, is accepted.
 
-    >>> _closes_after_header("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
+    >>> _closes_after("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
     True
     """
-    _, _, after_header = answer.partition(header.strip())
-    possible_closings = tuple(closing_spellings(opening))
-    return after_header.lstrip().startswith(possible_closings)
+    _, _, rest = answer.partition(turn_start.strip())
+    return rest.lstrip().startswith(tuple(closing_spellings(opening)))
 
 
-def _user_header(question: str) -> str:
+def _user_header(rendered_question: str) -> str:
     r"""Return the text, such as `<|user|>`, that opens the user's message, or "" if none is found.
 
-    The header starts with a marker, such as `<|start|>`, and contains the role "user". It ends at
-    the user's question:
+    The header ends at the user's question. It starts with the last marker that precedes the role
+    "user", as in `<|start|>user`, or contains the role, as in `<|user|>`:
 
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
 
     Args:
-        question: The user's question, rendered without the generation prompt.
+        rendered_question: A rendered conversation that consists of the user's question.
     """
-    before_question, _, _ = question.rpartition(USER_TEXT)
+    before_question, _, _ = rendered_question.rpartition(USER_TEXT)
     # Only the last characters before the question are searched, because earlier text may belong to
     # a system message.
     end_of_text = before_question[-_MAX_USER_HEADER:]
@@ -354,35 +333,29 @@ def _user_header(question: str) -> str:
     if not roles:
         return ""
     role_start = roles[-1].start()
-    # The user's header starts with the last marker that precedes the role, as in `<|start|>user`,
-    # or that contains the role, as in `<|user|>`.
-    marker_starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
-    starts_before_role = [start for start in marker_starts if start <= role_start]
-    return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
+    starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
+    header_start = max((start for start in starts if start <= role_start), default=None)
+    return "" if header_start is None else end_of_text[header_start:]
 
 
-def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove text that belongs to the answer, such as `<think>`, from the end of `header`.
+def _drop_text_after_role(turn_start: str, user_header: str) -> str:
+    r"""Remove text that belongs to the answer, such as `<think>`, from the end of `turn_start`.
 
-    A header is the text that opens a message. If every answer starts with `<think>`, the search for
-    the header has included `<think>`. The header of an assistant message has the form of a user's
-    header, but contains the role "assistant" instead of "user". Therefore, the user's header shows
-    where the header of the assistant message ends:
+    The header of an assistant message has the form of a user's header, but contains the role
+    "assistant" instead of "user". Therefore, the user's header shows where the header of the
+    assistant message ends:
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", user_header="<|start|>user\n")
     '<|start|>assistant\n'
 
-    Return `header` unchanged if `user_header` is "", or if the two headers have different forms.
+    Return `turn_start` unchanged if `user_header` is "", or if the headers have different forms.
     """
     if not user_header:
-        return header
+        return turn_start
     regex = _regex_for_any_role(user_header)  # `<|start|>\w+\n` for the header `<|start|>user\n`
-    matches = list(re.finditer(regex, header))
-    if not matches:
-        return header
-    # The last match is the header of the assistant message. Earlier matches are the headers of
-    # earlier messages.
-    return header[: matches[-1].end()]
+    matches = list(re.finditer(regex, turn_start))
+    # Matches before the last match are the headers of earlier messages.
+    return turn_start[: matches[-1].end()] if matches else turn_start
 
 
 def _regex_for_any_role(user_header: str) -> str:

@@ -42,37 +42,32 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = _families_of(section)  # The registered sections with equal markers and keys.
     if not families:
         return section
-    # The first `Call` is the form that the template renders. The model families in `families` write
-    # tool calls with the same markers as this form. Therefore, only this form gets the families'
-    # alternative JSON keys, such as "parameters" for "arguments".
+    # The first `Call` is the form that the template renders. Only this form has the markers of the
+    # families, so only this form gets their alternative JSON keys.
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
-    family_variants = [
-        variant for family in families for variant in _variants_after_first(family, rendered_call)
+    variants = [
+        variant for family in families for variant in _other_variants(family, rendered_call.body)
     ]
-    # A form of tool calls that a model family writes is new if no member of `calls` has the same
-    # markers and JSON keys.
-    new_variants = _new_variants(calls, family_variants)
+    sections = (section, *families)
     return replace(
         section,
-        calls=(*calls, *new_variants),
-        # The alternative markers that the families write before and after all tool calls of a
-        # message.
-        also_open=_union(family.also_open for family in families),
-        also_close=_union(family.also_close for family in families),
+        calls=(*calls, *_new_variants(calls, variants)),
+        # The alternative markers before and after all tool calls of a message.
+        also_open=_union(each.also_open for each in sections),
+        also_close=_union(each.also_close for each in sections),
     )
 
 
 def _families_of(section: ToolSection) -> list[ToolSection]:
     """Return the known model families whose tool calls have the same markers and keys as `section`.
 
-    A tool section declares how a model writes tool calls. The registry contains the tool sections
-    of known model families. Example: if the tool calls of `section` are written as
-    `<tool_call>{"name": .., "arguments": ..}</tool_call>`, the result contains every registered
-    section with these markers and these JSON keys.
+    The registry contains the tool sections of known model families. Example: if the tool calls of
+    `section` are written as `<tool_call>{"name": .., "arguments": ..}</tool_call>`, the result
+    contains every registered section with these markers and these JSON keys.
 
-    Return [] if no marker starts the tool calls of `section`. Such tool calls of different families
-    look alike, so they do not show the family.
+    Return [] if no marker starts the tool calls of `section`, because different families write such
+    tool calls.
     """
     # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `calls[0]` is the
     # form of a tool call that the template renders. Its `trigger` is the text that starts a tool
@@ -101,24 +96,22 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
     return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
 
 
-def _variants_after_first(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield all ways in which a model family writes tool calls, except the first one.
+def _other_variants(family: ToolSection, inferred_body: Body) -> Iterator[Call]:
+    """Yield the ways to write a tool call that a model family declares after the first way.
 
-    The first way has the markers of the inferred tool call, because the family was chosen by these
-    markers, but it may have another body. Example: the family declares `<call>BODY</call>` and
-    `[call]BODY`, and the template renders `<call>OTHER</call>`. The function yields `[call]OTHER`.
+    The first way is omitted, because the template renders it. A variant with the same body as the
+    first way gets the inferred body. Any other variant is yielded unchanged. Example: the family
+    declares `<call>BODY</call>` and `[call]BODY`, and the inferred body is `OTHER`. The function
+    yields `[call]OTHER`.
 
     Args:
         family: The declaration of the family's tool calls, from the registry of formats.
-        inferred_call: The tool call that was inferred from the template.
+        inferred_body: The body of the tool call that was inferred from the template.
     """
-    first_of_family, *others = family.calls
+    first, *others = family.calls
     for variant in others:
-        # A variant that has the same body as the family's first form differs from this form only in
-        # its markers. Such a variant gets the body that was inferred from the template. Any other
-        # variant keeps its body.
-        has_body_of_first = variant.body == first_of_family.body
-        yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
+        has_body_of_first = variant.body == first.body
+        yield replace(variant, body=inferred_body) if has_body_of_first else variant
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -183,9 +176,8 @@ def _markup_of(call: Call) -> _Markup:
 def _keys_or_tags(call: Call) -> tuple[str, ...]:
     """Return the JSON keys of a tool call. If it has none, return the tags around its arguments.
 
-    Two tool calls of one type look alike only if these keys or tags are equal. A JSON body gives
-    the keys of the function's name and of the arguments. A body that writes each argument between
-    two tags gives these tags. Any other body gives ().
+    The keys are those of the function's name and of the arguments. The tags are those around each
+    argument. If the body of the tool call has neither keys nor tags, return ().
 
     >>> _keys_or_tags(Call(JsonObject(), open="<call>"))
     ('name', 'arguments')
@@ -211,24 +203,19 @@ def _keys_of(call: Call) -> Keys | None:
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     """Return a copy of `call` that also accepts the JSON keys of the given model families.
 
-    Example: `call` writes the arguments under the key "arguments". A family has the same key, and
-    also accepts the alternative key "parameters" (`Keys.also`). The result accepts both keys. The
-    result also accepts the keys that the parser ignores in tool calls of a family, such as "type"
-    (`Keys.extra`). Return `call` unchanged if it is not JSON, or if the function's name is itself a
-    key.
+    The copy accepts the alternative keys of each family (`Keys.also`), such as "parameters" instead
+    of "arguments", and ignores the same keys as each family (`Keys.extra`), such as "type". If
+    `call` has no JSON keys, see `_keys_of`, it is returned unchanged.
 
     Args:
         call: The tool call that was inferred from the template.
-        families: The tool sections of the model families. If `call` is JSON, the first `Call` of
-            each section is JSON, too, with the same keys for the name and the arguments.
+        families: The tool sections of model families whose first `Call` has the keys of `call`.
     """
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
         return call
-    # The families have the same keys as `call`, so `_keys_of` never returns None here. Only the
-    # type checker requires the comparison with None.
-    keys_of_families = [_keys_of(family.calls[0]) for family in families]
-    all_keys = [body.keys, *(keys for keys in keys_of_families if keys is not None)]
+    family_keys = filter(None, (_keys_of(family.calls[0]) for family in families))
+    all_keys = [body.keys, *family_keys]
     accepted_keys = replace(
         body.keys,
         also=_union(keys.also for keys in all_keys),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nereid_parsers.template.conversation import (
@@ -100,26 +100,20 @@ class Prober:
 
         If the template fails because a variable is undefined, the method sets this variable to ""
         and renders the conversation again. In the result, placeholders replace the numbers and ids
-        of tool calls, so that two calls differ only in their names and arguments. Example:
-        `zqFirstTool:1 id=zq7id0001` becomes `zqFirstTool:\ue010 id=\ue011`.
+        of tool calls. Example: `zqFirstTool:1 id=zq7id0001` becomes `zqFirstTool:\ue010 id=\ue011`.
 
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
         """
-        # Each pass of the loop sets one more undefined variable to "". The loop ends when the
-        # template renders the conversation, or fails for another reason.
-        while True:
+        while True:  # Each pass sets one more undefined variable to "".
             try:
                 text = self.template.render(self._variables(conversation, form))
-                # `form` determines how ids are masked. If an id is an arbitrary text, the whole id
-                # is replaced.
                 return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
-                # The name of the undefined variable. It is None if the error has another cause, or
-                # if an earlier pass has already set this variable to "".
-                variable = self._undefined_variable(str(refusal))
+                error_message = str(refusal)
+                variable = self._undefined_variable(error_message)  # None for other errors.
                 if variable is None:
-                    self.refusals[conversation] = str(refusal)
+                    self.refusals[conversation] = error_message
                     return None
                 self._blank_variables.add(variable)
 
@@ -135,7 +129,7 @@ class Prober:
         """
         # Some templates fail without tools. For these templates, `form.always_tools` is true.
         has_tools = conversation.tools or form.always_tools
-        return {
+        variables: dict[str, Any] = {
             "messages": form.messages(conversation),
             # The list of tools is copied, because a template may change the list.
             "tools": copy.deepcopy(TOOLS) if has_tools else None,
@@ -143,13 +137,12 @@ class Prober:
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
-            # If several of the following dicts contain the same variable, the value in the last
-            # dict is used. The template fails if a variable in `_blank_variables` is undefined, so
-            # each of these variables is set to "".
-            **dict.fromkeys(self._blank_variables, ""),
-            **self.kwargs,  # The variables that the user of the analysis has set.
-            **dict(conversation.switches.variables),  # Such as enable_thinking=False.
         }
+        # Later values replace earlier values of the same variable.
+        variables |= dict.fromkeys(self._blank_variables, "")
+        variables |= self.kwargs  # The variables that the user of the analysis has set.
+        variables |= dict(conversation.switches.variables)  # Such as enable_thinking=False.
+        return variables
 
     def _undefined_variable(self, error_message: str) -> str | None:
         """If the error message reports an undefined variable, return the name of the variable.
@@ -253,9 +246,10 @@ class Prober:
         text = self.render(conversation, form)
         if text is None:
             return ""
-        text_without_answer = self.render(Conversation(tools=True), form) or ""
+        unanswered_question = replace(conversation, answer=None)
+        unanswered_text = self.render(unanswered_question, form) or ""
         answer_and_tools = text_after_last(text, USER_TEXT)
-        tools_at_end = text_after_last(text_without_answer, USER_TEXT)
+        tools_at_end = text_after_last(unanswered_text, USER_TEXT)
         return drop_common_suffix(answer_and_tools, tools_at_end)
 
 
@@ -297,13 +291,11 @@ def _shows_call(text: str) -> bool:
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")
     (True, False)
     """
-    before_name, _, after_name = text.partition(FIRST_TOOL)
-    shows_none = "None" in before_name
+    before_name, _, after_name = text.partition(FIRST_TOOL)  # Without the name, "" follows.
+    words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
+    if not all(word in after_name for word in words_of_arguments):
+        return False
     shows_python_dict = f"'{FIRST_KEY}'" in text
     shows_escaped_json = f'\\"{FIRST_KEY}' in text  # In a JSON string, quotes are escaped: `\"`.
-    if shows_none or shows_python_dict or shows_escaped_json:
-        return False
-    # If `text` does not contain the function's name, `after_name` is empty, and the result is
-    # False.
-    words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
-    return all(word in after_name for word in words_of_arguments)
+    shows_none = "None" in before_name
+    return not (shows_python_dict or shows_escaped_json or shows_none)

@@ -67,22 +67,17 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
-    findings = find_rendered_reasoning(turn)  # The markers are still missing.
+    findings = find_rendered_reasoning(turn)
     # If the template renders no reasoning, `findings.conversation` is None. The markers may
     # nevertheless occur in a prompt or in the source of the template.
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    # `opener` states who writes the opening marker: the model, or the template at the end of the
-    # prompt.
-    part = replace(markup.part, opener=_infer_opener(turn, markup.part))
-    if findings.conversation is not None:
-        # The opening marker of a tool call, such as `<tool_call>`, may end the reasoning instead of
-        # `</think>`.
-        interruption = find_interruption(turn, part, findings.conversation)
-        part = replace(part, interrupted_by=interruption)
-    # `markup` may also contain the markers around the content (`wrapper`), and the headers between
-    # the reasoning and the content (`inner_headers`).
+    part = replace(
+        markup.part,
+        opener=_infer_opener(turn, markup.part),
+        interrupted_by=find_interruption(turn, markup.part, findings.conversation),
+    )
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
@@ -135,20 +130,19 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         conversation: A conversation whose answer has reasoning. The template renders the reasoning.
 
-    Mutates: `turn.prober`, which records the message with and without reasoning for the report,
-        with the label R1. If a marker is missing, the prober records an undecided question instead.
+    Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
         closing marker of reasoning is missing.
     """
-    around = _cut_at_reasoning(turn, conversation)  # The texts before and after the reasoning.
-    pair = _markers_of_reasoning(turn, around)
+    texts = _cut_at_reasoning(turn, conversation)
+    pair = _markers_of_reasoning(turn, texts)
     is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
     if is_marker_missing:
         turn.prober.record_undecided(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
-            f"between {around.before!r} and {around.after_reasoning!r}."
+            f"between {texts.before!r} and {texts.after_reasoning!r}."
         )
         return None
     turn.prober.record(
@@ -159,10 +153,10 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
     header = turn.header.strip()
-    # If the header occurs again between the reasoning and the content, `markup` declares this
-    # second header as an inner header. The parser must remove inner headers from the output.
-    markup = declare_reasoning(pair, header, around.after_reasoning)
-    return replace(markup, wrapper=_wrapper_after_reasoning(around, pair.closing, header))
+    return replace(
+        declare_reasoning(pair, header, texts.after_reasoning),
+        wrapper=_wrapper_after_reasoning(texts, pair.closing, header),
+    )
 
 
 def _without_reasoning(conversation: Conversation) -> Conversation:
@@ -192,13 +186,18 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroundReasoning:
     """Render an answer with reasoning. Return the texts around the reasoning and the content.
 
-    Example: the rendered answer "<think>REASONING</think><answer>CONTENT</answer>" is cut into
-    `before` "<think>", `after_reasoning` "</think><answer>" and `after_content` "</answer>".
+    Examples of rendered answers:
+
+        <think>REASONING</think><answer>CONTENT</answer>
+            gives `before` "<think>", `after_reasoning` "</think><answer>" and `after_content`
+            "</answer>".
+        <think>REASONING</think><call>f</call>
+            gives `before` "<think>", `after_reasoning` "</think><call>" and `after_content` None.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the answer.
-        conversation: A conversation whose answer has reasoning, and also content or a tool call.
-            The caller has found that the template renders all of them.
+        conversation: A conversation whose answer has reasoning, and also content or a call of
+            FIRST_TOOL. The caller has found that the template renders all of them.
     """
     text = turn.text_after_header(conversation) or ""
     before, _, rest = text.partition(REASONING_TEXT)
@@ -206,53 +205,48 @@ def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroun
     if has_content:
         after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
         return _TextAroundReasoning(before, after_reasoning, after_content)
-    after_reasoning, _, _ = rest.partition(FIRST_TOOL)  # up to the name of the called function
-    # None means that the message has no content. The text "" would mean that the message has
-    # content, but no text after the content.
+    after_reasoning, _, _ = rest.partition(FIRST_TOOL)
     return _TextAroundReasoning(before, after_reasoning, after_content=None)
 
 
 def _wrapper_after_reasoning(
-    around: _TextAroundReasoning, closing: str, header: str
+    texts: _TextAroundReasoning, closing: str, header: str
 ) -> Wrapper | None:
     """Return the markers around the content that follows the reasoning, or None if there are none.
 
     Example: in "<think>REASONING</think><|assistant|><answer>CONTENT</answer>", the content is
     between `<answer>` and `</answer>`. The closing marker `</think>` and the header `<|assistant|>`
-    also precede the content, but they are not markers of the content.
+    are not markers of the content, so they are removed.
 
     Args:
-        around: The texts around the reasoning and the content of the message. If the message has no
+        texts: The texts around the reasoning and the content of the message. If the message has no
             content, the result is None.
         closing: The closing marker of reasoning, such as `</think>`.
         header: The text that opens an assistant message, such as `<|assistant|>`, or "". Some
             templates repeat this text before the content.
     """
-    if around.after_content is None:
+    if texts.after_content is None:
         return None
-    after_closing = around.after_reasoning.removeprefix(closing)
-    before_content = after_closing.replace(header, "") if header else after_closing
-    return content_wrapper(before_content, around.after_content)
+    before_content = texts.after_reasoning.removeprefix(closing)
+    if header:
+        before_content = before_content.replace(header, "")
+    return content_wrapper(before_content, texts.after_content)
 
 
-def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
+def _markers_of_reasoning(turn: ModelTurn, texts: _TextAroundReasoning) -> MarkerPair:
     """Return the opening and closing markers of reasoning. A missing marker is "" or white space.
 
-    Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
-    and `</think>`.
+    Usually, both markers are in the rendered message or in a prompt, as in
+    "<think>REASONING</think>CONTENT". If the opening marker is in neither, it is derived from the
+    closing marker: `<think>` from `</think>`. A derived marker must occur in the template.
 
     Args:
-        turn: The generation prompts and the template. If the rendered message does not contain the
-            opening marker, the marker is searched there.
-        around: The texts around the reasoning of the rendered message.
+        turn: The generation prompts and the template.
+        texts: The texts around the reasoning of the rendered message.
     """
-    opening = _opening_before_reasoning(turn, around.before)
-    # If there is no opening marker, the first marker after the reasoning is the closing marker.
-    closing = closing_marker(around.after_reasoning, opening)
+    opening = _opening_before_reasoning(turn, texts.before)
+    closing = closing_marker(texts.after_reasoning, opening)
     if not opening:
-        # The opening marker is derived from the closing marker, for example `<think>` from
-        # `</think>`. If the closing marker is blank, nothing can be derived, and `opening` stays
-        # "".
         opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
     return MarkerPair(opening, closing)
 
@@ -270,14 +264,11 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
         before: The text of the rendered message before the reasoning.
     """
     if before.strip():
-        # The reasoning directly follows `before`. Therefore, the last marker in `before` opens the
-        # reasoning. If words follow this marker, the words open the reasoning.
-        return last_opening(before)
-    # In a prompt, other text may follow the opening marker. For example, `</think>` follows if
-    # thinking is off. Therefore, the first marker after the header opens the reasoning, not the
-    # last.
-    openings = [first_opening(prompt.after_header) for prompt in turn.prompts]
-    return next((opening for opening in openings if opening), "")
+        return last_opening(before)  # The reasoning directly follows `before`.
+    # In a prompt, other text may follow the opening marker, such as `</think>`. Therefore, the
+    # first marker after the header opens the reasoning, and not the last.
+    openings = (first_opening(prompt.after_header) for prompt in turn.prompts)
+    return next(filter(None, openings), "")
 
 
 # ---- R4: the template's source ------------------------------------------------------------------
@@ -288,9 +279,10 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 
     Example: a template contains the expression `content.split('</think>')`, which removes the
     reasoning from earlier messages. The constant `</think>` is the closing marker of reasoning. The
-    opening marker `<think>` is derived from the closing marker.
+    opening marker `<think>` is derived from the closing marker. A constant may also contain the
+    markers around the content: `<think></think><answer></answer>`.
 
-    Mutates: `turn.prober`, which records the finding for the report, with the label R4.
+    Mutates: `turn.prober`, which records the finding R4 for the report.
 
     Returns:
         The markers in the first constant that contains markers of reasoning, or None.
@@ -303,9 +295,8 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
             "R4 source",
             f"A string constant of the template contains {reasoning_pair.closing!r}.",
         )
-        # The constant may also contain the markers around the content: `<answer></answer>`.
-        other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
-        return markup_of_pairs(reasoning_pair, other_pairs)
+        other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)
+        return markup_of_pairs(reasoning_pair, content_pair=next(other_pairs, None))
     return None
 
 
@@ -313,7 +304,7 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def find_interruption(
-    turn: ModelTurn, part: Reasoning, conversation: Conversation
+    turn: ModelTurn, part: Reasoning, conversation: Conversation | None
 ) -> tuple[str, ...]:
     """Return the marker, such as `<tool_call>`, that ends reasoning instead of `</think>`.
 
@@ -323,8 +314,8 @@ def find_interruption(
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         part: The markers of reasoning.
-        conversation: A conversation whose reasoning the template renders. Its setting of the
-            thinking switches is used, but its answer is replaced with reasoning and a tool call.
+        conversation: A conversation whose reasoning the template renders, or None. To find the
+            marker, the same conversation is rendered with another answer: reasoning and a call.
 
     Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
 
@@ -332,13 +323,15 @@ def find_interruption(
         A tuple with this one marker, as the value of `Reasoning.interrupted_by`. The tuple is empty
         if the template writes the closing marker, or if there is no marker.
     """
+    if conversation is None:
+        return ()
     answer = AssistantMessage(reasoning=REASONING_TEXT, calls=ONE_CALL)
     with_reasoning = replace(conversation, answer=answer, tools=True)
     rendered_message = turn.text_after_header(with_reasoning) or ""
     before_call = text_between(rendered_message, REASONING_TEXT, FIRST_TOOL)
     if before_call is None or part.close.strip() in before_call:
         return ()  # The message is not rendered, or the template writes the closing marker.
-    interruption, _ = first_two(markers(before_call))  # such as `<tool_call>`, or ""
+    interruption, _ = first_two(markers(before_call))
     if not interruption:
         turn.prober.record_undecided(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "

@@ -35,66 +35,58 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
     `enable_thinking=False`. Example: if the generation prompt ends with "<think>\n\n</think>\n\n",
     the markers are `<think>\n` and `\n</think>\n\n`.
 
-    Mutates: `turn.prober`, which records the prompt with the markers and the default prompt for the
-        report, with the label R2.
+    Mutates: `turn.prober`, which records the comparison R2 for the report.
 
     Returns:
         The markers in the first prompt that contains markers of reasoning, or None.
     """
     for prompt in turn.prompts:
         closing = _closing_for_prompt(turn, prompt)
-        if not closing:
-            continue
-        # The first marker after the header, and the white space after this marker. In the
-        # docstring's example, these are `<think>\n`.
-        opening = first_opening(prompt.after_header)
-        reasoning = Reasoning(opening, _with_probable_line_breaks(closing, opening))
-        # For the default prompt, no switch is set, so `describe` returns "".
-        turn.prober.record(
-            "R2 thinking switch",
-            prompt.switches.describe() or UNCHANGED,
-            left=turn.prompts[0].conversation,
-            right=prompt.conversation,
-            finding=f"The prompt opens reasoning with {opening!r}. "
-            f"The marker {closing!r} closes reasoning.",
-        )
-        return ReasoningMarkup(reasoning)
+        if closing:
+            opening = first_opening(prompt.after_header)  # `<think>\n` in the example
+            _record_prompt(turn, prompt, MarkerPair(opening, closing))
+            return ReasoningMarkup(Reasoning(opening, _with_probable_line_breaks(closing, opening)))
     return None
 
 
+def _record_prompt(turn: ModelTurn, prompt: GenerationPrompt, pair: MarkerPair) -> None:
+    """For the report, compare the default prompt with `prompt`, which opens reasoning."""
+    turn.prober.record(
+        "R2 thinking switch",
+        # For the default prompt, no switch is set, so `describe` returns "".
+        prompt.switches.describe() or UNCHANGED,
+        left=turn.prompts[0].conversation,
+        right=prompt.conversation,
+        finding=f"The prompt opens reasoning with {pair.opening!r}. "
+        f"The marker {pair.closing!r} closes reasoning.",
+    )
+
+
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """If `prompt` opens reasoning, return the marker that closes this reasoning.
+    """If `prompt` opens reasoning, return the marker that closes this reasoning. Otherwise, "".
 
-    Examples of the text after the header, such as `<|assistant|>`, and of the result:
+    The text after the header, such as `<|assistant|>`, opens reasoning in three cases:
 
-    (1) `<think><|end|>`     `<|end|>`, because only the end of thinking can follow `<think>`
-    (2) `<think>`            `</think>`, because the name of the marker refers to thinking
-    (3) `<notes></notes>`    `</notes>`, because the second marker closes the first marker
-    (4) `<notes>`            `</notes>`, if a thinking switch such as enable_thinking=True has added
-                             `<notes>`, and `</notes>` occurs in the template or in a prompt
-    (5) `<|channel|>`        "", because this marker does not open reasoning
+    - The first marker refers to thinking: `<think>`. The second marker closes the reasoning. If
+      there is none, the closing marker is derived from the first marker: `</think>`.
+    - The second marker closes the first marker: `<notes></notes>`.
+    - A thinking switch, such as enable_thinking=True, has added the first marker, and a closing
+      marker derived from the first marker occurs in the template or in a prompt.
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
         prompt: A prompt for one setting of the thinking switches, such as enable_thinking=True.
-
-    Returns:
-        The closing marker, or "" if the prompt does not open reasoning.
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
-    possible_closings = closing_spellings(first)  # Such as ["</think>"] for `<think>`.
-    used_closing = first_in_template_or_prompts(turn, possible_closings)
-    if is_thinking_marker(first):
-        if second:  # Case 1
-            return second
-        # Case 2. If the template and the prompts contain no spelling of the closing marker, the
-        # first spelling is used, because it is the most probable.
-        first_spelling, _ = first_two(possible_closings)
-        return used_closing or first_spelling
-    if second in possible_closings:  # Case 3
+    refers_to_thinking = is_thinking_marker(first)
+    possible_closings = closing_spellings(first)  # The most probable spelling is first.
+    if second and (refers_to_thinking or second in possible_closings):
         return second
+    used_closing = first_in_template_or_prompts(turn, possible_closings)
+    if refers_to_thinking:
+        return used_closing or next(iter(possible_closings), "")
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return used_closing if is_changed_by_switch else ""  # Case 4 or case 5
+    return used_closing if is_changed_by_switch else ""
 
 
 def _with_probable_line_breaks(closing: str, opening: str) -> str:
@@ -115,18 +107,19 @@ def _with_probable_line_breaks(closing: str, opening: str) -> str:
 def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Find markers of reasoning in the text that a switch like `enable_thinking` adds to a prompt.
 
-    A thinking switch is a template variable such as `enable_thinking`. Example: the switch adds the
-    instruction "Write <think></think> and <answer></answer>". The markers `<think>` and `</think>`
-    enclose the reasoning, and the markers `<answer>` and `</answer>` enclose the content.
+    Example: a switch adds the instruction "Write <think></think> and <answer></answer>". The
+    markers `<think>` and `</think>` enclose the reasoning, and the markers `<answer>` and
+    `</answer>` enclose the content.
 
-    Mutates: `turn.prober`, which records the prompt with the instruction and the default prompt for
-        the report, with the label R3.
+    Mutates: `turn.prober`, which records the comparison R3 for the report.
 
     Returns:
         The markers, or None if no switch adds an instruction with markers of reasoning.
     """
-    for prompt in turn.prompts[1:]:
-        default = turn.prompts[0]  # the prompt with the default values of all switches
+    if not turn.prompts:
+        return None
+    default, *switched_prompts = turn.prompts
+    for prompt in switched_prompts:
         pairs = _pairs_in_instructions(default, prompt)
         if not pairs:
             continue
@@ -138,8 +131,8 @@ def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
             right=prompt.conversation,
             finding=f"The instructions mention the pairs of tags {names}.",
         )
-        reasoning_pair, *other_pairs = pairs  # The first pair encloses the reasoning.
-        return markup_of_pairs(reasoning_pair, other_pairs)
+        reasoning_pair, *other_pairs = pairs
+        return markup_of_pairs(reasoning_pair, content_pair=next(iter(other_pairs), None))
     return None
 
 
@@ -148,24 +141,20 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
 
     Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
     <answer></answer>. Hello." The result contains the pairs `<think></think>` and
-    `<answer></answer>`. The first pair encloses the reasoning.
+    `<answer></answer>`. The first pair encloses the reasoning. If the name of the first pair does
+    not refer to thinking, the text is about something else, and the result is [].
 
     Args:
         default: The prompt with the default values of the thinking switches.
         prompt: The prompt with another value of a thinking switch.
     """
-    # If `switches.system` is set, the analysis has added a system message, such as "/no_think", to
-    # the prompt. This text does not come from the template, so it shows nothing about the markers
-    # that the template uses.
-    is_text_from_analysis = bool(prompt.switches.system)
-    if is_text_from_analysis:
+    if prompt.switches.system:
+        # The analysis has added a system message, such as "/no_think". The added text does not come
+        # from the template, so it does not show the markers of the template.
         return []
     added_instructions = difference(default.text, prompt.text).right
     pairs = empty_pairs(added_instructions)
-    # The added text describes reasoning only if the name of the first pair of tags refers to
-    # thinking, as in `<think></think>`.
-    is_about_thinking = bool(pairs) and is_thinking_marker(pairs[0].opening)
-    return pairs if is_about_thinking else []
+    return pairs if pairs and is_thinking_marker(pairs[0].opening) else []
 
 
 def first_in_template_or_prompts(turn: ModelTurn, candidates: list[str]) -> str:

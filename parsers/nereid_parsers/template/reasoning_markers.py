@@ -67,15 +67,16 @@ def is_thinking_marker(marker: str) -> bool:
 def last_opening(before: str) -> str:
     r"""Return the text that opens the reasoning: usually the last marker before the reasoning.
 
-    The result contains the white space around the marker, because the model writes it, too. Words
-    and markers that are joined to the last marker belong to the result:
+    The result contains the white space around the marker, because the model writes it, too. There
+    are four cases:
+
+    - The last marker opens the reasoning: `<think>`.
+    - The last marker and the text that is joined to this marker: `<|open|>think<|sep|>`.
+    - White space and words after the last marker open the reasoning: `I think:`.
+    - Without a marker, the whole text opens the reasoning, except line breaks at its start.
 
     >>> last_opening("Hello.\n<think>\n"), last_opening("Hello. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
-
-    If white space and words follow the last marker, the words open the reasoning. If there is no
-    marker, the whole text opens the reasoning:
-
     >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
     ('\nI think:\n', 'I think:\n')
 
@@ -84,13 +85,12 @@ def last_opening(before: str) -> str:
     """
     all_markers = list(MARKER.finditer(before))
     if not all_markers:
-        # Line breaks at the start of a message do not belong to the words that open the reasoning.
         return before.lstrip("\n")
     last_marker = all_markers[-1]
     after_marker = before[last_marker.end() :]
     is_followed_by_words = bool(after_marker.strip()) and after_marker[0].isspace()
     if is_followed_by_words:
-        return after_marker  # The model writes the white space after the marker, too.
+        return after_marker
     joined_to_marker = _last_space_and_word(before[: last_marker.start()])
     return joined_to_marker + last_marker.group() + after_marker
 
@@ -126,9 +126,9 @@ def first_opening(after_header: str) -> str:
 def closing_marker(after_reasoning: str, opening: str) -> str:
     r"""Return the marker that closes the reasoning, with the white space around this marker.
 
-    Usually, the result is the first marker after the reasoning. Some templates close the reasoning
-    with words alone. If several markers open the reasoning, as in the second example, the closing
-    text continues like the opening text after its first marker: both continue with `think<|sep|>`.
+    Usually, the result is the first marker after the reasoning. If several markers open the
+    reasoning, several markers close the reasoning, see `compound_closing`. Some templates close the
+    reasoning with words alone. Examples of these three cases:
 
     >>> closing_marker("\n</think>\n\n<response>", opening="<think>\n")
     '\n</think>\n\n'
@@ -142,8 +142,8 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
             text contains no marker, the result is the whole text.
         opening: The text that opens the reasoning, such as `<think>`.
     """
-    markers_and_words = compound_closing(after_reasoning, opening.strip())
-    return markers_and_words or _marker_or_words_at_start(after_reasoning)
+    compound = compound_closing(after_reasoning, opening.strip())
+    return compound or _marker_or_words_at_start(after_reasoning)
 
 
 def _marker_or_words_at_start(text: str) -> str:
@@ -161,18 +161,16 @@ def _marker_or_words_at_start(text: str) -> str:
     marker_at_start = _LEADING_MARKER.match(text)
     if marker_at_start is not None:
         return marker_at_start.group()
-    text_before_marker, *_ = MARKER.split(text, maxsplit=1)
-    return text_before_marker
+    first_marker = MARKER.search(text)
+    return text if first_marker is None else text[: first_marker.start()]
 
 
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:
-    """Describe the markers of reasoning. If a header follows the reasoning, describe it, too.
+    """Describe the markers of reasoning, and a header between the reasoning and the next part.
 
-    If several markers open the reasoning, as in `<|message|><|thinking|>`, the last one is declared
-    as an alternative, because some models write only this marker. A header is the text that opens
-    an assistant message. Some templates write the header a second time, between the reasoning and
-    the content. The model then writes the second header itself, and the parser must remove this
-    header from the output:
+    A header is the text that opens an assistant message. Some templates write the header a second
+    time after the reasoning. The model then writes the second header itself, so the parser must
+    remove this "inner header" from the output:
 
     >>> pair = MarkerPair("<think>", "</think>")
     >>> declare_reasoning(pair, "<|assistant|>", "</think><|assistant|>").inner_headers
@@ -183,14 +181,10 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
         header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
-    # If the last opening marker also occurs in the closing marker or in the header, its meaning is
-    # ambiguous. It is then not declared as an alternative opening marker.
     also_open = _alternative_openings(pair.opening, other_texts=(pair.closing, header))
+    part = Reasoning(pair.opening, pair.closing, also_open=also_open)
     is_header_repeated = bool(header) and header in after_reasoning
-    return ReasoningMarkup(
-        Reasoning(pair.opening, pair.closing, also_open=also_open),
-        inner_headers=(header,) if is_header_repeated else (),
-    )
+    return ReasoningMarkup(part, inner_headers=(header,) if is_header_repeated else ())
 
 
 def _alternative_openings(opening: str, other_texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -231,18 +225,15 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
 
     Args:
         before_content: The text between the closing marker of reasoning and the content. The result
-            is None if this text is blank.
+            is None if this text is blank. White space at the start belongs to the reasoning.
         after_content: The text after the content.
     """
-    # White space before the opening marker of the content, such as `<answer>`, belongs to the end
-    # of the reasoning, and is removed. White space after the opening marker is kept, because the
-    # model writes it, too.
     opening = before_content.lstrip()
     if not opening:
         return None
-    first_marker_after, _ = first_two(markers(after_content))  # "" if there is no marker.
-    is_closing = first_marker_after in closing_spellings(opening.strip())
-    return Wrapper(opening, first_marker_after if is_closing else "")
+    first_marker, _ = first_two(markers(after_content))  # "" if there is no marker.
+    closes_content = bool(first_marker) and first_marker in closing_spellings(opening.strip())
+    return Wrapper(opening, first_marker if closes_content else "")
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:
@@ -322,25 +313,18 @@ def _possible_openings(marker: str) -> list[str]:
     return [opening for opening in opening_spellings(marker) if opening != marker]
 
 
-def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Describe the markers around the reasoning and, if found, the markers around the content.
+def markup_of_pairs(reasoning: MarkerPair, content_pair: MarkerPair | None) -> ReasoningMarkup:
+    r"""Describe the markers around the reasoning and, if known, the markers around the content.
 
-    The pairs come from an instruction, such as "Write <think></think> and <answer></answer>". An
-    instruction does not show the white space around the markers of reasoning. The function assumes
-    that each of these markers is on a line of its own, as in most templates.
+    The pairs come from a text such as "Write <think></think> and <answer></answer>", which does not
+    show the white space around the markers of reasoning. The function assumes that each of these
+    markers is on a line of its own, as in most templates.
 
     >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
-    >>> markup = markup_of_pairs(thinking, [answer])
+    >>> markup = markup_of_pairs(thinking, answer)
     >>> markup.part.open, markup.part.close, markup.wrapper
     ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
-
-    Args:
-        reasoning: The markers of reasoning.
-        other_pairs: The other pairs of the instruction. The first of these pairs encloses the
-            content. If the list is empty, there are no markers around the content.
     """
     part = Reasoning(open=f"{reasoning.opening}\n", close=f"\n{reasoning.closing}\n\n")
-    if not other_pairs:
-        return ReasoningMarkup(part)
-    content = other_pairs[0]
-    return ReasoningMarkup(part, wrapper=Wrapper(content.opening, content.closing))
+    wrapper = None if content_pair is None else Wrapper(content_pair.opening, content_pair.closing)
+    return ReasoningMarkup(part, wrapper)

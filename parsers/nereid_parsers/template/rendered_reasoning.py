@@ -22,6 +22,7 @@ from nereid_parsers.template.conversation import (
     Conversation,
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
+from nereid_parsers.template.probe import Prober
 
 # Some templates print a part of a message as JSON or as a Python dict. This expression matches the
 # key in such a text: `'thinking':` in "{'thinking': 'Numbat thinks.'}".
@@ -73,7 +74,7 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
     The result contains a conversation whose reasoning the template renders, the message fields from
     which the template reads the reasoning, and the text that each setting of a switch adds to a
-    prompt. The caller infers the markers later, so the attribute `part` of the result is None.
+    prompt. The markers of reasoning, the attribute `part` of the result, are still missing.
 
     Mutates: `turn.prober.form`. From then on, the prober writes the reasoning of a message to the
         place from which the template reads reasoning, for example to the field `reasoning_content`.
@@ -81,15 +82,14 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
     """
-    switches = _effects_of_switches(turn)
+    switches = _effects_of_switches(turn.prompts)
     rendered = _find_conversation(turn)
     if rendered is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
-    # `_rendered_fields` and all later renderings use `turn.prober.form`.
     turn.prober.form = replace(turn.prober.form, reasoning=rendered.place)
     return ReasoningFindings(
         conversation=rendered.conversation,
-        fields=_rendered_fields(turn, rendered.conversation),
+        fields=_rendered_fields(turn.prober, rendered),
         switches=switches,
     )
 
@@ -109,18 +109,19 @@ class _RenderedReasoning(NamedTuple):
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     """Find a conversation for which the template renders the reasoning of the answer.
 
-    Several conversations are rendered, and the first one in which the content and the tool calls
-    follow the reasoning is returned. The conversations differ in the assistant message (with
-    content, with a tool call, or with both), in the setting of the thinking switches such as
-    `enable_thinking`, and in the place of the reasoning. The place is a field of the message, or a
-    part of the content. Return None if the template renders no reasoning.
+    Return the first rendered conversation in which the content and the tool calls follow the
+    reasoning. The conversations differ in three things:
+
+        the answer      It has content, a tool call, or both. Content alone is preferred.
+        the switches    The settings of the thinking switches, such as `enable_thinking=True`.
+        the place       The reasoning is in a field of the message, or is a part of the content.
+
+    Return None if the template renders no reasoning.
     """
     # `turn.prompts` contains one prompt for each setting of the thinking switches.
     prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
     settings = [prompt.switches for prompt in prompts] or [NO_SWITCHES]
     places = _possible_places(turn)
-    # An answer with content, but without a tool call, is preferred. Therefore, it is tried first,
-    # with all settings and places.
     for answer, switches, place in product(_ANSWERS, settings, places):
         form = replace(turn.prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
@@ -164,57 +165,60 @@ def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
     return not answer.calls or FIRST_TOOL in after_reasoning
 
 
-def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
+def _rendered_fields(prober: Prober, rendered: _RenderedReasoning) -> tuple[str, ...]:
     """Return the message fields from which the template renders reasoning.
 
     Example: the result is ("reasoning_content",) for a template that writes
     `{{ message.reasoning_content }}`. If the template reads the reasoning from a part of the
-    content, no field contains the reasoning. The result is then ("parts",) or ("blocks",), the
-    words with which the report names these places.
+    content, the result is ("parts",) or ("blocks",), the words with which the report names these
+    places.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversation once for
-            each possible field, with the reasoning in this field only.
-        conversation: A conversation whose reasoning the template renders.
+        prober: Renders the conversation once for each possible field, with the reasoning in this
+            field only.
+        rendered: A conversation whose reasoning the template renders.
     """
-    form = turn.prober.form
-    is_part_of_content = form.reasoning in (PARTS, BLOCKS)
-    if is_part_of_content:
-        return (form.reasoning,)  # "parts" or "blocks"
+    if rendered.place in (PARTS, BLOCKS):
+        return (rendered.place,)
     rendered_fields = []
     for field_name in REASONING_FIELDS:
-        form_with_field = replace(form, reasoning=field_name)
-        text = turn.prober.render(conversation, form_with_field)
+        form_with_field = replace(prober.form, reasoning=field_name)
+        text = prober.render(rendered.conversation, form_with_field)
         if text is not None and REASONING_TEXT in text:
             rendered_fields.append(field_name)
     return tuple(rendered_fields)
 
 
-def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
+def _effects_of_switches(prompts: tuple[GenerationPrompt, ...]) -> dict[str, str]:
     """Find the settings that change the end of the prompt. For each of them, return the new end.
 
-    Example: {"enable_thinking=False": "<think></think>"} is the result if, with this setting, the
-    prompt ends with the header `<|im_start|>assistant` and "<think></think>", and the default
-    prompt ends with other text after the header. `turn.prompts` contains one prompt for each
-    setting of the switches, and the default prompt is the first.
+    Example: with the setting enable_thinking=False, the prompt ends with the header
+    `<|im_start|>assistant` and "<think></think>". The default prompt ends with the header alone.
+    The result is {"enable_thinking=False": "<think></think>"}.
+
+    Args:
+        prompts: One prompt for each setting of the switches. The default prompt is first.
     """
-    if not turn.prompts:
+    if not prompts:
         return {}
-    default, *others = turn.prompts
+    default, *others = prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # If `a=True` alone has the same effect as `a=True, b=True`, only `a=True` is reported.
-    # Therefore, the settings with fewer variables come first in the loop.
+    # Settings with fewer variables come first, because they make other settings superfluous.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
-        same_effect = [other for other in reported if other.after_header == prompt.after_header]
-        switches = _switches_of(prompt)
-        # A setting is superfluous if some of its switches have the same effect without its other
-        # switches.
-        is_superfluous = any(_switches_of(other).issubset(switches) for other in same_effect)
-        if not is_superfluous:
+        if not any(_makes_superfluous(other, prompt) for other in reported):
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
+
+
+def _makes_superfluous(prompt: GenerationPrompt, other: GenerationPrompt) -> bool:
+    """Return whether the setting of `prompt` makes the setting of `other` superfluous in a report.
+
+    Example: if `a=True` alone has the same effect as `a=True, b=True`, only `a=True` is reported.
+    """
+    has_same_effect = prompt.after_header == other.after_header
+    return has_same_effect and _switches_of(prompt).issubset(_switches_of(other))
 
 
 def _switches_of(prompt: GenerationPrompt) -> set[object]:

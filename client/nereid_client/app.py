@@ -34,7 +34,7 @@ from nereid_client.errors import (
     from_field_error,
     to_api_error,
 )
-from nereid_client.language_model.triton_backend import Backend
+from nereid_client.language_model.backend import Backend
 from nereid_client.middleware.admission_control import AdmissionControl, Gate
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit

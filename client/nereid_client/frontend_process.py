@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from nereid_client.app import create_app
 from nereid_client.json_logs import uvicorn_log_config
-from nereid_client.language_model.triton_backend import Backend
+from nereid_client.language_model.backend import Backend
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import Settings, SettingsError

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.json_body import NESTED_TOO_DEEPLY, parse_json_object
 from nereid_client.language_model.adapters import Adapters, current_adapter
+from nereid_client.language_model.backend import Backend
 from nereid_client.language_model.fill_in_middle import FillInMiddle
-from nereid_client.language_model.triton_backend import Backend
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.common_fields import GenerationRequest
 from nereid_client.protocol.request_limits import PublishedLimits, RequestLimits

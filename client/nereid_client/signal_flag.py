@@ -26,9 +26,9 @@ class SignalFlag:
         self._is_set = True
         self._wake_ups.put(None)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the flag is set, for at most `timeout_s` seconds. Return whether it is set."""
+    def wait(self, timeout: float) -> bool:
+        """Wait until the flag is set, for at most `timeout` seconds. Return whether it is set."""
         if not self._is_set:
             with suppress(queue.Empty):
-                self._wake_ups.get(timeout=max(timeout_s, 0))
+                self._wake_ups.get(timeout=max(timeout, 0))
         return self._is_set

@@ -21,7 +21,8 @@ import grpc
 import psutil
 import uvloop
 from nereid_client.grpc_calls import InputTensor, TritonCalls, infer_request
-from nereid_client.language_model.triton_backend import Generation, TritonBackend
+from nereid_client.language_model.backend import Generation
+from nereid_client.language_model.triton_backend import TritonBackend
 from nereid_client.streaming.chat_stream import chat_events
 from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.streaming.deltas import merged

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from fakes import endless_server
 from nereid_client.embeddings.pooling_backend import PoolingCall, TritonPooling
-from nereid_client.language_model.triton_backend import Generation, TritonBackend
+from nereid_client.language_model.backend import Generation
+from nereid_client.language_model.triton_backend import TritonBackend
 from nereid_client.streaming.deltas import merged
 
 NUM_ROUNDS = 6

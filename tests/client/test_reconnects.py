@@ -16,7 +16,8 @@ import grpc
 import pytest
 from fakes import endless_server
 from nereid_client.errors import BackendError
-from nereid_client.language_model.triton_backend import Generation, TritonBackend
+from nereid_client.language_model.backend import Generation
+from nereid_client.language_model.triton_backend import TritonBackend
 
 NUM_DEATHS = 6
 NUM_STREAMS = 4

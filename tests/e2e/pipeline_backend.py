@@ -5,7 +5,7 @@ import pytest
 from backend.serving.pipeline import Pipeline
 from fakes.fake_backend import FakeBackend
 from nereid_backend.errors import NereidError
-from nereid_client.language_model.triton_backend import read_error
+from nereid_client.language_model.server_errors import read_error
 
 
 class PipelineBackend(FakeBackend):

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from nereid_client.errors import BackendError
-from nereid_client.language_model.triton_backend import Generation
+from nereid_client.language_model.backend import Generation
 from nereid_client.streaming.deltas import Delta
 
 from fakes.echo import Failure, Pause, echo, tokenize

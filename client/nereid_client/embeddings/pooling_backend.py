@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nereid_client.errors import BackendError, FrontendError
 from nereid_client.grpc_calls import InputTensor, TritonCalls, decode_strings, infer_request
-from nereid_client.language_model.triton_backend import means_outage, unreachable_message
+from nereid_client.language_model.server_errors import means_outage, unreachable_message
 
 EMBEDDING = "embedding"
 RERANK = "rerank"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from nereid_client.language_model.adapters import current_adapter
-from nereid_client.language_model.triton_backend import Backend, Generation
+from nereid_client.language_model.backend import Backend, Generation
 from nereid_client.middleware.client_keys import Client, current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.streaming.deltas import Delta, Usage

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 
 from nereid_client.errors import ApiError
-from nereid_client.language_model.triton_backend import Backend, Generation
+from nereid_client.language_model.backend import Backend, Generation
 
 _NO_ADDED_TOKENS = json.dumps({"add_special_tokens": False})
 """The sampling parameters with which the tokenizer adds no token, such as `<s>`, to a text."""

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from nereid_client.errors import BackendError, tokens_and_limit
-from nereid_client.language_model.triton_backend import Backend, Generation
+from nereid_client.language_model.backend import Backend, Generation
 from nereid_client.request_context import to_json
 from nereid_client.responses.chat_translation import count_opening_messages
 from nereid_client.streaming.deltas import Delta

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.model_choice import select_language_model
-from nereid_client.language_model.triton_backend import Generation
+from nereid_client.language_model.backend import Generation
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,

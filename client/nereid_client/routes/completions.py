@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.errors import ApiError
-from nereid_client.language_model.triton_backend import Backend, Generation
+from nereid_client.language_model.backend import Backend, Generation
 from nereid_client.protocol.completion_prompts import Prompt
 from nereid_client.protocol.generation_requests import CompletionRequest
 from nereid_client.request_context import (

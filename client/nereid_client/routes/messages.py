@@ -12,7 +12,7 @@ from nereid_client.anthropic.messages_request import CountTokensRequest, Message
 from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.error_responses import error_event
 from nereid_client.errors import BackendError, FrontendError, to_api_error
-from nereid_client.language_model.triton_backend import Generation
+from nereid_client.language_model.backend import Generation
 from nereid_client.request_context import (
     context_of,
     name_of_model,

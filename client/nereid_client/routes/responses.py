@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from nereid_client.embeddings.model_choice import select_language_model
 from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
-from nereid_client.language_model.triton_backend import Generation
+from nereid_client.language_model.backend import Generation
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
     context_of,

@@ -6,7 +6,7 @@ from typing import Any
 
 from nereid_client.embeddings.pooling_backend import PoolingBackend, PoolingCall, PoolingOutputs
 from nereid_client.errors import BackendError
-from nereid_client.language_model.triton_backend import Backend, Generation
+from nereid_client.language_model.backend import Backend, Generation
 from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming.deltas import Delta
 

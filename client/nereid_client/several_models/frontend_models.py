@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nereid_client.grpc_calls import TritonCalls
+from nereid_client.language_model.backend import Backend
 from nereid_client.language_model.client_backend import ClientBackend
-from nereid_client.language_model.triton_backend import Backend, TritonBackend
+from nereid_client.language_model.triton_backend import TritonBackend
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.request_context import Context, Contexts
 from nereid_client.settings import Settings

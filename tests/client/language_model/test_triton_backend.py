@@ -9,7 +9,9 @@ from fakes.live_frontend import free_port
 from fakes.live_server import serve
 from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import decode_strings
-from nereid_client.language_model.triton_backend import Generation, TritonBackend, read_error
+from nereid_client.language_model.backend import Generation
+from nereid_client.language_model.server_errors import read_error
+from nereid_client.language_model.triton_backend import TritonBackend
 from nereid_client.streaming.deltas import fold
 
 pytestmark = [pytest.mark.anyio, pytest.mark.triton]

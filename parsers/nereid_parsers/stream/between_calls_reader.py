@@ -42,8 +42,7 @@ class BetweenCallsReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # If true, a tool call is recognised only before the content, so all of `Hi<call>..` is
-        # content.
+        # With this policy, all text after the start of the content is content: `Hi<call>..`.
         self._calls_must_come_first = context.calls_must_come_first
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
@@ -66,22 +65,18 @@ class BetweenCallsReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        # The result of each match is a position, or one of the negative constants NEED_MORE and
-        # NO_MATCH.
+        # Each result is a position, or one of the negative constants NEED_MORE and NO_MATCH.
         close_end = self._match_section_close()
         if close_end >= 0:
             return self._end_section(buffer.text[buffer.pos : close_end])
         separator_end = self._match_separator()
         if NEED_MORE in (close_end, separator_end):
-            if not buffer.is_final:
-                return None
-            # The message ends with an incomplete marker that looks like a tag, such as `</ca`. Such
-            # a text cannot be content, so it is removed. The state stays BETWEEN_CALLS.
-            return self._call_reader.drop_incomplete_marker()
+            # At the end of the message, an incomplete marker such as `</ca` cannot be content.
+            return self._call_reader.drop_incomplete_marker() if buffer.is_final else None
         if separator_end >= 0:
             self._text_writer.drop_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
-        return self._expect_call_or_content()
+        return self._select_state_for_text()
 
     def _match_section_close(self) -> int:
         """Test whether the unread text starts with the marker after all tool calls (`</calls>`).
@@ -110,14 +105,12 @@ class BetweenCallsReader:
             return NO_MATCH
         return self._section.match_separator(self._buffer)
 
-    def _expect_call_or_content(self) -> State:
+    def _select_state_for_text(self) -> State:
         """Return CALL_START if the unread text may be a tool call, otherwise CONTENT.
 
-        Examples: after `<tool_calls>`, only a tool call can follow. After a tool call without such
-        a marker, `{"name"` may start another tool call, and `Hello` is content.
-
-        Returns:
-            CALL_START if a tool call may follow, otherwise CONTENT.
+        Before CALL_START, the expected tool call is passed to the CallReader. Examples: after
+        `<tool_calls>`, only a tool call can follow. After a tool call without such a marker,
+        `{"name"` may start another tool call, and `Hello` is content.
         """
         if self._section.is_open:  # The marker `</tool_calls>` has not been read.
             return self._call_reader.expect(self._starts.in_section())
@@ -142,12 +135,12 @@ class BetweenCallsReader:
 
         The opening marker is pending text, and `close` is unread. Both are treated alike:
 
-            text                             policy           the two markers are
-            `<tool_calls></tool_calls>`      any              content
-            `<|calls_begin|><|calls_end|>`   FREE             removed, because ordinary text never
-                                                              contains such special tokens
-            `<|calls_begin|><|calls_end|>`   CALLS_FIRST      content, because this strict policy
-                                                              returns all text that is no tool call
+            text                             calls_must_come_first   the two markers are
+            `<tool_calls></tool_calls>`      any                     content
+            `<|calls_begin|><|calls_end|>`   True                    content, because this strict
+                                                                     policy removes only tool calls
+            `<|calls_begin|><|calls_end|>`   False                   removed, because ordinary text
+                                                                     contains no special tokens
         """
         is_content = self._calls_must_come_first or not is_special_token(close)
         if is_content:

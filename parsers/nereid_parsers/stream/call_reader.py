@@ -5,6 +5,7 @@ from __future__ import annotations
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_markers import (
     CallSection,
+    ClosingMarker,
     IncompleteMarker,
     match_closing_marker,
 )
@@ -70,15 +71,9 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
-        # If true, a tool call is recognised only before the content, so all of `Hi<call>..` is
-        # content.
+        # With this policy, all text after the start of the content is content: `Hi<call>..`.
         self._calls_must_come_first = context.calls_must_come_first
-        # This object determines how a tool call may start: with a marker, with a header, or with a
-        # character such as `{`. The methods of this object return the value for `_expected`.
-        self._starts = CallStarts(context.format.calls, writer)
-        # This object stores whether the part of the message between `<tool_calls>` and
-        # `</tool_calls>` is open. It also matches the separators and the closing marker of this
-        # part.
+        self._starts = CallStarts(context.format.calls, writer)  # Its methods give `_expected`.
         self.section = CallSection(context.format.tools)
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -105,8 +100,8 @@ class CallReader:
     def open_call_at_head(self, marker: str) -> State | None:
         """Prepare to read a tool call whose opening marker the model has omitted.
 
-        Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. The text is
-        not read here, but in the state CALL_START, by `read_start`.
+        Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. The text
+        stays unread, because `read_start` reads the header.
 
         Args:
             marker: The first fixed text of the tool call's header, for example `<function=`.
@@ -180,6 +175,9 @@ class CallReader:
         `num_unread_chars` characters of the buffer. Example: `<tool_call>` is pending, and ` is` is
         unread. With `num_unread_chars=3`, the content `<tool_call> is` is written.
 
+        The stored deviations of the supposed tool call are deleted. If no tool call has started in
+        this message, a marker such as `<tool_calls>` is content, too, so it opens no section.
+
         Args:
             fault: A description of why the text is not a tool call. The content event contains this
                 description as its `reason`.
@@ -189,15 +187,14 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        self._call_writer.clear_deviations()  # They describe a tool call, but this text is content.
-        # If no tool call has started, a marker that precedes all tool calls, such as
-        # `<tool_calls>`, is also content. It then opens no section of tool calls.
+        self._call_writer.clear_deviations()
         if not self.has_calls():
             self.section.is_open = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
-        # White space alone is not content, so a tool call may still follow white space.
-        is_rest_content = self._calls_must_come_first and self._text_writer.has_content
-        return State.CONTENT_ONLY if is_rest_content else State.CONTENT
+        # After white space alone, `has_content` is false, so a tool call may still follow.
+        if self._calls_must_come_first and self._text_writer.has_content:
+            return State.CONTENT_ONLY
+        return State.CONTENT
 
     def has_tag_in_unwritten_text(self) -> bool:
         """Return whether the unwritten text contains a tag, such as `<tool_call>`.
@@ -225,22 +222,30 @@ class CallReader:
 
         `_expected` is the tool call that may start here, and the unread text decides:
 
-            `<tool_call>{"`          starts a tool call.
-            `<tool_call> is a tag`   is content, because no tool call follows the marker.
-            `<tool_call>{`           is an incomplete tool call if the message ends here. It is
-                                     removed, because no client can use it.
+            unread text              next state
+            `<tool_call>{"`          CALL_BODY, because a tool call starts
+            `<tool_call>{`           None, because more text is required
+            `<tool_call> is a tag`   the state after this text, see `_leave_call_start`
 
         Returns:
-            The next state, or None if more text is required to decide whether a tool call starts.
+            The next state, or None if more text is required.
         """
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        if match == NEED_MORE:  # Never at the end of the message, where no more text can follow.
-            return None
-        # No tool call starts here, or the message ends inside the start of a tool call. If the
-        # incomplete start contains a tag, as in `<tool_call>{`, it is removed. Without a tag, as in
-        # `{`, it may be content.
+        # The result is never NEED_MORE at the end of the message.
+        return None if match == NEED_MORE else self._leave_call_start()
+
+    def _leave_call_start(self) -> State:
+        """Write or remove the unread text, which is not the complete start of a tool call.
+
+            `<tool_call> is a tag`   The marker is content, because no tool call follows.
+            `<tool_call>{`           The message ends here. The incomplete tool call is removed,
+                                     because no client can use it.
+            `{`                      The message ends here. Text without a tag may be content.
+
+        Return the next state.
+        """
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
@@ -262,14 +267,13 @@ class CallReader:
         Example: in `<call>f{"a": 1}`, the text `<call>f` is read, up to `match.head.end`. It is
         stored as pending text, which is removed from the output when the tool call starts.
 
-        Returns:
-            The state CALL_BODY. If the header alone shows that the text is content, because the
-            request does not offer the function, the state after this content.
+        Return CALL_BODY, or the state after the header if the header already ends the tool call or
+        shows that it is content, for example because the request does not offer the function.
         """
         if match.variant.omits_marker:  # Such as `<function=f>` without `<tool_call>`.
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
-        self._begin_body(match)  # Creates the reader of the arguments.
+        self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
         # Some readers can start or reject a tool call without any text after the header. The parser
@@ -292,23 +296,24 @@ class CallReader:
 
         Examples after the marker `<tool_call>`:
 
-            `{"name": "f", "arguments": {}}`         The state becomes CALL_END.
-            `{"name": "f", "argu`                    None, because the body continues.
-            `{"name": "f", "arguments": {"a": [}}`   BROKEN_CALL: the arguments are not valid JSON.
-            `{"x": 1}`                               The text has no name, so it is content.
+            text                                     next state
+            `{"name": "f", "argu`                    None, because the body continues
+            `{"name": "f", "arguments": {}}`         CALL_END
+            `{"name": "f", "arguments": {"a": [}}`   BROKEN_CALL: the arguments are not valid JSON
+            `{"x": 1}`                               CONTENT: the text has no name
 
         Returns:
             The next state, or None if the body continues.
         """
-        call = self._call
-        outcome = call.read()
-        if outcome is None:
-            return None
-        if outcome is Outcome.ENDED:
-            return self._end_call(call.variant)
-        if outcome is Outcome.BROKEN:
-            return State.BROKEN_CALL
-        return self.treat_as_content(_NO_CALL)
+        match self._call.read():
+            case None:
+                return None
+            case Outcome.ENDED:
+                return self._end_call(self._call.variant)
+            case Outcome.BROKEN:
+                return State.BROKEN_CALL
+            case Outcome.NO_CALL:
+                return self.treat_as_content(_NO_CALL)
 
     def read_broken(self) -> State | None:
         """Read the rest of the invalid arguments, up to the next marker.
@@ -317,7 +322,7 @@ class CallReader:
         valid, and `x}` is the rest. Return the next state, or None if the marker has not arrived.
         """
         call = self._call
-        has_ended = call.read_broken()
+        has_ended = call.write_broken()
         return self._end_call(call.variant) if has_ended else None
 
     def _end_call(self, variant: CompiledCall) -> State:
@@ -358,19 +363,19 @@ class CallReader:
             The next state, or None if more text is required.
         """
         buffer = self._buffer
-        # If superfluous brackets precede the marker, as in `}</call>`, the match includes them.
-        match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
-        if match is None:  # The unread text does not start with a marker or a part of a marker.
-            next_state = self._start_second_object()  # None if no second object follows.
-            return State.BETWEEN_CALLS if next_state is None else next_state
-        if isinstance(match, IncompleteMarker):
-            if not buffer.is_final:
-                return None  # The rest of the marker may still arrive.
-            # If the message ends before the first character of a marker, `prefix` is "".
-            return self.drop_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
-        self._text_writer.drop_markup(buffer.take_until(match.end))
-        self._closing_markers = match.later_markers
-        return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
+        match match_closing_marker(self._closing_markers, buffer.text, buffer.pos):
+            case ClosingMarker(end=end, later_markers=later_markers):
+                self._text_writer.drop_markup(buffer.take_until(end))
+                self._closing_markers = later_markers
+                return State.CALL_END if later_markers else State.BETWEEN_CALLS
+            case IncompleteMarker() if not buffer.is_final:
+                return None
+            case IncompleteMarker(prefix=""):  # The message ends before a marker.
+                return State.BETWEEN_CALLS
+            case IncompleteMarker():
+                return self.drop_incomplete_marker()
+            case None:
+                return self._start_second_object() or State.BETWEEN_CALLS
 
     def drop_incomplete_marker(self) -> State:
         """Remove the unread text, which is an incomplete marker such as `</tool_c`.
@@ -389,21 +394,16 @@ class CallReader:
         Returns:
             The state in which the second object is read, or None if there is no second object.
         """
-        call = self._call
-        if not call.variant.may_repeat_object:  # True for a JSON object between markers.
-            return None
-        # A second object must precede the closing marker, as in `<call>{..}{..}</call>`. After
-        # `</call>` has been read, `_closing_markers` is empty, so no second object can follow.
-        is_before_closing_marker = bool(self._closing_markers)
-        if not is_before_closing_marker:
-            return None
+        variant = self._call.variant
+        is_closed = not self._closing_markers  # After `</call>`, no second object can follow.
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
-        if not self._buffer.text.startswith("{", object_start):
+        is_object = self._buffer.text.startswith("{", object_start)
+        if is_closed or not is_object or not variant.may_repeat_object:
             return None
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
         # No marker directly precedes the second object, so it may be ordinary text. It is treated
         # as a tool call only if the request offers the function that it names.
-        return self._read_head(MatchedCall(call.variant, Head(object_start), is_confirmed=False))
+        return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
 
     # ---- the end of the text ---------------------------------------------------------------------
 
@@ -423,15 +423,11 @@ class CallReader:
             The next state.
         """
         call = self._call
-        has_ended_at_marker = call.end_at_marker_in_arguments()
-        if has_ended_at_marker:
+        if call.end_at_marker_in_arguments():
             return self._end_call(call.variant)
-        has_ended_incomplete_call = call.finish()
-        if has_ended_incomplete_call:
+        if call.finish():
             return State.CONTENT
-        # If the message ends inside the start of a tool call, as in `<call>{"na`, the text is
-        # removed. A text with a closing marker is not cut off, so it is content. A text without a
-        # tag, such as `{"na`, may be ordinary JSON, so it is content, too.
+        # No tool call has started. A text without a tag, such as `{"na`, may be ordinary JSON.
         is_start_cut_off = call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()

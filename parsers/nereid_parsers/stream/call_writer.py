@@ -103,17 +103,11 @@ class CallWriter:
         self._events = events
         self._new_id = new_id
         # The state of the message.
-        self.is_open = False  # Whether a tool call has started and not ended.
-        self.last_index = -1  # The index of the last tool call with events, or -1.
-        self.num_started = 0  # The number of tool calls, including discarded tool calls.
-        # The number of times that `cut_arguments_at` has removed text from stored arguments. The
-        # parser reads the removed text again, so this number is limited to keep the parsing time
-        # linear.
-        self._num_cuts = 0
-        # Descriptions of deviations from the model's usual syntax, such as a missing marker. If a
-        # tool call is open, they are returned in its end event. Otherwise they are returned in the
-        # end event of the next tool call.
-        self._deviations: list[str] = []
+        self.is_open = False
+        self.last_index = -1
+        self.num_started = 0
+        self._num_cuts = 0  # How often `cut_arguments_at` has removed text, see `_MAX_CUTS`.
+        self._deviations: list[str] = []  # See `add_deviation`.
 
     def add_deviation(self, deviation: str) -> None:
         """Store a description of how a tool call deviates from the model's usual syntax.
@@ -126,11 +120,14 @@ class CallWriter:
             self._deviations.append(deviation)
 
     def clear_deviations(self) -> None:
-        """Delete the stored descriptions of deviations. The described text is not a tool call."""
+        """Delete the stored descriptions of deviations, because their tool call has ended."""
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a call of the tool `name` and return True. If the text is content, return False.
+
+        The policy may discard a call of an unknown function. The call then starts, but no events
+        are appended for it.
 
         Args:
             name: The name of the function.
@@ -141,16 +138,14 @@ class CallWriter:
         Returns:
             False if the text is content. The caller must then write the text as content.
         """
-        # Depending on the policy, a call of an unknown function is forwarded, discarded or treated
-        # as content.
         treatment = self._treatment_of(name, is_confirmed=is_confirmed)
         if treatment is UnknownTool.CONTENT:
             return False
         self.is_open = True
         self.num_started += 1
-        is_discarded = treatment is UnknownTool.DROP  # No events are appended for this call.
-        # Removes a superfluous outer object: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
-        wrapper_filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
+        is_discarded = treatment is UnknownTool.DROP
+        is_never_wrapped = not may_be_wrapped(name, self.tools)
+        wrapper_filter = WrapperFilter(is_passing=is_never_wrapped)
         self._call = _StartedCall(name, call_id, is_discarded, wrapper_filter)
         if is_discarded:
             log.warning(
@@ -221,11 +216,12 @@ class CallWriter:
                 contains this description.
         """
         self.is_open = False
+        if self._call.is_discarded:
+            self.clear_deviations()
+            return
         if fault:
             self.add_deviation(fault)
-        if self._call.is_discarded:  # The request does not offer this function.
-            self._deviations = []
-        elif self.stores_arguments:  # No event has been appended yet.
+        if self.stores_arguments:  # No event has been appended yet.
             self._append_stored_call()
         else:  # `start` and `write` have appended the other events.
             self._append_last_events()
@@ -233,10 +229,8 @@ class CallWriter:
     def _append_last_events(self) -> None:
         """Append the last events of a tool call. The earlier events have already been appended.
 
-        `write` has passed the arguments through `wrapper_filter`. This filter stores arguments such
-        as `{"arguments": {"a": 1}}` until the tool call ends, because only the complete text shows
-        whether the outer object is superfluous. If it is superfluous, the appended arguments are
-        `{"a": 1}`. If the model has written no arguments, the appended arguments are `{}`.
+        The `wrapper_filter` may still store the arguments. Example: if `{"arguments": {"a": 1}}` is
+        stored, `{"a": 1}` is appended. If the model has written no arguments, `{}` is appended.
         """
         stored = self._call.wrapper_filter.finish()  # `stored.text` is "" if nothing is stored.
         if stored.is_unwrapped:
@@ -253,7 +247,7 @@ class CallWriter:
         """
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
-        self._deviations = []
+        self.clear_deviations()
 
     def _append_stored_call(self) -> None:
         """Append all events of a tool call whose stored arguments are complete.
@@ -274,9 +268,7 @@ class CallWriter:
             log.warning(
                 "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
             )
-            # `_append_end` usually deletes the descriptions of deviations, but this method is not
-            # called for a discarded tool call. Therefore the descriptions are deleted here.
-            self._deviations = []
+            self.clear_deviations()
             return
         self._append_start()
         self._append_arguments(model_text if json_object is None else json_object)
@@ -320,9 +312,7 @@ class CallWriter:
         `write('{"a": "1}</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and
         the stored arguments are `{"a": "1}`.
 
-        Return None if the stored arguments do not contain `marker`, or if no arguments are stored.
-        Also return None after `_MAX_CUTS` removals in one message, because each removal increases
-        the parsing time.
+        Return None if no stored arguments contain `marker`, or after `_MAX_CUTS` removals.
         """
         has_stored_arguments = self.is_open and self.stores_arguments
         if not has_stored_arguments or self._num_cuts == _MAX_CUTS:
@@ -334,12 +324,13 @@ class CallWriter:
         self._call.stored_arguments = [before]
         return found_marker + after
 
-    def renumbered_events_of_open_call(self, events: list[Event]) -> list[Event]:
+    def renumbered_open_call(self, events: list[Event]) -> list[Event]:
         """Copy the events of the open tool call, and set the index of each copy to 0.
 
-        Example: if `events` describe a call of `f` and the start of a call of `g`, as in
-        `f(a=1), g(b=`, the result contains the events of `g`. The result is empty if no event of an
-        open tool call has been appended yet. `events` is not changed.
+        `events` are the events of the prompt, which ends inside this tool call. The client does not
+        receive the earlier tool calls of the prompt, so the open tool call gets the first index, 0.
+        Example: if the prompt ends with `f(a=1), g(b=`, the result contains the events of `g`. The
+        result is empty if no event of an open tool call has been appended yet.
         """
         if not self._has_events_of_open_call():
             return []

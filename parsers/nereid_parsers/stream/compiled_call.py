@@ -51,7 +51,7 @@ class CompiledCall:
         closing_markers: The parts of the closing marker, such as `</function>` and `</tool_call>`.
         may_repeat_object: Whether an opening and a closing marker enclose one JSON object. A model
             may then write several objects between the markers: `<call>{..}{..}</call>`.
-        end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
+        markers_after_broken: A lexer that finds the marker after arguments that are not valid JSON.
     """
 
     def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
@@ -67,23 +67,19 @@ class CompiledCall:
         # or the start of the header (`<f=`) if the format declares no opening marker.
         self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
-        self.closing_markers = marker_parts(call.close)  # Such as `</f>` and `</call>`.
-        # A model may write several objects between one pair of markers: `<call>{..}{..}</call>`.
+        self.closing_markers = marker_parts(call.close)
         has_both_markers = bool(call.open.strip() and self.closing_markers)
         self.may_repeat_object = has_both_markers and isinstance(call.body, JsonObject)
-        # Finds the marker after invalid arguments. The arguments end before this marker.
-        self.end_of_broken = Lexer(_markers_after_call(call, section))
+        self.markers_after_broken = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         # The template of a tool call's id, such as `functions.{name}:{number}`. The values of the
         # fields come from the header.
         self._id_template = call.id
-        # This object matches arguments between tags, such as `<p=a>1</p>`. It is None if the format
-        # declares arguments without tags. The pattern of the header is passed, because a header
-        # after `</call>` shows that `</call>` is not a part of a value.
+        # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
         self._tags = _compile_tags(call, section, self._head_pattern)
-        # Tests whether a body can start after the header. If not, the header is ordinary text.
-        self._body_start_mismatch = (
+        # Compares the first visible characters of the body, see `body_start_mismatch`.
+        self._first_chars_mismatch = (
             self._tags.start_mismatch if self._tags else _compile_body_start(call).mismatch
         )
 
@@ -128,7 +124,7 @@ class CompiledCall:
         pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
             return NEED_MORE
-        return self._body_start_mismatch(text, pos, is_final)
+        return self._first_chars_mismatch(text, pos, is_final)
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Create the reader that parses the arguments of a tool call.
@@ -205,8 +201,7 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
     """If the arguments are enclosed in tags, as in `<p=city>Paris</p>`, compile these tags.
 
-    Return None if the format writes arguments in another way, for example as JSON. The comments
-    show the markers of this format: `<calls><call><f={name}>ARGUMENTS</f></call></calls>`.
+    Return None if the format writes arguments in another way, for example as JSON.
 
     Args:
         call: The declaration of the tool call.
@@ -215,21 +210,32 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     """
     if not isinstance(call.body, TaggedArguments):
         return None
-    close_parts = marker_parts(call.close)
-    # The arguments end at `</f>`, or, if the model has omitted `</f>`, at `</call>`, `</calls>` or
-    # `<call>`, which `_markers_after_call` returns.
-    stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
-    section_opens = (marker.strip() for marker in section.opens)  # `section.closes` is stripped.
-    # Any of these markers may stand between the last argument and the next `<call><f={name}>`:
-    # `</f>`, `</call>`, `</calls>`, `<calls>`. The list does not contain `<call>`, because `head`
-    # matches this marker.
-    markers_between_calls = (*close_parts, *section.closes, *section_opens)
     return CompiledTags(
         call.body,
         head,
-        stop_markers=tuple(dict.fromkeys(stop_markers)),
-        markers_between_calls=tuple(dict.fromkeys(markers_between_calls)),
+        stop_markers=_stop_markers(call, section),
+        markers_between_calls=_markers_between_calls(call, section),
     )
+
+
+def _stop_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
+    """Return the markers that end the arguments of a tool call.
+
+    Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
+    A model may omit this marker, so they may also end at `</call>`, `</calls>` or `<call>`.
+    """
+    first_close_part = marker_parts(call.close)[:1]  # Empty if there is no closing marker.
+    return tuple(dict.fromkeys((*first_close_part, *_markers_after_call(call, section))))
+
+
+def _markers_between_calls(call: Call, section: ToolSection) -> tuple[str, ...]:
+    """Return the markers between the arguments of a tool call and the next opening marker.
+
+    Example: the tool calls `<calls><call><f={name}>ARGUMENTS</f></call></calls>` give `</f>`,
+    `</call>`, `</calls>` and `<calls>`, because a model may close and open the outer element, too.
+    """
+    section_opens = [marker.strip() for marker in section.opens]  # `section.closes` is stripped.
+    return tuple(dict.fromkeys((*marker_parts(call.close), *section.closes, *section_opens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,22 +294,23 @@ def _first_char_regexes(call: Call) -> tuple[str, str]:
         body                               first character      second character
         `[{"name": "f", ..}]` or `[]`      `[`                  `{` or `]`
         `{"name": "f", "arguments": {}}`   `{`                  a quote or `}`
-        `[f(a=1)]`                         `[`                  a letter or `_`
         `f(a=1)`                           a letter or `_`      any
-        `{"a": 1}` after the header `f`    `{`                  any
+        `[f(a=1)]`                         `[`                  a letter or `_`
         `{"a": 1}` after `[CALL]f[ARGS]`   any, because only tool calls have such a header
+        `{"a": 1}` after the header `f`    `{`                  any
     """
-    body = call.body
-    if isinstance(body, PythonCalls):
-        name_start = r"[^\W\d]"  # A function's name starts with a letter or `_`.
-        return (re.escape(body.open), name_start) if body.open else (name_start, "")
-    if isinstance(body, JsonArray):
-        return r"\[", r"[{\]]"
-    if isinstance(body, JsonObject):
-        key_quote_or_end = """["'}]"""  # Some models write single quotes around keys.
-        return r"\{", key_quote_or_end
-    if isinstance(body, JsonArguments) and _header_proves_call(call):
-        return "", ""
+    name_start = r"[^\W\d]"
+    match call.body:
+        case JsonArray():
+            return r"\[", r"[{\]]"
+        case JsonObject():
+            return r"\{", """["'}]"""  # Some models write single quotes around keys.
+        case PythonCalls(open=""):
+            return name_start, ""
+        case PythonCalls(open=opening_bracket):
+            return re.escape(opening_bracket), name_start
+        case JsonArguments() if _header_proves_call(call):
+            return "", ""
     return r"\{", ""  # The arguments are an object, with quoted or unquoted keys.
 
 

@@ -167,7 +167,7 @@ class Machine:
         Args:
             events: All events of the text in the prompt.
         """
-        self._events += self._call_writer.renumbered_events_of_open_call(events)
+        self._events += self._call_writer.renumbered_open_call(events)
         self._call_writer.restart_numbering()
         if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
             self._reasoning_reader.write_opening_marker()

@@ -15,7 +15,7 @@ class Outcome(Enum):
     """The result of reading one tool call or one list of tool calls.
 
     ENDED    The tool call has ended. Closing markers may follow.
-    BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest of them.
+    BROKEN   The arguments are not valid JSON. `OpenCall.write_broken` writes the rest of them.
     NO_CALL  The text is not a tool call, so it is content.
     """
 
@@ -70,97 +70,74 @@ class OpenCall:
             buffer: The buffer whose unread text starts with the body.
             text: The writer that classifies the text of the tool call for the trace.
         """
-        self.variant = match.variant  # The declaration of the tool call, with its closing markers.
-        self._is_confirmed = match.is_confirmed  # Whether a marker shows that this is a tool call.
+        self.variant = match.variant
+        self._is_confirmed = match.is_confirmed
         self._body_reader = body
         self._buffer = buffer
         self._text_writer = text
         self._call_writer = body.writer
-        # Whether `end_at_marker_in_arguments` may put the last part of the arguments back into the
-        # buffer, so that the parser reads this part again. This is possible only if the CallWriter
-        # stores the arguments, because an appended event cannot be changed.
+        # Whether `end_at_marker_in_arguments` may put a part of the arguments back into the buffer.
+        # An appended event cannot be withdrawn, so the CallWriter must store the arguments.
         self._may_reread_arguments = body.writer.stores_arguments
 
     def read(self) -> Outcome | None:
         """Read the next part of the tool call or of the list of tool calls.
 
-        The body reader parses the part, and passes the name and the arguments to the CallWriter,
-        which appends the events. Example: of the body `{"name": "f", "arguments": {}}`, the part
-        `{"name": "f", ` has arrived. The part is read, and the result is None.
+        The body reader parses the part, and passes the name and the arguments to the CallWriter.
+        The text of the part is then passed to the TextWriter, as text of a tool call, or as pending
+        text if it may still be content. Examples of parts of one body:
+
+            `{"na`                        pending text, because no tool call has started
+            `me": "f", "arguments": {`    text of the tool call, which has started and is open
+            `}}`                          text of the tool call, which has ended
 
         Returns:
             The outcome, or None if the body has not ended.
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
-        was_call_open = self._call_writer.is_open  # The part may end this open tool call.
-        part_start = buffer.pos
-        buffer.pos = self._body_reader.read(buffer.text, part_start)
-        # Pass the text that has just been read to the TextWriter. If a tool call has started, the
-        # text belongs to this tool call. Otherwise the text is pending text, which becomes content
-        # if no tool call starts.
-        self._classify_part(part_start, was_call_open)
+        was_call_open = self._call_writer.is_open
+        start = buffer.pos
+        buffer.pos = self._body_reader.read(buffer.text, start)
+        if self._call_writer.is_open:
+            self._accept_call_text(buffer.text[start : buffer.pos])
+        elif was_call_open or self._has_call_ended():
+            self._pass_ended_call(start)
+        else:  # No tool call has started, so the text may be content.
+            self._text_writer.store_pending(buffer.text[start : buffer.pos])
         return None if self._body_reader.status is MORE else self._leave_body()
 
-    def _classify_part(self, part_start: int, was_call_open: bool) -> None:
-        """Classify the text just read, either as a part of a tool call or as possible content.
-
-        The text is `buffer.text[part_start : buffer.pos]`. Text that may still be content becomes
-        pending text. Examples of parts of one body:
-
-            `{"na`                        pending text, because no tool call has started
-            `me": "f", "arguments": {`    a part of the tool call, which has started and is open
-            `}}`                          a part of the tool call, which has ended
-
-        Args:
-            part_start: The position at which the part starts in the buffer.
-            was_call_open: Whether a tool call was open before the part was read.
-        """
-        part = self._buffer.text[part_start : self._buffer.pos]
-        if self._call_writer.is_open:
-            self._text_writer.accept_call_text(part, may_be_reread=self._may_reread_arguments)
-        elif was_call_open or self._has_call_ended():
-            # A tool call has ended in this part of the text. It started in an earlier part or in
-            # this part.
-            self._classify_ended_call(part_start)
-        else:  # No tool call has started.
-            self._text_writer.store_pending(part)
-
     def _has_call_ended(self) -> bool:
-        """Return whether a tool call has ended in the text that has just been read.
+        """Return whether a tool call has ended in the part of the body that has just been read.
 
-        The result is True if the whole body has ended, or if a member of a list of tool calls has
-        ended. Example: the part `{"name": "f", "arguments": {}}, ` ends a member of a list.
+        Example: the part `[{"name": "f", "arguments": {}}, ` contains a complete tool call.
         """
         has_body_ended = self._body_reader.status is DONE
-        # The body reader sets `last_call_end` to None before it reads a part. If `last_call_end` is
-        # not None, a tool call of the list has ended in the part that has just been read.
-        has_list_item_ended = self._body_reader.last_call_end is not None
-        return has_body_ended or has_list_item_ended
+        has_list_member_ended = self._body_reader.last_call_end is not None
+        return has_body_ended or has_list_member_ended
 
-    def _classify_ended_call(self, part_start: int) -> None:
-        """Classify the text from `part_start` to `buffer.pos`, in which a tool call has ended.
+    def _accept_call_text(self, text: str) -> None:
+        """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
+        self._text_writer.accept_call_text(text, may_be_reread=self._may_reread_arguments)
 
-        In a list of tool calls, text may follow the end of the tool call. This text is pending text
-        until it is certain that another tool call starts. Examples:
+    def _pass_ended_call(self, part_start: int) -> None:
+        """Pass the part of the body in which a tool call has ended to the TextWriter.
 
-            part            tool call   pending text
-            ` 1}}`          ` 1}}`      none
-            ` 1}}, {"na`    ` 1}}`      `, {"na`
+        The part starts at `part_start`, and ends at the position of the buffer. In a list of tool
+        calls, text may follow the ended tool call. This text becomes pending text, because it is
+        not certain that another tool call follows. Examples:
+
+            part            text of the tool call   pending text
+            ` 1}}`          ` 1}}`                  none
+            ` 1}}, {"na`    ` 1}}`                  `, {"na`
         """
-        part_end = self._buffer.pos  # The body reader has just read the part.
-        call_end = self._body_reader.last_call_end
-        if call_end is None:  # The body is not a list, so the whole part belongs to the tool call.
-            call_end = part_end
-        call_text = self._buffer.text[part_start:call_end]
-        text_after_call = self._buffer.text[call_end:part_end]
-        # If `may_be_reread` is true, the trace first stores the pieces of the tool call, because
-        # the parser may read them again. `end_traced_call` passes all stored pieces to the trace
-        # function.
-        self._text_writer.accept_call_text(call_text, may_be_reread=self._may_reread_arguments)
+        text, part_end = self._buffer.text, self._buffer.pos
+        last_call_end = self._body_reader.last_call_end  # None if the body is not a list.
+        call_end = part_end if last_call_end is None else last_call_end
+        self._accept_call_text(text[part_start:call_end])
         self._text_writer.end_traced_call()
-        if text_after_call:
-            self._text_writer.store_pending(text_after_call)
+        if call_end < part_end:
+            self._text_writer.store_pending(text[call_end:part_end])
 
     def _leave_body(self) -> Outcome:
         """Stop reading a tool call, because it is complete or not valid. Return the outcome.
@@ -178,49 +155,40 @@ class OpenCall:
                 self._text_writer.drop_pending()
             return Outcome.ENDED
         # The body is not valid.
-        has_call_started = self._call_writer.is_open
-        if not has_call_started:
+        if not self._call_writer.is_open:
             return Outcome.NO_CALL  # The caller writes the pending text as content.
-        if self._body_reader.writes_model_text:
-            # The arguments are the model's unchanged text. If a quote is missing, as in
-            # `{"a": "x}</call>`, the closing marker was read as a part of the arguments. The tool
-            # call then ends before this marker. If there is no such marker, `read_broken` copies
-            # the rest of the arguments.
-            return Outcome.ENDED if self.end_at_marker_in_arguments() else Outcome.BROKEN
-        # The body reader has created the JSON text of the arguments, so it can also complete this
-        # JSON text, for example with closing brackets.
-        self._body_reader.end_invalid_call()
-        return Outcome.ENDED
+        if not self._body_reader.writes_model_text:
+            # The body reader has created the JSON text of the arguments, so it can also complete
+            # this JSON text, for example with closing brackets.
+            self._body_reader.end_invalid_call()
+            return Outcome.ENDED
+        has_ended = self.end_at_marker_in_arguments()
+        return Outcome.ENDED if has_ended else Outcome.BROKEN
 
     def end_at_marker_in_arguments(self) -> bool:
-        """If the arguments contain a closing marker of the tool call, end the call at this marker.
-
-        This is possible only while the arguments are stored, because an event cannot be withdrawn.
+        """End the tool call before the first closing marker in its stored arguments.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
-        `</call> Hi` is put back into the buffer, so that the parser reads it again: `</call>` as a
-        marker, and ` Hi` as content.
+        `</call> Hi` is put back into the buffer, so that the parser reads it again.
 
         Returns:
-            Whether the tool call has ended. False if no stored arguments contain the marker.
+            Whether the tool call has ended. False if the arguments are not stored, or do not
+            contain the marker, or are not the model's unchanged text.
         """
         closing_markers = self.variant.closing_markers
-        # If `writes_model_text` is false, the stored arguments are JSON that the body reader has
-        # created. The parser cannot read this JSON again, because the model wrote a different text.
         if not closing_markers or not self._body_reader.writes_model_text:
             return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
-        text_from_marker = self._call_writer.cut_arguments_at(first_tag)
-        if text_from_marker is None:
+        text_to_reread = self._call_writer.cut_arguments_at(first_tag)
+        if text_to_reread is None:
             return False
-        # The trace function must not receive the removed text as a part of the tool call.
-        self._text_writer.shorten_traced_call(len(text_from_marker))
-        self._buffer.push_back(text_from_marker)
+        self._text_writer.shorten_traced_call(len(text_to_reread))
+        self._buffer.push_back(text_to_reread)
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
 
-    def read_broken(self) -> bool:
+    def write_broken(self) -> bool:
         """Write the rest of invalid arguments unchanged, up to the next marker.
 
         Example: in `{"a": [1}</tool_call>`, `]` is missing. The arguments up to `[1` have been
@@ -230,14 +198,12 @@ class OpenCall:
         Returns:
             Whether the tool call has ended, because a marker was found.
         """
-        arguments_end, marker = self.variant.end_of_broken.find(self._buffer)
+        arguments_end, marker = self.variant.markers_after_broken.find(self._buffer)
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)
-            # If `may_be_reread` is true, the trace appends this piece to the stored pieces of the
-            # tool call.
-            self._text_writer.accept_call_text(piece, may_be_reread=self._may_reread_arguments)
-        if not marker:  # The text contains no complete marker.
+            self._accept_call_text(piece)
+        if not marker:
             return False
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
@@ -285,12 +251,10 @@ class OpenCall:
         Args:
             section_closes: The markers that close the list of all tool calls, such as `</calls>`.
         """
-        has_marker = self._is_confirmed
-        if not self._text_writer.pending_text or not has_marker:
-            return False
         text = self._text_writer.pending_text
         closing_markers = (*self.variant.closing_markers, *section_closes)
-        return not any(marker in text for marker in closing_markers)
+        is_closed = any(marker in text for marker in closing_markers)
+        return self._is_confirmed and bool(text) and not is_closed
 
     def finish_broken(self) -> None:
         """At the end of the message, end an open tool call whose arguments are not valid JSON."""

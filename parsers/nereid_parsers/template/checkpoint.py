@@ -89,11 +89,11 @@ def format_for_checkpoint(
         text = dataclasses.replace(text, template=chat_template)
     file_format = _format_of_files(text)
     if reasoning is not None:
-        chosen = get_format(reasoning=reasoning)
-        return _combine_with_files(chosen, reasoning, file_format, _replace_reasoning)
+        named = get_format(reasoning=reasoning)
+        return _combine_with_files(named, reasoning, file_format, _replace_reasoning)
     if tools is not None:
-        chosen = get_format(tools=tools)
-        return _combine_with_files(chosen, tools, file_format, _replace_tools)
+        named = get_format(tools=tools)
+        return _combine_with_files(named, tools, file_format, _replace_tools)
     return file_format
 
 
@@ -113,39 +113,35 @@ def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
 
 
 def _combine_with_files(
-    chosen: Format,
-    chosen_name: str,
+    named: Format,
+    name: str,
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Combine the format that the user chose with the format in the files of the checkpoint.
+    """Combine a format that the user named with the format in the files of the checkpoint.
 
-    Example: if the user chose a format only for reasoning, the files of the checkpoint determine
-    how tool calls are written.
+    Example: if the user named a format only for reasoning, the files of the checkpoint determine
+    how tool calls are written. Only formats whose layout is `Sections` can be combined, because the
+    layout `Messages` has no separate parts. If a layout is `Messages`, the result is `named`.
 
     Args:
-        chosen: The format that the user chose.
-        chosen_name: The name under which the user chose the format. The result contains the name in
-            a sentence for the user.
+        named: The registered format.
+        name: The name of this format, as the user wrote it.
         file_format: The format from the files of the checkpoint.
-        combine_sections: The function that combines the layouts of `chosen` and of `file_format`.
+        combine_sections: The function that combines the layouts of `named` and of `file_format`.
     """
-    why_chosen = f"The user chose the format {chosen_name!r}."
+    why_named = f"The user chose the format {name!r}."
     from_files = file_format.format
-    # A layout is either `Sections`, which has separate parts for reasoning, content and tool calls,
-    # or `Messages`, which has no such parts.
-    if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
+    if not isinstance(named.layout, Sections) or not isinstance(from_files.layout, Sections):
         why_whole = "It is used completely, because formats of this kind cannot be combined."
-        return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
-    sections = combine_sections(chosen.layout, from_files.layout)
-    why = f"{why_chosen} The source of the other parts: {file_format.why}"
-    combined = _join_formats(chosen, from_files, sections)
-    # The result contains the analysis of the chat template, because some parts of the combined
-    # format may come from this analysis.
+        return ChosenFormat(named, "chosen", f"{why_named} {why_whole}")
+    sections = combine_sections(named.layout, from_files.layout)
+    combined = _join_formats(named, from_files, sections)
+    why = f"{why_named} The source of the other parts: {file_format.why}"
     return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
-def _join_formats(chosen: Format, from_files: Format, sections: Sections) -> Format:
+def _join_formats(named: Format, from_files: Format, sections: Sections) -> Format:
     """Join the names, end markers and sources of two formats, and use `sections` as the layout.
 
     The end markers (`ends`) are the texts that the parser removes because they end a turn. The
@@ -153,44 +149,44 @@ def _join_formats(chosen: Format, from_files: Format, sections: Sections) -> For
     checkpoint writes them.
 
     Args:
-        chosen: The format that the user chose by its name.
+        named: The registered format that the user named.
         from_files: The format from the files of the checkpoint.
         sections: The combined layout of the two formats, which declares the reasoning, the content
             and the tool calls.
     """
     return Format(
-        f"{chosen.name}+{from_files.name}",
+        f"{named.name}+{from_files.name}",
         sections,
-        ends=(*chosen.ends, *from_files.ends),
+        ends=(*named.ends, *from_files.ends),
         turn=from_files.turn,
-        sources=(*chosen.sources, *from_files.sources),
+        sources=(*named.sources, *from_files.sources),
     )
 
 
-def _replace_reasoning(chosen: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` with the reasoning markers of `chosen`.
+def _replace_reasoning(named: Sections, from_files: Sections) -> Sections:
+    """Return a copy of `from_files` with the reasoning markers of `named`.
 
-    If `chosen` also declares markers around the content or a tool section, the result contains
-    these markers or this tool section.
+    If `named` also declares markers around the content or a tool section, the result contains these
+    markers or this tool section.
     """
     return Sections(
-        reasoning=chosen.reasoning,
-        content=chosen.content or from_files.content,
-        tools=chosen.tools or from_files.tools,
+        reasoning=named.reasoning,
+        content=named.content or from_files.content,
+        tools=named.tools or from_files.tools,
     )
 
 
-def _replace_tools(chosen: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` with the description of tool calls from `chosen`.
+def _replace_tools(named: Sections, from_files: Sections) -> Sections:
+    """Return a copy of `from_files` with the description of tool calls from `named`.
 
-    If `chosen` also declares markers around the content, the result contains these markers. The
-    reasoning part of `chosen` is used only if the files declare no reasoning, because the user did
+    If `named` also declares markers around the content, the result contains these markers. The
+    reasoning part of `named` is used only if the files declare no reasoning, because the user did
     not choose this part.
     """
     return Sections(
-        reasoning=from_files.reasoning or chosen.reasoning,
-        content=chosen.content or from_files.content,
-        tools=chosen.tools or from_files.tools,
+        reasoning=from_files.reasoning or named.reasoning,
+        content=named.content or from_files.content,
+        tools=named.tools or from_files.tools,
     )
 
 

@@ -78,12 +78,11 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
         sources, or a list of objects with a name and a source. None if there are no templates.
 
     Raises:
-        FormatError: chat_template.json is not a valid JSON file, or a file is too long.
+        FormatError: chat_template.json is not a valid JSON file, even if it is not used, or a file
+            is too long.
     """
-    # chat_template.json is read even if .jinja files are used instead of it. Therefore, a malformed
-    # chat_template.json always raises FormatError.
-    json_file = _read_json(path / "chat_template.json")  # {} if there is no such file
     jinja_templates = _read_jinja_templates(path)
+    json_file = _read_json(path / "chat_template.json")  # {} if there is no such file.
     if jinja_templates:
         return jinja_templates
     if "chat_template" in json_file:

@@ -56,13 +56,12 @@ _WRONG_ARGUMENTS = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command `template` to `parser`.
 
-    Mutates: `parser`. The options that `parser` returns have the attribute `run`, the function that
-    runs the command.
+    `parser.parse_args()` then returns options with the attribute `run`, the function that runs the
+    command.
     """
     parser.description = _DESCRIPTION
     # `template inspect FILE` and `template FILE` run the same command. A subparser would require
-    # the word "inspect". Therefore, the word is read as one of the positional arguments, and `run`
-    # removes it.
+    # the word "inspect". Therefore, the word is a positional argument, which `run` removes.
     parser.add_argument(
         "words",
         nargs="+",
@@ -87,14 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the report on a template or a checkpoint, and return the exit status of the command.
 
-    The report contains samples, which are rendered messages that were parsed to check the format.
-    The status is 0 if all samples were parsed correctly, 1 if a sample was parsed wrongly, and 2 if
-    the arguments are wrong.
+    The status is 0 if all sample messages of the report were parsed correctly, 1 if a sample was
+    parsed wrongly, and 2 if the arguments are wrong.
 
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.
     """
-    # Remove the optional word "inspect" from the arguments. At least one path remains.
     paths = _without_inspect(options.words)
     if len(paths) > 1:
         sys.stderr.write(

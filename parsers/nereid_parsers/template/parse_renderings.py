@@ -108,10 +108,10 @@ class _AnswerRenderer:
 
         The prompt is the rendered conversation without the answer. Example: the prompt is
         "..<|assistant|>", and the whole conversation is rendered as
-        "..<|assistant|>Hello.<|end|>". The model would generate "Hello.". Return None if the
+        "..<|assistant|>Hello.<|end|>". The model would generate "Hello.". The texts contain real
+        numbers and ids of tool calls, instead of the placeholders of the prober. Return None if the
         template does not render the prompt or the answer.
         """
-        # The template ends the prompt with the text that opens an answer, such as `<|assistant|>`.
         without_answer = replace(conversation, answer=None, generation_prompt=True)
         prompt = self.turn.prober.render(without_answer)
         if prompt is None:
@@ -119,8 +119,6 @@ class _AnswerRenderer:
         answer = self._text_after_prompt(conversation, prompt)
         if answer is None:
             return None
-        # The prober has replaced the numbers and ids of tool calls with placeholders, so that
-        # renderings can be compared. The parser needs real numbers and ids.
         return _RenderedAnswer(restore_numbers_and_ids(prompt), restore_numbers_and_ids(answer))
 
     def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
@@ -128,8 +126,7 @@ class _AnswerRenderer:
 
         Example: the prompt is "..<|assistant|><think>", and the rendered answer is
         "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
-        rendered answer is "<|assistant|>Hello.<|end|>", which closes no reasoning, the result is
-        "</think>Hello.", because a model would first close the reasoning.
+        answer does not close reasoning that the prompt opens, the result starts with `</think>`.
 
         Args:
             conversation: The conversation with the answer.
@@ -138,16 +135,13 @@ class _AnswerRenderer:
         Returns:
             The text, or None if the template does not render the answer after the prompt.
         """
-        # The following methods also remove the markers that end the answer, such as `<|end|>`.
         if conversation.after_tool_result:
             # After a tool's result, some templates write no header before the answer. Therefore,
             # the answer is found by comparing the rendering with the prompt.
             answer = self._answer_to_result(conversation, prompt)
         else:
             answer = self._answer_to_question(conversation, prompt)
-        if answer is None:
-            return None
-        if self.reasoning is None:  # The model writes no reasoning.
+        if answer is None or self.reasoning is None:
             return answer
         return _close_open_reasoning(answer, prompt, self.reasoning)
 
@@ -155,30 +149,32 @@ class _AnswerRenderer:
         """Render the answer to a question. Return the part that a model would write after `prompt`.
 
         Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
-        "..<|assistant|><think>Hm.</think>Hello.". The result is "Hm.</think>Hello.". If the prompt
-        already ends with the closing marker `</think>`, the result does not repeat this marker.
+        "..<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
+        prompt already ends with the closing marker `</think>`, the result does not repeat this
+        marker.
 
         Return None if the template fails to render the conversation.
         """
         answer = self.turn.generated_text(conversation)  # Without the header and the end markers.
         if answer is None:
             return None
-        prompt_end = prompt_after_header(prompt, self.turn.header).strip()  # such as "<think>"
-        rest_of_answer = _drop_prompt_end(answer, prompt_end)
-        if self.reasoning is None:  # The model writes no reasoning.
-            return rest_of_answer
-        return _drop_repeated_closing(rest_of_answer, prompt_end, self.reasoning.close.strip())
+        prompt_end = prompt_after_header(prompt, self.turn.header).strip()  # Such as "<think>".
+        answer = _drop_prompt_end(answer, prompt_end)
+        if self.reasoning is not None:
+            answer = _drop_repeated_closing(answer, prompt_end, self.reasoning.close.strip())
+        return answer
 
     def _answer_to_result(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a tool's result, without the markers that end the answer.
+        """Render the answer to a tool's result. Return the part after `prompt`.
 
-        Example: the prompt is "..RESULT<|assistant|>", and the conversation is rendered as
+        The markers that end the answer are removed. Example: the prompt is
+        "..RESULT<|assistant|>", and the conversation is rendered as
         "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT". Return None if the prompt
         does not contain the tool's result, or if the rendered conversation does not start with the
         prompt.
         """
-        rendering = self.turn.prober.render(conversation) or ""
-        if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
+        rendering = self.turn.prober.render(conversation)
+        if rendering is None or RESULT_TEXT not in prompt or not rendering.startswith(prompt):
             return None
         answer = rendering.removeprefix(prompt)
         # Most templates write the same markup, for example "<|end|>\n", after an answer and after a
@@ -225,18 +221,18 @@ def _conversations(
             several tool calls, or content before a tool call.
     """
     content = AssistantMessage(CONTENT_TEXT)
-    has_calls = tools.form != NO_CALLS  # `form` is the syntax of the calls, such as "JSON".
+    # The format of tool calls may be unknown (NO_CALLS) although the template renders tool calls.
+    is_call_format_known = tools.form != NO_CALLS
     yield "content", Conversation(content)
     if reasoning.conversation is not None:
         yield "reasoning", reasoning.conversation
-    if has_calls:
-        # The name is a constant, because `checked_format` searches for this proof by its name.
+    if is_call_format_known:
         yield ONE_CALL_PROOF, conversation_with_calls(*ONE_CALL)
     if tools.is_parallel:
         yield "two calls", conversation_with_calls(*TWO_CALLS)
     if tools.with_content:
         yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    if has_calls:  # A tool's result follows a tool call, so this conversation contains a call, too.
+    if is_call_format_known:
         yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 
@@ -268,8 +264,9 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
     'Hello.'
 
     Args:
-        answer: The rendered answer, without the text that opens an answer.
-        prompt_end: The end of the prompt, without the text that opens an answer.
+        answer: The rendered answer, which starts after `prompt_end`. White space at its start is
+            removed, too, because it belongs to the closing marker.
+        prompt_end: The text after the header at the end of the prompt.
         closing: The closing marker of reasoning, without white space around it.
     """
     if not prompt_end.endswith(closing):
@@ -280,23 +277,20 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
     """If the prompt opens reasoning that the answer does not close, prepend the closing marker.
 
-    If a prompt ends with `<think>`, and the rendered answer contains no reasoning, a model would
-    first write the closing marker:
+    A model would write this marker, because the reasoning must end before the content:
 
     >>> _close_open_reasoning("Hello.", "<|assistant|><think>", Reasoning("<think>", "</think>"))
     '</think>Hello.'
 
     Args:
-        text: The rendered answer. If it already contains the closing marker, it is returned
-            unchanged.
-        prompt: The rendered prompt. If the prompt does not end with the opening marker of
-            reasoning, `text` is returned unchanged.
-        reasoning: The markers of reasoning.
+        text: The rendered answer.
+        prompt: The rendered prompt. It opens reasoning if it ends with the opening marker.
+        reasoning: The markers of reasoning. White space around the markers is ignored, because
+            templates vary this white space.
     """
     is_open = prompt.rstrip().endswith(reasoning.open.strip())
-    if is_open and reasoning.close.strip() not in text:
-        return reasoning.close + text
-    return text
+    is_closed_by_answer = reasoning.close.strip() in text
+    return reasoning.close + text if is_open and not is_closed_by_answer else text
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:

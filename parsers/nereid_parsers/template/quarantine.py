@@ -55,20 +55,19 @@ def writes_recipient_lines(source: str) -> bool:
     Example: ">>>all\nHello" is content, because its recipient is `all`. The message
     ">>>get_weather\n{..}" is a tool call, because its recipient is a function.
 
-    The two known templates of this kind are recognised by words in their source, because their
-    renderings do not show the format. Any other template with these words is recognised, too.
+    The two known templates of this kind are recognised by strings in their source, because their
+    renderings do not show the format. Any other template with these strings is recognised, too.
 
     Args:
         source: The source of the template.
     """
-    # One template joins two strings: `'>>>' ~ 'all'`.
-    joined_source = source.replace("' ~ '", "")
-    joins_prefix_and_recipient = ">>>all" in joined_source
-    # The other template writes `>>>` and a string that starts with `all`, such as 'all\n', in
-    # separate expressions. Only the word "recipient" shows that `all` is a recipient.
+    # One template writes `>>>all` in one expression: `'>>>' ~ 'all'`.
+    writes_one_expression = ">>>all" in source.replace("' ~ '", "")
+    # The other template writes `>>>` and a string that starts with `all`, such as 'all\n', in two
+    # expressions. The word "recipient" shows that `all` is a recipient.
     words = (">>>", "'all", "recipient")
-    writes_prefix_and_recipient_separately = all(word in source for word in words)
-    return joins_prefix_and_recipient or writes_prefix_and_recipient_separately
+    writes_two_expressions = all(word in source for word in words)
+    return writes_one_expression or writes_two_expressions
 
 
 def _harmony_layout() -> Messages:

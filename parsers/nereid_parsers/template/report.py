@@ -150,15 +150,9 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
             messages of the analysis as samples. None if the format has another source.
     """
     proofs = analysis.proofs if analysis is not None else ()
-    first_prompt = proofs[0].prompt if proofs else None
-    return Report(
-        title,
-        why,
-        fmt,
-        analysis=analysis,
-        samples=tuple(_parse_sample(fmt, proof) for proof in proofs),
-        constraint=_constraint_text(fmt, first_prompt),
-    )
+    first_prompt = next((proof.prompt for proof in proofs), None)
+    samples = tuple(_parse_sample(fmt, proof) for proof in proofs)
+    return Report(title, why, fmt, analysis, samples, _constraint_text(fmt, first_prompt))
 
 
 def _parse_sample(fmt: Format, proof: Proof) -> Sample:
@@ -173,18 +167,17 @@ def _parse_sample(fmt: Format, proof: Proof) -> Sample:
         proof: The rendered message with its prompt. The analysis has already recorded which parts
             of the message are parsed wrongly.
     """
-    spans: list[tuple[str, str]] = []
+    pieces: list[tuple[str, str]] = []
 
-    def add_span(kind: str, text: str) -> None:
-        spans.append((kind, text))
+    def add_piece(kind: str, text: str) -> None:
+        """Store a small piece of the message. The parser calls this function for each piece."""
+        pieces.append((kind, text))
 
-    parser = StreamParser(fmt, tools=TOOLS, prompt=proof.prompt, trace=add_span)
-    parser.feed(proof.text)  # The parser calls `add_span` for each piece of the message.
+    parser = StreamParser(fmt, tools=TOOLS, prompt=proof.prompt, trace=add_piece)
+    parser.feed(proof.text)
     parser.finish()
     prompt_end = proof.prompt[-PROMPT_END_CHARS:]
-    # The parser returns the message in small pieces. Adjacent pieces of one kind are joined.
-    joined_spans = tuple(_join_spans(spans))
-    return Sample(proof.name, prompt_end, spans=joined_spans, differs=proof.differs)
+    return Sample(proof.name, prompt_end, tuple(_join_spans(pieces)), differs=proof.differs)
 
 
 def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -224,15 +217,15 @@ def _constraint_text(fmt: Format, prompt: str | None) -> str:
 
 def report_text(report: Report, paint: Paint = no_colour) -> str:
     """Return the report as text for a terminal. The function `paint` adds the colours."""
-    return "\n".join(_report_lines(report, paint)) + "\n"
+    sections = (section for section in _sections(report, paint) if section)
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
 
 
-def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
-    """Yield the lines of the whole report.
+def _sections(report: Report, paint: Paint) -> Iterator[list[str]]:
+    """Yield the lines of each section of the report. A section may be empty.
 
-    The sections of the report are the title, the comparisons, the format, the parsed messages, the
-    questions that the analysis could not decide, and the constraint of a tool call. An empty line
-    follows each section except the last.
+    The sections are the title, the comparisons, the supported features, the format, the parsed
+    messages, the questions that the analysis could not decide, and the constraint of a tool call.
 
     Args:
         report: The contents of the report.
@@ -240,39 +233,30 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
     """
     analysis = report.analysis
     if report.title:
-        yield paint("title", report.title)
-        yield report.why
-        yield ""
-    # `_analysis_lines` and `_section_lines` also yield the empty line after a section.
+        yield [paint("title", report.title), report.why]
     if analysis is not None:
-        yield from _analysis_lines(analysis, paint)
-    yield from _section_lines("Format", part_lines(report.format), paint)
-    for sample in report.samples:
-        yield from _sample_lines(sample, paint)
-    yield ""
+        yield _comparison_section(analysis, paint)
+        rows = [f"{name:20} {value}" for name, value in supports_rows(analysis)]
+        yield _section("What the template supports", rows, paint)
+    yield _section("Format", part_lines(report.format), paint)
+    yield [line for sample in report.samples for line in _sample_lines(sample, paint)]
     if analysis is not None and analysis.undecided:
         sentences = [paint("problem", sentence) for sentence in analysis.undecided]
-        yield from _section_lines("Not decided", sentences, paint)
-    yield paint("title", "Constraint of a required call")
-    yield from _indented(report.constraint.splitlines())
+        yield _section("Not decided", sentences, paint)
+    yield _section("Constraint of a required call", report.constraint.splitlines(), paint)
 
 
-def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
-    """Yield the lines about all comparisons, and a table of the features of a template."""
-    yield paint("title", "Comparisons")
-    yield from _indented(_COMPARISONS_EXPLAINED)
+def _comparison_section(analysis: TemplateAnalysis, paint: Paint) -> list[str]:
+    """Return the lines about all comparisons of renderings."""
+    lines = _section("Comparisons", _COMPARISONS_EXPLAINED, paint)
     for comparison in analysis.comparisons:
-        yield from _comparison_lines(comparison, paint)
-    yield ""
-    rows = [f"{name:20} {value}" for name, value in supports_rows(analysis)]
-    yield from _section_lines("What the template supports", rows, paint)
+        lines += _comparison_lines(comparison, paint)
+    return lines
 
 
-def _section_lines(title: str, lines: Iterable[str], paint: Paint) -> Iterator[str]:
-    """Yield a title, the indented `lines` and an empty line."""
-    yield paint("title", title)
-    yield from _indented(lines)
-    yield ""
+def _section(title: str, lines: Iterable[str], paint: Paint) -> list[str]:
+    """Return a title and the indented `lines`."""
+    return [paint("title", title), *_indented(lines)]
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
@@ -315,16 +299,17 @@ def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterat
     Each line contains the differing text, with at most CONTEXT_CHARS characters before and after
     it. If the renderings are equal, nothing is yielded.
 
-    >>> list(difference_lines(Comparison("T", "", "<a>yes</a>", "<a>no</a>", "")))
+    >>> comparison = Comparison("T", "", left="<a>yes</a>", right="<a>no</a>", finding="")
+    >>> list(difference_lines(comparison))
     ['- <a>yes</a>', '+ <a>no</a>']
     """
     if comparison.left == comparison.right:
         return
-    difference = comparison.parts()
-    before = paint("markup", _on_one_line(difference.prefix[-CONTEXT_CHARS:]))
-    after = paint("markup", _on_one_line(difference.suffix[:CONTEXT_CHARS]))
-    yield f"- {before}{paint('removed', _on_one_line(difference.left))}{after}"
-    yield f"+ {before}{paint('added', _on_one_line(difference.right))}{after}"
+    prefix, removed, added, suffix = comparison.parts()
+    before = paint("markup", _on_one_line(prefix[-CONTEXT_CHARS:]))
+    after = paint("markup", _on_one_line(suffix[:CONTEXT_CHARS]))
+    yield f"- {before}{paint('removed', _on_one_line(removed))}{after}"
+    yield f"+ {before}{paint('added', _on_one_line(added))}{after}"
 
 
 def _on_one_line(text: str) -> str:

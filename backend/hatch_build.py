@@ -31,28 +31,50 @@ _FLAGS = ("-mtune=generic", "-fopenmp")
 class PrecompiledKernels(BuildHookInterface):
     """Adds the folder `precompiled` with the libraries to the wheel."""
 
+    _build_folder: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the kernels for the usual instruction sets, unless the package is editable."""
+        """Compile the kernels for the usual instruction sets, and add the libraries to the wheel.
+
+        Do nothing if the package is editable, or if the machine is not a Linux machine on x86-64.
+
+        Args:
+            version: the kind of the build. "editable" installs the source folder itself.
+            build_data: the description of the wheel. The member `force_include` maps each
+                additional file to its path in the wheel. Mutated.
+        """
         if version == "editable" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             return
-        folder = Path(self.root) / _FOLDER
-        kernels = _load(folder / "compile_kernels.py")
-        instruction_sets = _load(folder / "instruction_sets.py").INSTRUCTION_SETS
-        target = Path(tempfile.mkdtemp())
+        compile_kernels = _load(Path(self.root) / _FOLDER / "compile_kernels.py")
+        self._build_folder = tempfile.TemporaryDirectory()
         try:
-            compiler = kernels.find_compiler()
-            for one in instruction_sets:
-                if one.name in _INSTRUCTION_SETS:
-                    path = target / f"{one.name}.so"
-                    kernels.compile_library(compiler, [*one.flags, *_FLAGS], [], path)
-                    wanted = _FOLDER / "precompiled" / path.name
-                    build_data["force_include"][str(path)] = str(wanted)
-        except kernels.KernelBuildError as error:
+            libraries = self._compile_libraries(compile_kernels, Path(self._build_folder.name))
+        except compile_kernels.KernelBuildError as error:
             self.app.display_warning(f"The wheel contains no CPU kernels, because {error}.")
-            build_data["force_include"].clear()
             return
+        for library in libraries:
+            path_in_wheel = _FOLDER / "precompiled" / library.name
+            build_data["force_include"][str(library)] = str(path_in_wheel)
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-linux_x86_64"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Delete the compiled libraries after hatchling has copied them into the wheel."""
+        if self._build_folder is not None:
+            self._build_folder.cleanup()
+
+    def _compile_libraries(self, compile_kernels: ModuleType, target: Path) -> list[Path]:
+        """Compile a library for each of the usual instruction sets into the folder `target`."""
+        instruction_sets = _load(Path(self.root) / _FOLDER / "instruction_sets.py").INSTRUCTION_SETS
+        compiler = compile_kernels.find_compiler()
+        libraries = []
+        for instruction_set in instruction_sets:
+            if instruction_set.name in _INSTRUCTION_SETS:
+                library = target / f"{instruction_set.name}.so"
+                flags = [*instruction_set.flags, *_FLAGS]
+                compile_kernels.compile_library(compiler, flags, libraries=[], path=library)
+                libraries.append(library)
+        return libraries
 
 
 def _load(path: Path) -> ModuleType:

@@ -103,22 +103,22 @@ class DecodeGroup:
         the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11, and 0 for others.
         """
         lens = self.lens[:, None]  # [num_decodes, 1], the lengths of the sequences
-        first_positions = _first_visible(lens - 1, window)
-        blocks, first_blocks = self._blocks_in_window(first_positions, window)
+        first_visible = _first_visible(lens - 1, window)
+        blocks, first_block_indices = self._blocks_in_window(first_visible, window)
         num_read_tokens = blocks.shape[1] * self.block_size
         offsets = torch.arange(num_read_tokens, device=blocks.device)
         # For each token in `blocks`, its position in the sequence, [num_decodes, num_read_tokens].
-        positions = first_blocks * self.block_size + offsets
+        positions = first_block_indices * self.block_size + offsets
         is_hidden = positions >= lens
         if not window.is_full:
-            is_hidden |= positions < first_positions
+            is_hidden |= positions < first_visible
         # The bias is the same for all heads, and each decode has only one query. Therefore, the
         # dimensions for heads and queries have size 1.
         bias = hiding_bias(is_hidden)[:, None, None, :]
         return VisibleBlocks(blocks, bias)
 
     def _blocks_in_window(
-        self, first_positions: Tensor, window: LayerWindow
+        self, first_visible: Tensor, window: LayerWindow
     ) -> tuple[Tensor, Tensor]:
         """Return the part of each decode's block table that overlaps the attention window.
 
@@ -127,7 +127,7 @@ class DecodeGroup:
         is the blocks [3, 6] and the index 1, at which these blocks begin in the block table.
 
         Args:
-            first_positions: [num_decodes, 1], the first position to which each decode attends.
+            first_visible: [num_decodes, 1], the first position to which each decode attends.
             window: the attention window.
 
         Returns:
@@ -135,23 +135,17 @@ class DecodeGroup:
             block table of each decode, [num_decodes, 1].
         """
         table_width = self.blocks.shape[1]
-        max_blocks = table_width
-        max_window_tokens = window.limit  # None if each token attends to all earlier tokens
-        if max_window_tokens is not None:
-            # The window overlaps the largest number of blocks if its first token is the last token
-            # of a block.
-            max_blocks = 1 + math.ceil((max_window_tokens - 1) / self.block_size)
-        if max_blocks >= table_width:
-            return self.blocks, torch.zeros_like(first_positions)  # the whole block tables
-        first_blocks = first_positions // self.block_size
-        # The columns to return from each decode's block table, [num_decodes, max_blocks].
-        indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
-        # If the window starts near the end of the block table, the last indices are too large.
-        # Replace them with the index of the last column. The result then contains the block of this
-        # column several times. The copies have no effect, because `_compute_visible` hides all
-        # positions after the end of the sequence.
-        indices.clamp_(max=table_width - 1)
-        return self.blocks.gather(1, indices), first_blocks
+        width = _max_blocks_in_window(window, self.block_size)
+        if width is None or width >= table_width:
+            return self.blocks, torch.zeros_like(first_visible)  # the whole block tables
+        first_block_indices = first_visible // self.block_size
+        # The columns to return from each decode's block table, [num_decodes, width].
+        columns = first_block_indices + torch.arange(width, device=self.blocks.device)
+        # If the window starts near the end of the block table, the last columns do not exist. Their
+        # blocks would contain positions after the end of the sequence, which `_compute_visible`
+        # hides. Therefore, any block can be returned for these columns.
+        columns.clamp_(max=table_width - 1)
+        return self.blocks.gather(1, columns), first_block_indices
 
 
 @dataclass(slots=True)
@@ -238,3 +232,14 @@ def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
         chunk_starts = positions - positions % window.chunk
         first = torch.maximum(first, chunk_starts)
     return first
+
+
+def _max_blocks_in_window(window: LayerWindow, block_size: int) -> int | None:
+    """Return the largest number of blocks that an attention window can overlap.
+
+    The result is None if each token attends to all earlier tokens. Example: blocks and the window
+    have 4 tokens each. A window that starts at the last token of a block overlaps 2 blocks.
+    """
+    if window.limit is None:
+        return None
+    return 1 + math.ceil((window.limit - 1) / block_size)

@@ -71,69 +71,71 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
     return KVCache
 
 
-def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
+def stored_type(cache_class: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
     Examples: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers. CpuKVCache and
     "fp8" give Float8KVCache, whose attention the reference implementation computes in plain torch.
 
     Args:
-        kind: the class for unrounded keys and values.
+        cache_class: the class of KV cache that stores unrounded keys and values.
         kv_cache_dtype: the value of the setting: "auto", "int8" or "fp8".
     """
     if kv_cache_dtype == "auto":
-        return kind
-    if kv_cache_dtype == "fp8" and issubclass(kind, cpu_attention.CpuKVCache):
+        return cache_class
+    if kv_cache_dtype == "fp8" and issubclass(cache_class, cpu_attention.CpuKVCache):
         logger.warning(
             "Attention runs without CPU kernels and is several times slower, because the CPU "
             "kernels do not support kv_cache_dtype=fp8. Set kv_cache_dtype=int8."
         )
-    # The keys of `_STORED_TYPES` are the cache classes that store unrounded numbers. `kind` may be
-    # a subclass of one of these classes.
-    unrounded_type = _first_superclass(kind, _STORED_TYPES)
+    # The keys of `_STORED_TYPES` are the cache classes that store unrounded numbers. `cache_class`
+    # may be a subclass of one of these classes.
+    unrounded_type = _first_superclass(cache_class, _STORED_TYPES)
     return _STORED_TYPES[unrounded_type][kv_cache_dtype]
 
 
 def tested_type(
-    kind: type[KVCache],
+    cache_class: type[KVCache],
     layers: Sequence[LayerSpec],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> type[KVCache]:
-    """Return `kind`, or the reference implementation's cache class if the GPU kernels fail a test.
+    """Test the GPU kernels. Return `cache_class`, or the reference's class if a test fails.
 
     The test computes one attention layer of each kind with the kernels and with the reference
     implementation (plain torch). If the results differ, log a warning and return the class for the
-    reference implementation. If `kind` is not a class for the GPU kernels, return `kind` without a
-    test.
+    reference implementation.
 
     Args:
-        kind: the class of the KV cache.
+        cache_class: the class of the KV cache. If it is not a class for the GPU kernels, it is
+            returned without a test.
         layers: the attention layers of the model.
         block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the device of the cache.
     """
-    if not issubclass(kind, gpu_attention.GpuKVCache) or device.type != "cuda":
-        return kind
+    if not issubclass(cache_class, gpu_attention.GpuKVCache) or device.type != "cuda":
+        return cache_class
     distinct_layers = dict.fromkeys(layers)  # Most layers of a model have equal properties.
     for spec in distinct_layers:
         # `why_unusable` is cached, so its arguments must be hashable. The type checker wrongly
-        # reports that `kind`, a class, is not hashable.
-        reason = gpu_check.why_unusable(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
+        # reports that `cache_class`, a class, is not hashable.
+        reason = gpu_check.why_unusable(cache_class, spec, block_size, dtype, device)  # type: ignore[arg-type]
         if reason is not None:
             logger.warning(_NO_GPU_KERNELS, reason)
-            return _first_superclass(kind, _REFERENCE_TYPES)
-    return kind
+            return _first_superclass(cache_class, _REFERENCE_TYPES)
+    return cache_class
 
 
-def _first_superclass(kind: type[KVCache], candidates: Iterable[type[KVCache]]) -> type[KVCache]:
-    """Return the first class in `candidates` that is `kind` or a base class of `kind`."""
+def _first_superclass(
+    cache_class: type[KVCache], candidates: Iterable[type[KVCache]]
+) -> type[KVCache]:
+    """Return the first of the `candidates` that is `cache_class` or one of its base classes."""
     for candidate in candidates:
-        if issubclass(kind, candidate):
+        if issubclass(cache_class, candidate):
             return candidate
-    raise AssertionError(f"{kind.__name__} inherits from none of the expected classes.")
+    raise AssertionError(f"{cache_class.__name__} inherits from none of the expected classes.")
 
 
 def attend(
@@ -218,14 +220,10 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
         out: [num_tokens, num_heads, value_dim]. Mutated.
     """
     if isinstance(cache, gpu_attention.GpuKVCache):
-        only_in_cache = None  # in place of the step's key and value, which are only in the cache
-        gpu_attention.attend_stored(
-            query, only_in_cache, layer, cache, batch, scale=scale, sinks=sinks, out=out
-        )
+        gpu_attention.attend_stored(query, layer, cache, batch, scale=scale, sinks=sinks, out=out)
         return
-    # Because the key and the value are None, the reference implementation reads all keys and values
-    # from the cache.
-    inputs = (query, None, None)
+    key = value = None  # The reference implementation reads them from the cache.
+    inputs = (query, key, value)
     out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 
 
@@ -277,19 +275,19 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
 
 @functools.cache
 def _fastest_backends(
-    kind: type[gpu_attention.GpuKVCache],
+    cache_class: type[gpu_attention.GpuKVCache],
     layers: tuple[LayerSpec, ...],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChosenBackends:
     """Call `fastest_backends`, and cache the result for later calls with the same arguments."""
-    return fastest_backends(kind, layers, block_size, dtype, device)
+    return fastest_backends(cache_class, layers, block_size, dtype, device)
 
 
-def attention_name(kind: type[KVCache]) -> str:
+def attention_name(cache_class: type[KVCache]) -> str:
     """Return the name of the attention implementation that belongs to a KV cache class."""
-    return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
+    return next(_NAMES[base] for base in cache_class.__mro__ if base in _NAMES)
 
 
 def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -109,7 +109,7 @@ class PagedForward:
         self._layers = layers
         # An iterator over the indices of the layers. The n-th attention call of the forward pass
         # takes the n-th index.
-        self._layer_numbers = iter(range(len(layers)))
+        self._layer_indices = iter(range(len(layers)))
         self._cache = cache
         self._batches = (batch, *batch.other_groups)
 
@@ -135,18 +135,18 @@ class PagedForward:
         `AttentionForward` documents the arguments and the result. The n-th call in a forward pass
         belongs to the n-th layer.
         """
-        number = next(self._layer_numbers, None)
-        if number is None:
+        layer_index = next(self._layer_indices, None)
+        if layer_index is None:
             raise EngineError(
                 f"The model made more than {len(self._layers)} attention calls in one forward "
                 f"pass. When it was loaded, a forward pass made {len(self._layers)} calls."
             )
         scale = scale_of(module, query, kwargs)
-        return self.attend(number, query, key, value, scale, sinks_of(kwargs))
+        return self.attend(layer_index, query, key, value, scale, sinks_of(kwargs))
 
     def attend(
         self,
-        number: int,
+        layer_index: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -158,7 +158,7 @@ class PagedForward:
         `AttentionForward` documents the shapes.
 
         Args:
-            number: the index of the layer.
+            layer_index: the index of the layer.
             query: the queries of the step.
             key: the keys of the step.
             value: the values of the step.
@@ -167,9 +167,9 @@ class PagedForward:
         """
         # The first dimension of the tensors is the batch, and its size is always 1.
         inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
-        layer = (number, self._layers[number])
-        # The groups of layers have different blocks, and therefore different metadata.
-        batch = self._batches[self._cache.group_of[number]]
+        layer = (layer_index, self._layers[layer_index])
+        # Each group of layers has its own blocks, and therefore its own metadata.
+        batch = self._batches[self._cache.group_of[layer_index]]
         out = choose_backend.attend(inputs, layer, self._cache, batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)
 

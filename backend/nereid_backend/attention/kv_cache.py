@@ -13,8 +13,10 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec, single_group
 class KVCache:
     """The tensors that contain the keys and values of all blocks.
 
-    A block belongs to one group of layers (`LayerGroups`). Layers with the same place in different
-    groups share one tensor, because layers of different groups never share a block.
+    A sequence has its own blocks for each group of layers (`LayerGroups`). The place of a layer is
+    its number in its group. Layers of different groups never use the same block, so layers with the
+    same place share one tensor. Example: layers 0 and 2 form group 0, and layers 1 and 3 form group
+    1. Layers 0 and 1 have place 0, and layers 2 and 3 have place 1.
 
     Token `t` of a sequence is stored in the block `block_table[t // block_size]`. The slot of the
     token is `block * block_size + t % block_size`.
@@ -50,12 +52,8 @@ class KVCache:
             block_size: the number of tokens in one block.
             dtype: the data type of keys and values.
             device: the device of the cache.
-            groups: the group and the place of each layer; None if all layers form one group. A
-                sequence has its own blocks for each group, and the layers of a group are numbered:
-                the number of a layer in its group is its place. Example: layers 0 and 2 form group
-                0, and layers 1 and 3 form group 1. Layers 0 and 1 have place 0, and layers 2 and 3
-                have place 1. Layers with the same place share one tensor, because they never use
-                the same block. They must have the same number of heads and the same head sizes.
+            groups: the group and the place of each layer; None if all layers form one group. Layers
+                with the same place must have the same number of heads and the same head sizes.
         """
         groups = groups or single_group(layers)
         self.group_of = [group for group, _ in groups.places]
@@ -173,8 +171,8 @@ class KVCache:
         """
         # A bytearray is used, because torch warns if the memory of a tensor is read-only.
         joined = bytearray().join(contents)
-        content_rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1)
-        content_rows = content_rows.to(self.device)
+        all_bytes = torch.frombuffer(joined, dtype=torch.uint8).to(self.device)
+        content_rows = all_bytes.view(len(blocks), -1)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         # Each row of `content_rows` contains the bytes of one block: first the bytes of the first
         # tensor, then the bytes of the second tensor, and so on.
@@ -182,8 +180,8 @@ class KVCache:
         block_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
         parts = torch.split(content_rows, block_bytes, dim=1)
         for tensor, part in zip(tensors, parts, strict=True):
-            new_blocks = part.contiguous().view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
-            tensor.index_copy_(0, index, new_blocks)
+            numbers = part.contiguous().view(tensor.dtype)  # the bytes as numbers of the tensor
+            tensor.index_copy_(0, index, numbers.view(len(blocks), *tensor.shape[1:]))
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill the blocks `blocks` of this cache with zeros.
@@ -224,8 +222,8 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
     """Return the indices of the cache rows that belong to the given blocks.
 
-    If a tensor of the cache is viewed as a matrix [..., block_size * dim], a row contains the keys
-    or values of one head in one block. Each block has one row for each head.
+    A row contains the keys or values of one head in one block. A tensor of the cache can be viewed
+    as a matrix of such rows, [num_blocks * num_heads, block_size * dim].
 
     Args:
         blocks: [num_seqs, n] int64.

@@ -20,8 +20,8 @@ from nereid_backend.attention.layers import LayerSpec
 _MAX_SCORES = 2**25
 _MAX_SLICE_QUERIES = 64
 
-# The type of a tuple with the query, key and value of a step. The key and the value are None if
-# they are read from the cache.
+# The query, key and value of a step. The key and the value are None if the caller no longer has
+# them. They are then read from the cache.
 StepInputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -41,8 +41,8 @@ def attend(
 
     Args:
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
-            key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the caller no longer has
-            the key and the value, it passes None, and they are read from the cache.
+            key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the key and the value are
+            None, they are read from the cache.
         layer: the index of the layer in the cache, and the properties of the layer.
         cache: the KV cache, which already contains the keys and values of this step.
         batch: the metadata of the step. The step has at least one token.
@@ -179,11 +179,11 @@ def _attend_prefill(
         sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
     """
     query, key, value = inputs
-    # torch's fused attention supports no softcap and no sinks. In bfloat16 on a CPU, it is slow:
-    # batched matrix products compute the same attention in one half to two thirds of the time.
-    is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    can_use_fused = spec.softcap is None and sinks is None
-    if can_use_fused and not is_slow:
+    # In bfloat16 on a CPU, batched matrix products compute the attention in one half to two thirds
+    # of the time that torch's fused attention takes.
+    is_fused_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    supports_fused = spec.softcap is None and sinks is None
+    if supports_fused and not is_fused_slow:
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -212,10 +212,20 @@ def _attend_in_query_slices(
 ) -> Tensor:
     """Compute the attention of several new tokens, a few queries at a time, to save memory.
 
-    `mask` is True if a query attends to a key. `_attend_prefill` documents the other arguments and
-    the result. Example: there are 100 queries, and a slice can have 40 queries. The slices contain
-    the queries 0 to 39, 40 to 79 and 80 to 99. If no tokens are cached, the first slice reads only
-    the keys 0 to 39.
+    Example: there are 100 queries, and a slice can have 40 queries. The slices contain the queries
+    0 to 39, 40 to 79 and 80 to 99. If no tokens are cached, the first slice reads only the keys 0
+    to 39.
+
+    Args:
+        inputs: the query [1, num_heads, q, key_dim], the key [1, num_kv_heads, k, key_dim] and the
+            value [1, num_kv_heads, k, value_dim], for q new tokens and k tokens of the sequence.
+        mask: [q, k] bool, True if the new token attends to the token of the sequence.
+        spec: the properties of the layer.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
+
+    Returns:
+        [1, num_heads, q, value_dim].
     """
     query, key, value = inputs
     num_queries = query.shape[2]
@@ -260,7 +270,8 @@ def _attend_stepwise(
     num_seqs, num_heads, num_queries, key_dim = query.shape
     _, num_kv_heads, num_keys, _ = key.shape
     # The queries of all heads that share a key head become the rows of one matrix, so that one
-    # matrix product computes the scores of these heads.
+    # matrix product computes the scores of these heads. The shape of `grouped_query` is [n,
+    # num_kv_heads, heads_per_kv_head * q, key_dim].
     grouped_query = query.reshape(num_seqs, num_kv_heads, -1, key_dim)
     scores = (grouped_query @ key.transpose(2, 3)).float().mul_(scale)
     scores = scores.view(num_seqs, num_heads, num_queries, num_keys)

@@ -55,11 +55,11 @@ class ScaledKVCache(KVCache):
             device=device,
             groups=groups,
         )
+        # The constructor of the base class has set `dtype` to `stored_dtype`, but `gather` returns
+        # restored vectors.
         self.dtype = dtype
-        # The place of a layer is its number in its group of layers. All layers with the same place
-        # share one tensor. Create one tensor for each place, and then assign the tensors to the
-        # layers. Each tensor has one additional block: the null block, which has the number
-        # `num_blocks` and always contains zeros.
+        # Layers that share a tensor of keys also share a tensor of factors. The null block has the
+        # number `num_blocks`.
         shapes = [
             (num_blocks + 1, layers[index].num_kv_heads, block_size)
             for index in self._first_layer_of_each_place()

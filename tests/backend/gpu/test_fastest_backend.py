@@ -129,15 +129,17 @@ def test_sdpa_of_prompts_equals_the_reference(monkeypatch):
     assert choose([backend], [2.0, 1.0]) == {(SPEC, Situation.PROMPT): backend}
 
 
-def paged_attention(query, key, value, cu_q, cu_k, max_q, max_k, **options):
+def paged_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
     """What torch documents about varlen_attn with a block table, computed by definition."""
-    assert cu_k is None
-    assert cu_q.dtype == options["seqused_k"].dtype == options["block_table"].dtype == torch.int32
+    assert cu_seq_k is None
+    assert (
+        cu_seq_q.dtype == options["seqused_k"].dtype == options["block_table"].dtype == torch.int32
+    )
     left, right = options["window_size"]
     assert right == 0
     parts = []
     for number, length in enumerate(options["seqused_k"].tolist()):
-        rows = query[cu_q[number] : cu_q[number + 1]]
+        rows = query[cu_seq_q[number] : cu_seq_q[number + 1]]
         assert len(rows) <= max_q
         assert length <= max_k
         blocks = options["block_table"][number].long()

@@ -26,25 +26,25 @@ def large_tiles(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_that_are_right_pass(kind, device):
-    assert gpu_check.check(kind, ODD, 16, torch.float32, device) < 1e-4
+    assert gpu_check.check_kernels(kind, ODD, 16, torch.float32, device) < 1e-4
 
 
 def test_kernels_that_are_right_pass_in_half_precision(device):
-    assert 1e-4 < gpu_check.check(GpuKVCache, PLAIN, 5, torch.bfloat16, device) < 0.015
+    assert 1e-4 < gpu_check.check_kernels(GpuKVCache, PLAIN, 5, torch.bfloat16, device) < 0.015
 
 
 def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monkeypatch):
     launched = []
-    plain = decode_splits.split
+    plain = decode_splits.split_size_and_count
 
     def noted(*arguments):
         launched.append(plain(*arguments))
         return launched[-1]
 
-    monkeypatch.setattr(decode_splits, "split", noted)
+    monkeypatch.setattr(decode_splits, "split_size_and_count", noted)
     # As on a data-centre GPU.
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
-    gpu_check.check(GpuKVCache, PLAIN, 16, torch.float32, device)
+    gpu_check.check_kernels(GpuKVCache, PLAIN, 16, torch.float32, device)
     (_, num_parts), *_ = launched
     assert num_parts > 1
     # A tile of keys that all tokens of a chunk see.
@@ -80,7 +80,7 @@ def break_part(name, monkeypatch):
 def test_kernels_that_are_wrong_are_noticed(name, kind, device, monkeypatch):
     break_part(name, monkeypatch)
     with pytest.raises(gpu_check.KernelError, match=r"differ|stored other keys"):
-        gpu_check.check(kind, PLAIN, 16, torch.float32, device)
+        gpu_check.check_kernels(kind, PLAIN, 16, torch.float32, device)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
@@ -93,7 +93,7 @@ def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
 
     monkeypatch.setattr(gpu_attention, "decode", odd)
     with pytest.raises(gpu_check.KernelError, match="nan"):
-        gpu_check.check(GpuKVCache, PLAIN, 16, torch.float32, device)
+        gpu_check.check_kernels(GpuKVCache, PLAIN, 16, torch.float32, device)
 
 
 @pytest.mark.parametrize(

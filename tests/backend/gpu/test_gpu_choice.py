@@ -70,22 +70,31 @@ def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability
 
 def test_few_long_sequences_are_cut_into_parts_and_many_are_not(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
-    tokens, parts = decode_splits.split(rows_of((1, 32768)), LayerWindow(), 8, 64, CPU)
+    tokens, parts = decode_splits.split_size_and_count(
+        rows_of((1, 32768)), LayerWindow(), 8, 64, CPU
+    )
     assert parts > 30
     assert tokens * parts >= 32768
-    assert decode_splits.split(rows_of((256, 1024)), LayerWindow(), 8, 64, CPU)[1] <= 2
+    assert (
+        decode_splits.split_size_and_count(rows_of((256, 1024)), LayerWindow(), 8, 64, CPU)[1] <= 2
+    )
 
 
 def test_a_window_bounds_the_number_of_parts(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
-    tokens, parts = decode_splits.split(rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU)
+    tokens, parts = decode_splits.split_size_and_count(
+        rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU
+    )
     # The window's first token may lie anywhere in its tile.
     assert 512 + 64 <= tokens * parts <= 1024
 
 
 def test_a_sequence_never_has_more_parts_than_the_reduction_takes(monkeypatch):
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 10_000)
-    assert decode_splits.split(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1] <= 128
+    assert (
+        decode_splits.split_size_and_count(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1]
+        <= 128
+    )
 
 
 def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():

@@ -46,8 +46,7 @@ TENSORS = {
         "longest",
         "sequences",
         "tiles",
-        "key",
-        "value",
+        *("new_keys", "new_values", "cached_keys", "cached_values"),
     ),
     *("slots", "logits", "raw", "settings", "token_ids", "logprobs", "has_allowed"),
 }

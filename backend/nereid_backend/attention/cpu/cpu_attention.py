@@ -214,6 +214,7 @@ class CpuKVCache(KVCache):
         transposed_keys = keys.view(-1, key_dim, block_size)
         block_and_head = rows // block_size
         token_in_block = rows % block_size
+        # A key is a column of its matrix. `index_copy_` writes only whole rows.
         transposed_keys[block_and_head, :, token_in_block] = key.reshape(-1, key_dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
@@ -221,9 +222,9 @@ class CpuKVCache(KVCache):
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of sequences from cache blocks into contiguous tensors.
 
-        `rows` is [num_seqs, num_kv_heads, num_blocks] int64. It contains the index of each block's
-        head in a cache tensor that is viewed as [num_blocks * num_kv_heads, ...]. The index is
-        block * num_kv_heads + head.
+        A row of a cache tensor contains the keys or values of one head in one block. The index of
+        the row is block * num_kv_heads + head. `rows` is [num_seqs, num_kv_heads, num_blocks] int64
+        and contains the indices of the rows to copy.
 
         Returns:
             The keys, [num_seqs, num_kv_heads, num_tokens, key_dim], and the values,
@@ -234,10 +235,12 @@ class CpuKVCache(KVCache):
         value_dim = self.values[layer].shape[3]
         num_tokens = num_blocks * block_size
         flat_rows = rows.reshape(-1)
-        # In the cache, the keys are transposed within each block, [key_dim, block_size].
+        # In the cache, the keys of a row are transposed, [key_dim, block_size]. The transposition
+        # gives [num_seqs, num_heads, num_blocks, block_size, key_dim].
         keys = self.keys[layer].view(-1, key_dim, block_size).index_select(0, flat_rows)
         keys = keys.view(num_seqs, num_heads, num_blocks, key_dim, block_size).transpose(3, 4)
         keys = keys.reshape(num_seqs, num_heads, num_tokens, key_dim)
+        # The values of a row are stored in the order of the result, [block_size, value_dim].
         values = self.values[layer].view(-1, block_size * value_dim).index_select(0, flat_rows)
         return keys, values.view(num_seqs, num_heads, num_tokens, value_dim)
 

@@ -169,11 +169,13 @@ def _openmp_path() -> str | None:
     loaded_paths: list[str] = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
     # torch uses the libgomp in its own folders (torch/ and torch.libs/). If there is none, torch
     # uses the libgomp of the system. A libgomp in the folder of another Python package is ignored.
-    packages = str(Path(torch.__file__).parent.parent)
-    torch_folders = (f"{packages}/torch/", f"{packages}/torch.")
-    torch_paths = [path for path in loaded_paths if path.startswith(torch_folders)]
-    system_paths = [path for path in loaded_paths if not path.startswith(packages)]
-    return next(iter(torch_paths + system_paths), None)
+    packages = Path(torch.__file__).parent.parent
+    for folder in (packages / "torch", packages / "torch.libs"):
+        for path in loaded_paths:
+            if Path(path).is_relative_to(folder):
+                return path
+    system_paths = (path for path in loaded_paths if not Path(path).is_relative_to(packages))
+    return next(system_paths, None)
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:

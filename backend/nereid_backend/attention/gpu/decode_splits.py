@@ -26,8 +26,8 @@ _MIN_TILES = 2
 # has few tokens, the number of programs is smaller.
 _PROGRAMS_PER_PROCESSOR = 4
 # A kernel launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a
-# launch for a single step, because the graph is also used for steps in which one sequence is much
-# longer than the others.
+# launch for a single step. The graph is also used for steps in which one sequence is much longer
+# than the others, and only the programs of this sequence keep the GPU busy.
 _CAPTURED_FACTOR = 2
 # In a CUDA graph, the keys of each sequence are divided into at least `_MIN_CAPTURED_SPLITS` splits
 # if the longest sequence is long enough. A program whose split contains no keys ends immediately.
@@ -36,8 +36,8 @@ _MIN_CAPTURED_SPLITS = 4
 _SIMULATED_PROCESSORS = 4
 
 
-def split(
-    rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
+def split_size_and_count(
+    rows: DecodeRows, window: LayerWindow, programs_per_split: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
     """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
@@ -50,8 +50,8 @@ def split(
         rows: the decodes (sequences with one new token). Only the bounds of their lengths are used:
             one pair (number of sequences, largest length) for each group of decodes.
         window: the attention window of the layer.
-        num_programs: the number of programs for one split of one sequence. Each of these programs
-            computes different heads.
+        programs_per_split: the number of programs for one split of one sequence. Each of these
+            programs computes different heads.
         tile: the number of keys in a tile.
         device: the device of the step.
     """
@@ -61,11 +61,14 @@ def split(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # Each split is read by `num_programs` programs, which compute different heads. If a split has
-    # `tokens_by_occupancy` tokens, the launch has about `wanted_programs` programs.
-    tokens_by_occupancy = divide_up(num_tokens * num_programs, wanted_programs)
-    tokens_by_max_splits = divide_up(longest, MAX_SPLITS)
-    min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
+    # There are three lower bounds for the number of tokens in a split. With smaller splits, the
+    # launch would have more than `wanted_programs` programs, the longest sequence would have more
+    # than `MAX_SPLITS` splits, or a split would have fewer than `_MIN_TILES` tiles.
+    min_tokens = max(
+        divide_up(num_tokens * programs_per_split, wanted_programs),
+        divide_up(longest, MAX_SPLITS),
+        _MIN_TILES * tile,
+    )
     # Round `min_tokens` up to `tile` times a power of two. Few numbers have this form, so different
     # steps usually use the same number of tokens in a split.
     split_tokens = tile * next_power_of_two(divide_up(min_tokens, tile))
@@ -73,7 +76,7 @@ def split(
 
 
 def captured_splits(
-    rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
+    rows: DecodeRows, window: LayerWindow, programs_per_split: int, tile: int, device: torch.device
 ) -> int:
     """Return the largest number of splits of a sequence for kernel launches in a CUDA graph.
 
@@ -85,26 +88,20 @@ def captured_splits(
         rows: the decodes (sequences with one new token). Only their number and their bounds are
             used: one pair (number of sequences, largest possible length) for each group of decodes.
         window: the attention window of the layer.
-        num_programs: the number of programs for one split of one sequence. Each of these programs
-            computes different heads.
+        programs_per_split: the number of programs for one split of one sequence. Each of these
+            programs computes different heads.
         tile: the number of keys in a tile.
         device: the device of the step.
     """
     longest = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
-    # Each split has at least `_MIN_TILES` tiles. With smaller splits, reading the query and
-    # combining the results would take too much time.
-    max_splits_by_length = divide_up(longest, _MIN_TILES * tile)
-    # The graph is also used for steps in which one sequence is much longer than the others. In such
-    # a step, only the programs of the long sequence keep the GPU busy. `_CAPTURED_FACTOR` therefore
-    # increases the number of programs.
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    splits_by_occupancy = divide_up(wanted_programs, rows.count * num_programs)
-    # If there are many sequences, `splits_by_occupancy` is small. `_MIN_CAPTURED_SPLITS` ensures
-    # that several programs still share the keys of a long sequence. For short sequences, the
-    # additional splits cost little time, because a program whose split contains no keys ends
-    # immediately.
-    num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
-    return max(1, min(num_splits, max_splits_by_length, MAX_SPLITS))
+    wanted_splits = divide_up(wanted_programs, rows.count * programs_per_split)
+    # If there are many sequences, `wanted_splits` is small. `_MIN_CAPTURED_SPLITS` ensures that
+    # several programs still share the keys of a long sequence.
+    num_splits = max(wanted_splits, _MIN_CAPTURED_SPLITS)
+    # A split has at least `_MIN_TILES` tiles.
+    max_splits = min(divide_up(longest, _MIN_TILES * tile), MAX_SPLITS)
+    return max(1, min(num_splits, max_splits))
 
 
 @functools.cache

@@ -57,7 +57,7 @@ _MEASURED = {
 
 @torch.inference_mode()
 def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
-    kind: type[GpuKVCache],
+    cache_class: type[GpuKVCache],
     layers: Sequence[LayerSpec],
     block_size: int,
     dtype: torch.dtype,
@@ -75,7 +75,7 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     contain the pair. If a library cannot be used for a pair, log a warning with the reason.
 
     Args:
-        kind: the class of the KV cache. The libraries cannot read 8-bit caches.
+        cache_class: the class of the KV cache. The libraries cannot read 8-bit caches.
         layers: the attention layers of the model.
         block_size: the number of tokens in one block.
         dtype: the data type of the model.
@@ -84,13 +84,13 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
         timer: the function that measures a call. None selects `milliseconds`.
     """
     chosen: dict[tuple[LayerSpec, Situation], AttentionBackend] = {}
-    if issubclass(kind, ScaledKVCache):
+    if issubclass(cache_class, ScaledKVCache):
         logger.info("Attention libraries are not measured, because they do not read 8-bit caches.")
         return chosen
     if backends is None:
         backends = (CudnnSdpa(), TorchVarlen(), FlashInferPrefill())
     for spec in dict.fromkeys(layers):
-        layer = TrialLayer(kind, spec, block_size, dtype, device)
+        layer = TrialLayer(cache_class, spec, block_size, dtype, device)
         for situation in Situation:
             usable = [backend for backend in backends if _is_usable(backend, situation, layer)]
             fastest = _fastest(usable, situation, layer, timer or milliseconds)

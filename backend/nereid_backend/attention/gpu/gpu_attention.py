@@ -86,9 +86,10 @@ def attend(
     """
     query, key, value = inputs
     store_layer(key, value, layer, cache, batch)
-    # Also pass the key and the value of the new tokens. Some attention libraries cannot read the
-    # cache, and compute the attention of prompts from these two tensors.
-    return attend_stored(query, (key, value), layer, cache, batch, scale=scale, sinks=sinks)
+    # Some attention libraries cannot read the cache. They compute the attention of prompts from the
+    # key and the value of the new tokens.
+    new = (key, value)
+    return attend_stored(query, layer, cache, batch, scale=scale, sinks=sinks, new=new)
 
 
 def store_layer(
@@ -116,26 +117,26 @@ def store_layer(
 
 def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     query: Tensor,
-    new: tuple[Tensor, Tensor] | None,
     layer: tuple[int, LayerSpec],
     cache: GpuKVCache,
     batch: AttentionBatch,
     *,
     scale: float,
     sinks: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of a step whose keys and values are already in the cache.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        new: the key and the value of the step, as in `attend`; None if the key and the value are
-            only in the cache.
         layer: the index of the layer in the cache, and the properties of the layer.
         cache: the cache, which contains the keys and values of the step.
         batch: the metadata of the step.
         scale: the factor by which the scores are multiplied.
         sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
+        new: the key [num_kv_heads, num_tokens, key_dim] and the value [num_kv_heads, num_tokens,
+            value_dim] of the step; None if they are only in the cache.
         out: the tensor for the result. None creates a new tensor.
 
     Returns:
@@ -249,16 +250,16 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
     """Return the factors and the method with which the kernels convert a layer's 8-bit numbers.
 
     Returns:
-        Two items. The first item contains the factors by which 8-bit keys are multiplied, and the
-        factors by which 8-bit values are multiplied. It is None if the cache stores no 8-bit
-        numbers. The second item selects how a kernel converts 8-bit floating point numbers: with an
-        instruction of the GPU, or by shifting bits. It is `Float8.NONE` for all other numbers.
+        First, the factors by which 8-bit keys are multiplied, and the factors by which 8-bit values
+        are multiplied; None if the cache stores no 8-bit numbers. Second, the method by which the
+        kernels convert 8-bit floating point numbers; `Float8.NONE` if the cache stores none.
     """
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
     scales = (cache.key_scales[layer], cache.value_scales[layer])
     stores_float8 = isinstance(cache, Float8KVCache)  # otherwise, the cache stores 8-bit integers
-    return scales, float8_of(cache.device) if stores_float8 else Float8.NONE
+    float8 = float8_of(cache.device) if stores_float8 else Float8.NONE
+    return scales, float8
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:

@@ -182,20 +182,17 @@ class StepLayout:
     ) -> list[Integers]:
         """Return the arrays that must be copied to the GPU. The arrays contain a step's metadata.
 
-        If there are decodes, the first array contains the start of each decode's block table. If
-        there are prefills, the next array contains the position and the sizes of each prefill. A
-        program of the prefill kernel computes a tile: some new tokens of one prefill. Layers can
-        have tiles of different sizes, so one array of tiles follows for each distinct tiling (tile
-        size and window).
+        The first array contains the start of each decode's block table. It is empty if the step has
+        no decodes. If there are prefills, the second array contains the position and the sizes of
+        each prefill, and one array of tiles follows for each of `tilings`. A program of the prefill
+        kernel computes a tile: some new tokens of one prefill.
 
         Args:
             decode_shapes: one pair for each group of decodes whose sequences have similar lengths:
                 the number of decodes, and the number of blocks in each of their block tables.
             prefills: the prefills.
         """
-        arrays = []
-        if decode_shapes:
-            arrays.append(_table_starts(decode_shapes))
+        arrays = [_table_starts(decode_shapes)]
         if prefills:
             arrays.append(_prefill_positions_and_sizes(prefills))
             arrays += [tile_rows(prefills, tiling) for tiling in self._tilings]
@@ -225,27 +222,16 @@ class PackedRows:
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
         """Build the metadata of a step from the arrays that were copied to the GPU.
 
-        `self.tensors` contains the arrays in the order of `StepLayout.arrays`:
-
-        - if the step has decodes: the start of each decode's block table;
-        - if the step has prefills: one row for each prefill, with its position and its sizes;
-        - if the step has prefills: one array of tiles for each tiling of the model's layers.
-
-        A tile consists of some new tokens of one prefill, which one program of the prefill kernel
-        computes. The `Tiling` of a layer is its tile size and its attention window.
+        `StepLayout.arrays` describes the arrays and their order.
         """
-        remaining_tensors = iter(self.tensors)
+        table_starts, *prefill_tensors = self.tensors
         decodes = None
         if batch.num_decodes:
-            table_starts = next(remaining_tensors)
             decodes = _decode_rows(batch.decodes, batch.block_size, table_starts)
         prefills = None
         if batch.prefills:
-            prefill_rows = next(remaining_tensors)
-            # There is one remaining tensor for each tiling (a tile size and an attention window).
-            # The tensor contains the tiles of the prefills. A layer looks up the tensor of its
-            # tiling.
-            tiles_by_tiling = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
+            prefill_rows, *tiles = prefill_tensors
+            tiles_by_tiling = dict(zip(self.layout.tilings, tiles, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
             prefills = PrefillRows(batch.prefills, table, prefill_rows, tiles_by_tiling)
         return GpuBatch(decodes, prefills)

@@ -106,17 +106,11 @@ class AttentionCall:
         """Return the constants with which the kernels are compiled for this cache.
 
         The kernels pad keys to powers of two. To avoid much padding, a long key is divided into
-        MAIN numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.
-        Examples: a key of 192 numbers is divided into 128 and 64 numbers. A key of 24 numbers is
-        not divided: MAIN is 24, DIM is 32, and REST is 0. The constants for values are returned by
-        `value_constants`, because the kernel that combines splits needs only these.
+        MAIN numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED. If
+        a key is not divided, REST is 0.
         """
         key_dim = self.spec.key_dim
-        main = key_dim
-        # A key vector is divided into two parts only if it is long. For a short key, padding takes
-        # less time than the second matrix product of a divided key.
-        if key_dim > _MAX_PADDED_KEY:
-            main = 1 << (key_dim.bit_length() - 1)  # the largest power of two up to `key_dim`
+        main = _main_size(key_dim)
         rest = key_dim - main
         return {
             "NUM_KV_HEADS": self.spec.num_kv_heads,
@@ -129,6 +123,17 @@ class AttentionCall:
             "HAS_SCALES": self.scales is not None,
             "FLOAT8": int(self.float8),  # selects the conversion of 8-bit floating point numbers
         }
+
+
+def _main_size(key_dim: int) -> int:
+    """Return how many numbers of a key the first of its two matrix products multiplies.
+
+    The second matrix product multiplies the rest. Examples: a key of 192 numbers gives 128, so the
+    rest has 64 numbers. A key of 24 numbers is not divided, so the result is 24.
+    """
+    if key_dim <= _MAX_PADDED_KEY:
+        return key_dim
+    return 1 << (key_dim.bit_length() - 1)  # the largest power of two up to `key_dim`
 
 
 @functools.cache

@@ -53,7 +53,7 @@ class KernelError(Exception):
 
 @functools.cache
 def why_unusable(
-    kind: type[gpu_attention.GpuKVCache],
+    cache_class: type[gpu_attention.GpuKVCache],
     spec: LayerSpec,
     block_size: int,
     dtype: torch.dtype,
@@ -65,7 +65,7 @@ def why_unusable(
     `TrialLayer` documents the arguments.
     """
     try:
-        check(kind, spec, block_size, dtype, device)
+        check_kernels(cache_class, spec, block_size, dtype, device)
     except Exception as error:  # noqa: BLE001
         # A compiler or a driver may raise any exception. After an exception, the caller uses the
         # reference implementation instead of the kernels.
@@ -134,14 +134,14 @@ class TrialLayer:
     """An attention layer and its KV cache, for tests with random numbers.
 
     Attributes:
-        kind: the class of the KV cache.
+        cache_class: the class of the KV cache.
         spec: the properties of the layer.
         block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
     """
 
-    kind: type[gpu_attention.GpuKVCache]
+    cache_class: type[gpu_attention.GpuKVCache]
     spec: LayerSpec
     block_size: int
     dtype: torch.dtype
@@ -154,43 +154,50 @@ class TrialLayer:
         """
         spec = self.spec
         tables = _scattered_tables(step, self.block_size)
-        num_blocks = sum(map(len, tables))
         batch = _make_batch(step, tables, self.block_size, self.device)
         num_tokens = batch.slots.numel()
-        num_slots = num_blocks * self.block_size
-        cache = self.kind(
+        generator = torch.Generator().manual_seed(0)
+        cache = self._random_cache(sum(map(len, tables)), generator)
+        query = self._random(generator, num_tokens, spec.num_heads, spec.key_dim)
+        key = self._random(generator, num_tokens, spec.num_kv_heads, spec.key_dim)
+        value = self._random(generator, num_tokens, spec.num_kv_heads, spec.value_dim)
+        inputs = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+        sinks = self._random(generator, spec.num_heads) if spec.has_sinks else None
+        return Trial(spec, cache, batch, inputs, sinks)
+
+    def _random_cache(
+        self, num_blocks: int, generator: torch.Generator
+    ) -> gpu_attention.GpuKVCache:
+        """Create a cache, and fill all blocks except the null block with random numbers."""
+        spec = self.spec
+        cache = self.cache_class(
             [spec],
             num_blocks=num_blocks,
             block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
         )
-        generator = torch.Generator().manual_seed(0)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
-
-        # Fill all blocks except the null block with random keys and values.
-        old_keys = randn(num_slots, spec.num_kv_heads, spec.key_dim)
-        old_values = randn(num_slots, spec.num_kv_heads, spec.value_dim)
+        num_slots = num_blocks * self.block_size
+        keys = self._random(generator, num_slots, spec.num_kv_heads, spec.key_dim)
+        values = self._random(generator, num_slots, spec.num_kv_heads, spec.value_dim)
         rows = torch.arange(num_slots * spec.num_kv_heads, device=self.device)
-        cache.store(0, old_keys, old_values, rows)
-        query = randn(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
-        key = randn(num_tokens, spec.num_kv_heads, spec.key_dim).transpose(0, 1)
-        value = randn(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
-        sinks = randn(spec.num_heads) if spec.has_sinks else None
-        return Trial(spec, cache, batch, (query, key, value), sinks)
+        cache.store(0, keys, values, rows)
+        return cache
+
+    def _random(self, generator: torch.Generator, *shape: int) -> Tensor:
+        """Return a tensor of random numbers with the data type and the device of the layer."""
+        return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
 
 
 @torch.inference_mode()
-def check(
-    kind: type[gpu_attention.GpuKVCache],
+def check_kernels(
+    cache_class: type[gpu_attention.GpuKVCache],
     spec: LayerSpec,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Compute a test step with the kernels and with the reference, and compare the results.
+    """Raise a KernelError if the kernels and the reference compute a test step differently.
 
     `TrialLayer` documents the arguments.
 
@@ -201,7 +208,7 @@ def check(
     Raises:
         KernelError: if the results differ by more than the accepted rounding errors.
     """
-    trial = TrialLayer(kind, spec, block_size, dtype, device).make_trial()
+    trial = TrialLayer(cache_class, spec, block_size, dtype, device).make_trial()
     return compare(trial, trial.attend())
 
 
@@ -229,8 +236,6 @@ def compare(trial: Trial, computed: Tensor) -> float:
     query, key, value = trial.inputs
     # The reference computes in float32, and reads the same rounded numbers as the kernels.
     reference_cache = _float32_cache(cache, spec, batch.block_size)
-    # An 8-bit cache has rounded the keys and values of the step, so read the rounded vectors back
-    # from the cache.
     stored = _read_step_vectors(reference_cache, batch)
     _check_rounding_errors(cache, stored=stored, originals=(key, value))
     inputs = (query.float(), *stored)
@@ -239,8 +244,7 @@ def compare(trial: Trial, computed: Tensor) -> float:
     )
     difference = _largest_relative_error(computed.float(), expected)
     tolerance = _TOLERANCE[query.dtype]
-    # `not <=` is used instead of `>`, so that NaN counts as an error, too.
-    if not difference <= tolerance:
+    if difference > tolerance or math.isnan(difference):
         raise KernelError(
             f"the attention differs from the reference by a relative error of {difference:.2g}, "
             f"but the limit is {tolerance:g}"
@@ -270,9 +274,9 @@ def _make_batch(
         block_size: the number of tokens in one block.
         device: the device of the tensors.
     """
-    num_decodes = len(step.decodes)
     slots: list[int] = []  # the place of each new token in the cache
     prefills: list[Prefill] = []
+    num_decodes = len(step.decodes)
     for index, (num_cached, num_new) in enumerate(step.token_counts):
         start = len(slots)
         slots += _slots(tables[index], range(num_cached, num_cached + num_new), block_size)
@@ -282,13 +286,20 @@ def _make_batch(
             prefills.append(Prefill(start, len(slots), num_cached, blocks))
     groups = []
     if num_decodes:
-        # The blocks of the sequences have the ids 0 to n - 1, and the null block has the id n.
-        null_block = sum(map(len, tables))
-        blocks = _int64(_padded(tables[:num_decodes], null_block), device)
-        lens = _int64(step.decodes, device)
-        # tokens=None means that the tokens of the decodes are the first tokens of the step.
-        groups.append(DecodeGroup(tokens=None, blocks=blocks, lens=lens, block_size=block_size))
+        groups.append(_decode_group(step, tables, block_size, device))
     return AttentionBatch(_int64(slots, device), num_decodes, groups, prefills, block_size)
+
+
+def _decode_group(
+    step: TrialStep, tables: list[list[int]], block_size: int, device: torch.device
+) -> DecodeGroup:
+    """Return one group with all decodes of a step. `_make_batch` documents the arguments."""
+    # The blocks of the sequences have the ids 0 to n - 1, and the null block has the id n.
+    null_block = sum(map(len, tables))
+    blocks = _int64(_padded(tables[: len(step.decodes)], null_block), device)
+    lens = _int64(step.decodes, device)
+    # tokens=None means that the tokens of the decodes are the first tokens of the step.
+    return DecodeGroup(tokens=None, blocks=blocks, lens=lens, block_size=block_size)
 
 
 def _int64(values: Sequence[int] | list[list[int]], device: torch.device) -> Tensor:
@@ -322,19 +333,19 @@ def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
 
 
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
-    """Return a float32 copy of a cache with one layer. 8-bit numbers are converted to float32.
+    """Return a float32 copy of the cache of one layer. 8-bit numbers are converted to float32.
 
     The reference implementation computes with the copy, so that its results contain only the
     rounding errors of the stored numbers, and no rounding errors of its own arithmetic.
 
     Args:
-        cache: the cache.
+        cache: the cache, which contains only this layer.
         spec: the properties of the layer.
         block_size: the number of tokens in one block.
     """
     # The null block has the highest id of all blocks, so its id equals the number of other blocks.
     num_blocks = cache.null_block
-    copy = KVCache(
+    float32_cache = KVCache(
         [spec],
         num_blocks=num_blocks,
         block_size=block_size,
@@ -347,9 +358,9 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
         # vectors back to float32.
         keys = cache.restored(keys, cache.key_scales[0])
         values = cache.restored(values, cache.value_scales[0])
-    copy.keys[0].copy_(keys)
-    copy.values[0].copy_(values)
-    return copy
+    float32_cache.keys[0].copy_(keys)
+    float32_cache.values[0].copy_(values)
+    return float32_cache
 
 
 def _read_step_vectors(cache: KVCache, batch: AttentionBatch) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_SIZE=call.values.shape[2],
-        HEADS=heads_per_program,
+        HEADS_PER_PROGRAM=heads_per_program,
         KEY_PADDED=padded_size(key_dim),
         VALUE_PADDED=padded_size(value_dim),
         HAS_SCALES=call.scales is not None,
@@ -148,7 +148,7 @@ def decode(
 
 
 def _split_sizes(
-    rows: DecodeRows, spec: LayerSpec, num_programs: int, tile: int
+    rows: DecodeRows, spec: LayerSpec, programs_per_split: int, tile: int
 ) -> tuple[int, int]:
     """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
@@ -159,8 +159,8 @@ def _split_sizes(
     Args:
         rows: the decodes (sequences with one new token).
         spec: the properties of the layer.
-        num_programs: the number of programs for one split of one sequence. Each of these programs
-            computes different heads.
+        programs_per_split: the number of programs for one split of one sequence. Each of these
+            programs computes different heads.
         tile: the number of keys that a program processes at once.
     """
     device = rows.lens.device
@@ -169,9 +169,11 @@ def _split_sizes(
     # is set only for launches in a CUDA graph.
     is_captured = rows.longest is not None
     if is_captured:
-        num_splits = decode_splits.captured_splits(rows, spec.window, num_programs, tile, device)
+        num_splits = decode_splits.captured_splits(
+            rows, spec.window, programs_per_split, tile, device
+        )
         return _COMPUTED_BY_KERNEL, num_splits
-    return decode_splits.split(rows, spec.window, num_programs, tile, device)
+    return decode_splits.split_size_and_count(rows, spec.window, programs_per_split, tile, device)
 
 
 def prefill(

@@ -18,6 +18,11 @@ FLOAT8_NONE = tl.constexpr(0)
 FLOAT8_DEVICE = tl.constexpr(1)
 FLOAT8_BITS = tl.constexpr(2)
 
+# `convert_tile` moves the bits of an e4m3 number to a float16 number without changing the exponent.
+# The bias of the exponent is 7 in e4m3 and 15 in float16, so the result is the number divided by
+# 2**8. The scaling factors are multiplied by 2**8 to compensate for this.
+SHIFTED_BITS_FACTOR = tl.constexpr(256.0)
+
 
 @triton.jit
 def block_numbers(table, key_positions, is_read, BLOCK_SIZE: tl.constexpr):
@@ -48,10 +53,12 @@ def load_rows(
     base, rows, is_read, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load WIDTH columns, beginning with the column START, from some rows of a matrix.
+    """Load the columns START to START + WIDTH - 1 of some rows of a matrix, [n, PADDED].
 
-    The result is padded with zeros to [n, PADDED]. If IS_MASKED is true, rows for which is_read is
-    false are not read, and the result contains zeros for these rows.
+    base points to the matrix, and STRIDE is the distance between two of its rows. rows [n] contains
+    the indices of the rows. PADDED is WIDTH, rounded up to a power of two, because Triton supports
+    only blocks of such sizes. The additional columns contain zeros. If IS_MASKED is true, rows for
+    which is_read is false are not read, and the result contains zeros for these rows.
     """
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * STRIDE + (START + columns)[None, :]
@@ -72,24 +79,20 @@ def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.c
     """Load the scaling factor of each given cache row (a vector of 8-bit numbers), [n] float32.
 
     key_rows [n] contains the indices of the rows. If IS_MASKED is true, the factor is 0 for rows
-    for which is_read is false. A number is restored by multiplying the result of `converted` by the
-    factor of its row.
-
-    If FLOAT8 is FLOAT8_BITS, `converted` shifts the bits of e4m3 numbers into float16 numbers
-    without changing the exponent, which has another bias in float16. Its numbers are therefore
-    divided by 256, so the factors are multiplied by 256.
+    for which is_read is false. The product of the factor and the result of `convert_tile` is the
+    restored number. Therefore, the factor includes SHIFTED_BITS_FACTOR if FLOAT8 is FLOAT8_BITS.
     """
     if IS_MASKED:
         factors = tl.load(scales + key_rows, mask=is_read, other=0.0)
     else:
         factors = tl.load(scales + key_rows)
     if FLOAT8 == FLOAT8_BITS:
-        factors *= 256.0
+        factors *= SHIFTED_BITS_FACTOR
     return factors
 
 
 @triton.jit
-def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
+def convert_tile(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
     """Convert a tile of keys or values to the data type of the matrix products.
 
     FLOAT8 selects the conversion:
@@ -98,15 +101,16 @@ def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
     - FLOAT8_DEVICE: the tile contains the bytes of e4m3 numbers (an 8-bit floating point format),
       and the GPU has an instruction that converts them.
     - FLOAT8_BITS: the bits of each e4m3 number are shifted to their places in a float16 number. The
-      result is the number divided by 256, because the exponent has the bias 7 in e4m3 and the bias
-      15 in float16. `load_scales` therefore multiplies the factors by 256. An e4m3 NaN would give a
-      finite number, but the cache contains none.
+      result is the number divided by SHIFTED_BITS_FACTOR. An e4m3 NaN would give a finite number,
+      but the cache contains none.
     """
     if FLOAT8 == FLOAT8_NONE:
         result = tile.to(dtype)
     elif FLOAT8 == FLOAT8_DEVICE:
         result = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
+        # e4m3 has the sign in bit 7, and float16 in bit 15. The lowest exponent bit is bit 3 in
+        # e4m3 and bit 10 in float16.
         wide = tile.to(tl.int16)
         sign = (wide & 0x80) << 8
         exponent_and_mantissa = (wide & 0x7F) << 7
@@ -132,19 +136,19 @@ def tile_scores(
     not divided, REST is 0. query contains the first MAIN columns of the queries, and query_rest the
     others.
 
-    If HAS_CAP is false, `scale` already contains the factor log2(e), and `cap` is not used. If
-    HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
-    log2(e). If HAS_SCALES is true, the keys are 8-bit numbers, and each score is multiplied by the
-    factor of its key, which is read from key_scales.
+    `AttentionCall.score_factors` computes scale and cap. Without a softcap, the result is
+    scale * product. If HAS_CAP is true, the result is cap * tanh(scale * product). If HAS_SCALES is
+    true, the keys are 8-bit numbers, and each score is multiplied by the factor of its key, which
+    is read from key_scales.
     """
     # Load the first MAIN columns of the keys. KEY_DIM is the distance between two rows of the
     # cache.
     key = load_rows(keys, key_rows, is_read, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
-    scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(convert_tile(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:
         # Load REST columns from column MAIN on.
         rest = load_rows(keys, key_rows, is_read, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
-        rest = converted(rest, query.dtype, FLOAT8)
+        rest = convert_tile(rest, query.dtype, FLOAT8)
         scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
     if HAS_SCALES:
         scores *= load_scales(key_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
@@ -163,11 +167,14 @@ def add_tile(
 ):  # fmt: skip
     """Add a tile of keys to a running softmax. Return the new values of `top`, `total` and `acc`.
 
-    scores [rows, n] contains the score of each query (row) for each key of the tile. top [rows] is
-    the largest score so far. total [rows] is the sum of the powers 2^(score - top). acc [rows, dim]
-    is the weighted sum of the values. Before the first key, top is -inf and total is 0. If
-    HAS_SCALES is true, each weight is multiplied by the factor of its value. The matrix products
-    use the data type `dtype`.
+    The running softmax consists of three tensors. top [rows] is the largest score of each query
+    (row) so far. total [rows] is the sum of the powers 2^(score - top). acc [rows, dim] is the
+    weighted sum of the values. Before the first key, top is -inf and total is 0.
+
+    scores [rows, n] contains the score of each query for each key of the tile, and value [n, dim]
+    contains the values of these keys. If HAS_SCALES is true, each weight is multiplied by the
+    factor of its value, which is read from the row key_rows of value_scales; see `load_scales`. The
+    matrix products use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     # If a query has attended to no key yet, new_top is -inf. For such a query, the base is 0,
@@ -180,6 +187,6 @@ def add_tile(
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:
         weights *= load_scales(value_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
-    value = converted(value, dtype, FLOAT8)
+    value = convert_tile(value, dtype, FLOAT8)
     acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc

@@ -41,7 +41,7 @@ def first_visible(
 
 
 @triton.jit
-def part_tokens(
+def captured_split_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +60,8 @@ def part_tokens(
     has 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
-    # The first split begins at the start of a tile, so the split can begin up to TILE tokens before
-    # the attention window.
+    # If the attention window or the chunk is shorter than the sequence, only its keys are read. The
+    # first split begins at the start of a tile, so up to TILE tokens before them are also read.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:
@@ -97,9 +97,9 @@ def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits).
 
     The first split of a sequence begins with the first tile to which the token attends, so the keys
-    before the window are not read. If READS_LONGEST is true, `part_tokens` computes the number of
-    tokens in each split. Otherwise, the number is split_tokens. If a split begins after the end of
-    the sequence, its program returns immediately.
+    before the window are not read. If READS_LONGEST is true, `captured_split_tokens` computes the
+    number of tokens in each split. Otherwise, the number is split_tokens. If a split begins after
+    the end of the sequence, its program returns immediately.
 
     If IS_SPLIT is false, the kernel writes the attention to out [num_tokens, num_heads, VALUE_DIM].
     If IS_SPLIT is true, the kernel writes two float32 tensors. parts [num_sequences, num_heads,
@@ -112,7 +112,9 @@ def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     length = tl.load(lens + sequence).to(tl.int32)
     first, base = first_visible(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
     if READS_LONGEST:
-        split_tokens = part_tokens(longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK)
+        split_tokens = captured_split_tokens(
+            longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK
+        )
     start = base + split * split_tokens
     if start >= length:
         return
@@ -195,7 +197,9 @@ def reduce_kernel(
     length = tl.load(lens + sequence).to(tl.int32)
     _, base = first_visible(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
     if READS_LONGEST:
-        split_tokens = part_tokens(longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK)
+        split_tokens = captured_split_tokens(
+            longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK
+        )
     num_splits = (length - base + split_tokens - 1) // split_tokens
     first_part = (sequence * NUM_HEADS + head) * max_splits
     splits = tl.arange(0, SPLITS_PADDED)

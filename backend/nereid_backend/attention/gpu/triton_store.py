@@ -20,7 +20,7 @@ def nearest_integers(numbers):
 
 
 @triton.jit
-def float8_bits(scaled):
+def to_float8_bytes(scaled):
     """Round float32 numbers from -448 to 448 to e4m3 numbers, and return the e4m3 numbers as bytes.
 
     An e4m3 number has a sign bit, 4 exponent bits and 3 mantissa bits. Examples: 1.0 gives the byte
@@ -33,51 +33,52 @@ def float8_bits(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # After rounding, the lowest remaining bit has the value 2**20. `BELOW_HALF` is 2**19 - 1, which
-    # is 1 less than half of 2**20.
-    BELOW_HALF: tl.constexpr = 0x7FFFF
-    # The bias of the exponent is 127 in float32 and 7 in e4m3.
-    BIAS_DIFFERENCE: tl.constexpr = 120 << 3
-    # The bits of the float32 number 1/64, which is the smallest normal e4m3 number.
-    SMALLEST_NORMAL: tl.constexpr = 0x3C800000
+    # 1 less than half of the value of the lowest kept bit.
+    BELOW_HALF: tl.constexpr = (1 << (DROPPED_BITS - 1)) - 1
+    # The bias of the exponent is 127 in float32 and 7 in e4m3. In e4m3, the exponent begins at bit
+    # 3.
+    BIAS_DIFFERENCE: tl.constexpr = (127 - 7) << 3
+    # The bits of the float32 number 2**-6, which is the smallest normal e4m3 number.
+    SMALLEST_NORMAL: tl.constexpr = (127 - 6) << 23
     bits = scaled.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # Round normal numbers to the nearest e4m3 number. If two e4m3 numbers are equally near, choose
-    # the even number. If a number must be rounded up, the addition adds 1 to the bits that are
-    # kept. The shift then removes the `DROPPED_BITS` lowest bits.
+    # Round normal numbers to the nearest e4m3 number. The addition carries into the kept bits if
+    # the dropped bits are more than half of the lowest kept bit. If the dropped bits are exactly
+    # half, it carries only if the lowest kept bit is 1, so that the result is even.
     lowest_kept_bit = (magnitude >> DROPPED_BITS) & 1
     kept_bits = (magnitude + BELOW_HALF + lowest_kept_bit) >> DROPPED_BITS
     normal = kept_bits - BIAS_DIFFERENCE
-    # Numbers below 1/64: e4m3 represents them as multiples of 1/512.
+    # e4m3 represents numbers below 2**-6 as multiples of 2**-9.
     subnormal = nearest_integers(tl.abs(scaled) * 512.0).to(tl.int32)
     nearest = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
     return (nearest | sign).to(tl.uint8)
 
 
 @triton.jit
-def rounded_heads(heads, IS_FLOAT8: tl.constexpr):
+def round_heads(heads, IS_FLOAT8: tl.constexpr):
     """Round keys or values to 8-bit numbers. The numbers of one head share a scaling factor.
 
     heads [n, dim] contains the vectors of n heads. The function returns the 8-bit numbers [n, dim],
     and the factors [n] that restore them. The numbers of each head are scaled so that the largest
-    absolute number is 448 for e4m3 numbers, or 127 for integers. If a number of a head is not
-    finite, the factor is NaN, so that the error is noticed in the answer.
+    absolute number is 448 for e4m3 numbers, or 127 for integers. Example for integers: [1.0, -2.0]
+    gives [64, -127] and the factor 2 / 127. If a number of a head is not finite, the factor is NaN,
+    so that the error is noticed in the answer.
     """
     LIMIT: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0
     # If all numbers of a head are almost 0, the scaling factor would be infinite. Therefore, these
     # numbers are not scaled, and they are stored as 0.
     ALMOST_ZERO: tl.constexpr = 1e-35
     wide = heads.to(tl.float32)
-    is_not_finite = (wide != wide) | (tl.abs(wide) == float("inf"))  # NaN differs from itself
-    wide = tl.where(is_not_finite, 0.0, wide)
+    is_finite = tl.abs(wide) < float("inf")  # This comparison is false for NaN, too.
+    wide = tl.where(is_finite, wide, 0.0)
     largest = tl.max(tl.abs(wide), 1)
-    is_finite_head = tl.max(is_not_finite.to(tl.int32), 1) == 0
-    restoring_factors = tl.where(is_finite_head, largest / LIMIT, float("nan"))
+    has_only_finite_numbers = tl.min(is_finite.to(tl.int32), 1) == 1
+    restoring_factors = tl.where(has_only_finite_numbers, largest / LIMIT, float("nan"))
     scaling_factors = LIMIT / tl.where(largest > ALMOST_ZERO, largest, 1.0)
     scaled = wide * scaling_factors[:, None]
     if IS_FLOAT8:
-        rounded = float8_bits(tl.clamp(scaled, -LIMIT, LIMIT))
+        rounded = to_float8_bytes(tl.clamp(scaled, -LIMIT, LIMIT))
     else:
         rounded = nearest_integers(scaled).to(tl.int8)
     return rounded, restoring_factors
@@ -90,14 +91,15 @@ def store_rows(
 ):  # fmt: skip
     """Copy some heads of one token's key or value into the cache.
 
-    The cache is viewed as a matrix, [..., DIM]. rows [n] contains the row of each head in this
-    matrix. source points to the first head, and head_stride is the distance between two heads.
-    If is_head is false for a head, the head is not copied. PADDED is DIM rounded up to a power of
-    two, because Triton supports only blocks of such sizes.
+    The cache is viewed as a matrix, [..., DIM]. A row of this matrix contains one head of one
+    token, and rows [n] contains the row of each copied head. source points to the first head, and
+    head_stride is the distance between two heads. If is_head is false for a head, the head is not
+    copied. PADDED is DIM rounded up to a power of two, because Triton supports only blocks of such
+    sizes.
 
     If HAS_SCALES is true, the cache contains 8-bit numbers: 8-bit floating point numbers if
-    IS_FLOAT8 is true, otherwise integers. Each head is rounded to such numbers and one factor, and
-    the product of both restores the head. scales contains one factor for each row of the cache.
+    IS_FLOAT8 is true, otherwise integers. `round_heads` converts each head to 8-bit numbers and one
+    factor. scales contains one factor for each row of the cache.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
@@ -105,7 +107,7 @@ def store_rows(
     new = tl.load(source + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0)
     pointers = cache + rows[:, None] * DIM + columns[None, :]
     if HAS_SCALES:
-        rounded, factors = rounded_heads(new, IS_FLOAT8)
+        rounded, factors = round_heads(new, IS_FLOAT8)
         tl.store(scales + rows, factors, mask=is_head)
         tl.store(pointers, rounded, mask=mask)
     else:
@@ -114,43 +116,45 @@ def store_rows(
 
 @triton.jit
 def store_kernel(
-    key, value, keys, values, key_scales, value_scales, slots,
+    new_keys, new_values, cached_keys, cached_values, key_scales, value_scales, slots,
     key_head_stride, key_token_stride, value_head_stride, value_token_stride,
     NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
     KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Store some heads of one token's key and value in the cache.
 
-    key and value contain the new tokens of the step; keys and values are the cache. The slot of a
-    token is its place in the cache: the number of the block times BLOCK_SIZE, plus the place in the
-    block. A token with a negative slot is not stored.
+    new_keys and new_values contain the vectors of the step's tokens; cached_keys and cached_values
+    are the cache. The slot of a token is its place in the cache: the number of the block times
+    BLOCK_SIZE, plus the place in the block. A token with a negative slot is not stored.
 
-    A program stores up to HEADS heads of one token. The grid is
-    (num_tokens, cdiv(NUM_KV_HEADS, HEADS)). The last dimensions of key and value must be
-    contiguous. KEY_PADDED and VALUE_PADDED are KEY_DIM and VALUE_DIM, rounded up to powers of two.
+    A program stores up to HEADS_PER_PROGRAM heads of one token. The grid is
+    (num_tokens, cdiv(NUM_KV_HEADS, HEADS_PER_PROGRAM)). The last dimensions of new_keys and
+    new_values must be contiguous. KEY_PADDED and VALUE_PADDED are KEY_DIM and VALUE_DIM, rounded up
+    to powers of two.
 
     If HAS_SCALES is true, the cache contains 8-bit numbers: 8-bit floating point numbers if
     IS_FLOAT8 is true, otherwise integers. key_scales and value_scales then contain one factor for
     each vector of the cache, by which the 8-bit numbers must be multiplied.
     """
     token = tl.program_id(0).to(tl.int64)
-    first_head = tl.program_id(1).to(tl.int64) * HEADS
-    heads = first_head + tl.arange(0, HEADS)
+    first_head = tl.program_id(1).to(tl.int64) * HEADS_PER_PROGRAM
+    heads = first_head + tl.arange(0, HEADS_PER_PROGRAM)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
     is_head = heads < NUM_KV_HEADS
     block = slot // BLOCK_SIZE
+    # A block contains all tokens of its first head, then all tokens of its second head, and so on.
     rows = (block * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
-    first_key = key + token * key_token_stride + first_head * key_head_stride
+    first_key = new_keys + token * key_token_stride + first_head * key_head_stride
     store_rows(
-        first_key, keys, key_scales, rows, is_head, key_head_stride,
+        first_key, cached_keys, key_scales, rows, is_head, key_head_stride,
         KEY_DIM, KEY_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
-    first_value = value + token * value_token_stride + first_head * value_head_stride
+    first_value = new_values + token * value_token_stride + first_head * value_head_stride
     store_rows(
-        first_value, values, value_scales, rows, is_head, value_head_stride,
+        first_value, cached_values, value_scales, rows, is_head, value_head_stride,
         VALUE_DIM, VALUE_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip

@@ -47,18 +47,17 @@ class CudnnSdpa:
         """
         assert inputs.new is not None, "a step of prompts has its keys and values"
         spec = inputs.call.spec
+        key, value = inputs.new
         with sdpa_kernel(self.implementation):  # makes torch's function call cuDNN
             for prefill in inputs.batch.prefills:
-                query, key, value = (
-                    tensor[None, :, prefill.start : prefill.end]
-                    for tensor in (inputs.query, *inputs.new)
-                )
+                tokens = slice(prefill.start, prefill.end)
+                # The tensors are [1, num_heads, num_tokens, dim], as torch's function requires.
                 result = functional.scaled_dot_product_attention(
-                    query,
-                    key,
-                    value,
+                    inputs.query[None, :, tokens],
+                    key[None, :, tokens],
+                    value[None, :, tokens],
                     is_causal=True,
                     scale=inputs.call.scale,
                     enable_gqa=spec.num_heads != spec.num_kv_heads,
                 )
-                out[prefill.start : prefill.end] = result[0].transpose(0, 1)
+                out[tokens] = result[0].transpose(0, 1)

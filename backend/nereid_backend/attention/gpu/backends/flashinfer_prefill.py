@@ -62,7 +62,9 @@ class FlashInferPrefill:
         shared = inputs.rows.shared
         wrapper = shared.get(("flashinfer", spec))
         if wrapper is None:
-            wrapper = shared["flashinfer", spec] = self._plan(inputs)
+            wrapper = self._plan(inputs)
+            shared["flashinfer", spec] = wrapper
+        # The new tokens of the prefills are contiguous, because the prefills follow one another.
         prefills = inputs.batch.prefills
         tokens = slice(prefills[0].start, prefills[-1].end)
         query = inputs.query[:, tokens].transpose(0, 1).contiguous()
@@ -72,32 +74,30 @@ class FlashInferPrefill:
         """Store the step's metadata in the FlashInfer wrapper of a layer, and return the wrapper.
 
         A prefill is a sequence with several new tokens. FlashInfer gets the block tables of all
-        prefills as one list of block numbers. The starts contain the index of each prefill's first
-        element, and at the end the total number of elements.
+        prefills as one list of block numbers, which `_cumulative_starts` divides into prefills.
         """
         call = inputs.call
         spec = call.spec
         block_size = inputs.batch.block_size
         prefills = inputs.batch.prefills
 
-        query_starts = _starts([prefill.end - prefill.start for prefill in prefills])
-        block_starts = _starts([prefill.blocks.numel() for prefill in prefills])
+        query_starts = _cumulative_starts([prefill.end - prefill.start for prefill in prefills])
+        block_starts = _cumulative_starts([prefill.blocks.numel() for prefill in prefills])
         # Prefill.blocks has the shape [1, n].
         block_numbers = torch.cat([prefill.blocks[0] for prefill in prefills]).to(torch.int32)
-        last_block_lens = _last_block_lens(prefills, block_size)
         # FlashInfer's window is the number of earlier tokens to which a token attends. -1 means all
         # earlier tokens.
         window_left = -1 if spec.window.size is None else spec.window.size - 1
-        wrapper = self._wrapper(spec, call.keys.device)
+        wrapper = self._wrapper_for(spec, call.keys.device)
         wrapper.plan(
-            query_starts,
-            block_starts,
-            block_numbers,
-            last_block_lens,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.key_dim,
-            block_size,
+            qo_indptr=query_starts,
+            paged_kv_indptr=block_starts,
+            paged_kv_indices=block_numbers,
+            paged_kv_last_page_len=_last_block_lens(prefills, block_size),
+            num_qo_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim_qk=spec.key_dim,
+            page_size=block_size,
             head_dim_vo=spec.value_dim,
             causal=True,
             sm_scale=call.scale,
@@ -108,7 +108,7 @@ class FlashInferPrefill:
         )
         return wrapper
 
-    def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - the package has no types
+    def _wrapper_for(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - the package has no types
         """Return the FlashInfer wrapper for all layers whose properties equal `spec`.
 
         A wrapper is the object of FlashInfer that stores the metadata of a step and launches the
@@ -127,8 +127,11 @@ class FlashInferPrefill:
         return self._wrappers[spec]
 
 
-def _starts(counts: list[int]) -> Tensor:
-    """Return the cumulative sums of the counts. Example: [2, 3] gives [0, 2, 5]."""
+def _cumulative_starts(counts: list[int]) -> Tensor:
+    """Return the index of each prefill's first element, and at the end the number of all elements.
+
+    `counts` contains the number of elements of each prefill. Example: [2, 3] gives [0, 2, 5].
+    """
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
 

@@ -102,14 +102,9 @@ class TorchVarlen:
         Mutates: out, and `inputs.rows.shared`.
         """
         prefills = inputs.batch.prefills
-        # `shared` contains values that the first layer of a step computes and the other layers
-        # reuse.
-        shared = inputs.rows.shared
-        sequences = shared.get("varlen")
-        if sequences is None:
-            sequences = shared["varlen"] = _prefill_sequences(prefills, inputs.query.device)
         tokens = slice(prefills[0].start, prefills[-1].end)
-        out[tokens] = self._varlen_attention(inputs, inputs.query[:, tokens], sequences)
+        query = inputs.query[:, tokens]
+        out[tokens] = self._varlen_attention(inputs, query, _shared_prefill_sequences(inputs))
 
     def _varlen_attention(
         self, inputs: LayerInputs, query: Tensor, sequences: _Sequences
@@ -130,13 +125,13 @@ class TorchVarlen:
         # which a token attends. -1 means no limit.
         window_size = (-1 if window is None else window - 1, 0)
         result = varlen_attn(
-            query.transpose(0, 1),
-            call.keys.transpose(1, 2),
-            call.values.transpose(1, 2),
-            sequences.query_starts,
-            None,  # The keys are in blocks, so their lengths are passed as seqused_k.
-            sequences.max_new,
-            sequences.max_keys,
+            query=query.transpose(0, 1),
+            key=call.keys.transpose(1, 2),
+            value=call.values.transpose(1, 2),
+            cu_seq_q=sequences.query_starts,
+            cu_seq_k=None,  # The keys are in blocks, so their lengths are passed as seqused_k.
+            max_q=sequences.max_new,
+            max_k=sequences.max_keys,
             scale=call.scale,
             window_size=window_size,
             enable_gqa=call.group_size > 1,
@@ -145,6 +140,19 @@ class TorchVarlen:
         )
         assert isinstance(result, Tensor), "varlen_attn must return one tensor"
         return result
+
+
+def _shared_prefill_sequences(inputs: LayerInputs) -> _Sequences:
+    """Return the metadata of a step's prefills, which is built once for all layers of the step.
+
+    Mutates: `inputs.rows.shared`, in which the first layer stores the metadata.
+    """
+    shared = inputs.rows.shared
+    sequences: _Sequences | None = shared.get("varlen")
+    if sequences is None:
+        sequences = _prefill_sequences(inputs.batch.prefills, inputs.query.device)
+        shared["varlen"] = sequences
+    return sequences
 
 
 def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:

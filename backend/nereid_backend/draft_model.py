@@ -341,18 +341,8 @@ class DraftModel:
         for draft in sorted(drafts, key=lambda draft: draft.num_missing):
             if budget == 0:
                 break
-            num_missing = draft.num_missing  # at least 1, because the last token is not computed
-            num_tokens = min(num_missing, budget)
-            budget -= num_tokens
-            has_last_token = num_tokens == num_missing
-            chunk = Chunk(
-                sequence=draft.sequence,
-                start=draft.sequence.num_computed_tokens,
-                num_tokens=num_tokens,
-                samples=has_last_token,
-                is_first=draft.is_new,
-                num_logits=int(has_last_token),
-            )
+            chunk = _next_chunk(draft, budget)
+            budget -= chunk.num_tokens
             planned.append((draft, chunk))
         # The attention code requires sequences with one new token to come before sequences with
         # several new tokens. The token budget may have shortened the last chunk (the new tokens of
@@ -391,3 +381,18 @@ class DraftModel:
             if not ends_answer and not draft.is_full:
                 active.append(draft)
         return active
+
+
+def _next_chunk(draft: SequenceDraft, budget: int) -> Chunk:
+    """Return a chunk with the next tokens of a draft, at most `budget` tokens."""
+    num_missing = draft.num_missing  # at least 1, because the last token is not computed
+    num_tokens = min(num_missing, budget)
+    has_last_token = num_tokens == num_missing
+    return Chunk(
+        sequence=draft.sequence,
+        start=draft.sequence.num_computed_tokens,
+        num_tokens=num_tokens,
+        samples=has_last_token,
+        is_first=draft.is_new,
+        num_logits=int(has_last_token),
+    )

@@ -49,9 +49,7 @@ def move_weights(model: nn.Module) -> None:
     Args:
         model: the model, for inference only. Mutated.
     """
-    # Each item of `groups` contains the tensors that share one storage. The loop below removes an
-    # item from `groups` before it moves the item's tensors. Otherwise, `groups` would still refer
-    # to the old tensors, and their memory could not be freed.
+    # Each item of `groups` contains the tensors that share one storage.
     groups = deque(_tensors_by_storage(model).values())
     total_bytes = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in groups)
     if total_bytes == 0:
@@ -62,6 +60,8 @@ def move_weights(model: nn.Module) -> None:
     # Loading the model has already freed some memory. Return this memory to the operating system
     # before the loop below uses new memory.
     freed.give_back()
+    # `popleft` removes each group before its tensors are moved, so that `groups` does not keep the
+    # old tensors in memory.
     while groups:
         num_bytes = _move_group(groups.popleft(), mapped, start)
         start += _aligned(num_bytes)
@@ -81,9 +81,8 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
         start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
-    # If only the tensors in `tensors` use the storage, no other code reads the old memory. Each old
-    # page can then be freed as soon as it has been copied. `_num_references` does not count the
-    # local variable `storage` as a reference.
+    # Each of the tensors refers to the storage. If there are no other references, no other code
+    # reads the old memory, so each old page can be freed as soon as it has been copied.
     can_discard = _num_references(storage) <= len(tensors)
     _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:

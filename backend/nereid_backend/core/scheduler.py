@@ -31,7 +31,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.sequence_endings import SequenceEndings
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner
-from nereid_backend.core.updates import append_sampled, count_accepted_drafts, make_update
+from nereid_backend.core.updates import append_sampled, count_accepted_drafts, report_tokens
 
 
 class Scheduler:
@@ -413,7 +413,7 @@ class Scheduler:
             self._requests.share_prompt(sequence)
         # The sampled tokens after a stop token are not reported.
         top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]
-        update = make_update(sequence, new_token_ids, top_logprobs)
+        update = report_tokens(sequence, new_token_ids, top_logprobs)
         if reason is None:
             return update
         return self._endings.end(sequence, reason, update=update, stop_reason=stop_reason)

@@ -7,7 +7,7 @@ from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step_planner import StepPlanner
-from nereid_backend.core.updates import make_update
+from nereid_backend.core.updates import report_tokens
 
 
 class SequenceEndings:
@@ -59,7 +59,7 @@ class SequenceEndings:
         """
         self._remove(sequence)
         if update is None:
-            update = make_update(sequence, new_token_ids=[], top=None)
+            update = report_tokens(sequence, new_token_ids=[], top=None)
         update.finish_reason = reason
         update.stop_reason = stop_reason
         update.error = error

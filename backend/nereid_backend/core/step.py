@@ -33,6 +33,16 @@ class Chunk(NamedTuple):
     num_logits: int
 
 
+def make_one_token_chunk(sequence: Sequence, start: int) -> Chunk:
+    """Return a chunk with only the last known token of a running sequence, which is at `start`.
+
+    With async scheduling, this token is a placeholder while the previous step is still sampling.
+    """
+    # The last four fields are num_tokens, samples, is_first and num_logits. Passing the fields by
+    # position takes less time than passing them by name.
+    return Chunk(sequence, start, 1, True, False, 1)
+
+
 def make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
     """Return a chunk: the next `num_tokens` known tokens and all draft tokens of a sequence.
 

@@ -48,7 +48,7 @@ from nereid_backend.core.preemption import (
 from nereid_backend.core.prefill_shares import PrefillShares
 from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, StepPlan, make_chunk
+from nereid_backend.core.step import Chunk, StepPlan, make_chunk, make_one_token_chunk
 
 
 @dataclass(slots=True)
@@ -224,8 +224,10 @@ class StepPlanner:
         Returns:
             The rest of the budget.
         """
-        # Whether this plan is made while the previous step is still running.
-        is_ahead = self.pending_plans.is_planning
+        # These values are read once, because the loop runs for every sequence in every step.
+        is_ahead = self.pending_plans.is_planning  # The previous step is still running.
+        has_block = self.tables.has_block
+        uses_drafts = self.drafter is not None
         # During the loop, preemptions can remove sequences from the list. `_allocate` removes only
         # sequences that come later, or the current sequence. In the second case, the loop ends.
         for index, sequence in enumerate(self.running.sequences):
@@ -236,15 +238,11 @@ class StepPlanner:
                 # needs no more tokens.
                 continue
             start = sequence.num_computed_tokens
-            # If the previous step is still running, the last token is a placeholder for the token
-            # that the previous step will sample.
-            needs_one_token = start + 1 == len(sequence.token_ids) and self.drafter is None
+            needs_one_token = start + 1 == len(sequence.token_ids) and not uses_drafts
             chunk: Chunk | None
-            if needs_one_token and self.tables.has_block(sequence, start):
-                # Most sequences need only one token and no new block. To save time, their chunks
-                # are created here with positional arguments, without a call of `_plan_next_tokens`.
-                # The arguments after `start` are num_tokens, samples, is_first and num_logits.
-                chunk = Chunk(sequence, start, 1, True, False, 1)
+            if needs_one_token and has_block(sequence, start):
+                # Most sequences need only one token and no new block.
+                chunk = make_one_token_chunk(sequence, start)
             else:
                 chunk = self._plan_next_tokens(index, budget)
             if chunk is None:

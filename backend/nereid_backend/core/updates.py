@@ -51,12 +51,13 @@ def count_accepted_drafts(sequence: Sequence, new_token_ids: list[int], drafter:
     drafter.lengths.record_draft(sequence, len(draft_token_ids), num_accepted)
 
 
-def make_update(
+def report_tokens(
     sequence: Sequence, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
-    """Create an update, which reports the new tokens of a sequence to the engine's caller.
+    """Return an update for the engine's caller, and record that the sequence was reported.
 
-    The first update of a sequence also contains the fields about the prompt.
+    The update contains the new tokens of the sequence. The first update of a sequence also contains
+    the fields about the prompt.
 
     Args:
         sequence: the sequence.

@@ -63,11 +63,11 @@ class Engine:
     def step(self) -> list[RequestUpdate]:
         """Plan and run a step, and return the new tokens of the sequences in the step.
 
-        Before the step, the call starts the requests whose preparation has ended (a grammar is
-        compiled, or a cached prefix is read from disk). It also activates the compiled forward pass
-        of the model when the compiler has finished. If a step fails, its sequences end with an
-        error and the engine continues. If every request is still being prepared, the call returns
-        after some milliseconds.
+        The call first starts the requests whose preparation has ended (a grammar is compiled, or a
+        cached prefix is read from disk), and activates the compiled forward pass of the model if
+        the compiler has finished. If a step fails, its sequences end with an error and the engine
+        continues. If every request is still being prepared, the call returns after some
+        milliseconds.
 
         With async_scheduling, the next step is already running when the call returns. If the next
         step could not start, each of its sequences gets a second update, which ends the sequence.

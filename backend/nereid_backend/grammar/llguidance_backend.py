@@ -40,7 +40,7 @@ _MAX_MESSAGE = 300
 _MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
-_EXCERPT_INDENT = 3
+_EXCERPT_INDENT = 4
 # Matches the start of llguidance's message for an invalid regular expression. The message contains
 # the expression in quotes.
 _INVALID_REGEX = re.compile(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ')
@@ -309,10 +309,11 @@ def _short_line(text: str) -> str:
 def _column_in_pattern(error_text: str) -> int | None:
     """Return the column that an error message marks with "^"; None if the message has no "^".
 
-    The first line that begins with spaces and "^" marks the column; see `_pattern_problem`.
+    The first line that begins with spaces and "^" marks the column; see `_pattern_problem`. If "^"
+    directly follows the indentation of 4 spaces, the column is 1.
     """
     indent = re.search(r"^( +)\^", error_text, re.MULTILINE)
-    return None if indent is None else len(indent[1]) - _EXCERPT_INDENT
+    return None if indent is None else len(indent[1]) - _EXCERPT_INDENT + 1
 
 
 def _definitions_in(schema: object) -> dict[str, object]:

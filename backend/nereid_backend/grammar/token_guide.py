@@ -199,7 +199,7 @@ class TokenGuide:
         bytes of the token, and `matcher` tracks the position in the grammar. A token that contains
         text after the marker is allowed only if this text matches the start of the grammar. White
         space between the marker and the text is ignored. All other tokens are allowed. Examples for
-        the marker "</think>" if the last tokens were "</" and "th":
+        the marker "</think>" if the answer so far ends with "</th":
 
             token    new phase       allowed
             "s"      BEFORE_MARKER   yes

@@ -204,9 +204,9 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))  # the outcome, and no error text
     except MemoryError:
-        # There may be too little memory to send a message, so no message is sent. If a child ends
-        # without a message, the parent process uses the outcome CRASHED.
-        os._exit(1)
+        # There may be too little memory to send a message. If a child ends without a message, the
+        # parent process uses the outcome CRASHED.
+        pass
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
         # Compare only the name of the class, because importing the class would import the engine.
         class_name = type(error).__name__
@@ -215,7 +215,7 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         else:
             result.send((Outcome.CRASHED.value, f"{class_name}: {error}"))
     finally:
-        os._exit(0)
+        os._exit(0)  # The parent process ignores the exit status.
 
 
 class _Unused:

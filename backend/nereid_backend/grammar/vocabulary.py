@@ -315,15 +315,21 @@ def _bytes_function(decoder: object, ids: Mapping[str, int]) -> Callable[[str], 
     types = set(_decoder_types(decoder))  # such as {"Sequence", "ByteFallback"}
     if "ByteLevel" in types:
         return byte_level
-    # Check only the bytes from 128 on. For a smaller byte, the vocabulary often contains the ASCII
-    # character itself, such as the token `A` instead of the token `<0x41>`.
-    has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
-    if "ByteFallback" in types or has_byte_tokens:
+    if "ByteFallback" in types or _has_byte_tokens(ids):
         return byte_fallback
-    # This vocabulary is byte-level BPE, although the tokenizer has no decoder. "Ġ" means a space.
-    if not types and "Ġ" in ids:
+    has_decoder = bool(types)
+    if not has_decoder and "Ġ" in ids:  # "Ġ" is a space in a byte-level vocabulary
         return byte_level
     return sentence_piece
+
+
+def _has_byte_tokens(ids: Mapping[str, int]) -> bool:
+    """Return whether a vocabulary has the tokens "<0x80>" to "<0xFF>".
+
+    For a byte below 128, a vocabulary often contains only the ASCII character, such as `A` instead
+    of "<0x41>".
+    """
+    return all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
 
 
 def _decoder_types(decoder: object) -> Iterator[str]:

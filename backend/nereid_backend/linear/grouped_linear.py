@@ -70,6 +70,9 @@ class GroupedLinear(nn.Linear):
     ) -> Self:
         """Create a layer from the integers and scales of a quantised checkpoint.
 
+        Example: `values` is [[3, -8]] (int8), `scales` is [[0.5]], and bits=4. The layer has the
+        weights [[1.5, -4]].
+
         Args:
             values: [out_features, in_features], one integer in each element. The integers are
                 either uint8 from 0 to 2**bits - 1, or int8 from -2**(bits - 1) to
@@ -86,17 +89,13 @@ class GroupedLinear(nn.Linear):
 
         Raises:
             ValueError: if the shapes do not match, or if the group size is not supported.
-
-        Example: `values` is [[3, -8]] (int8), `scales` is [[0.5]], and bits=4. The layer has the
-        weights [[1.5, -4]].
         """
         out_features, in_features = values.shape
         _check_quantised_weight(values, scales, zeros, group_size, bits)
         # On the device `meta`, the constructor of nn.Linear allocates no memory for a weight.
         layer = cls(in_features, out_features, bias=False, device="meta")
-        # The layer computes its output from the packed integers. The attribute `weight` only
-        # provides the shape. All its elements share one NaN in memory, so `weight` needs almost no
-        # memory.
+        # The layer computes its output from the packed integers. `weight` only provides the shape:
+        # all its elements share one NaN in memory.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:

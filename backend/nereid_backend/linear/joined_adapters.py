@@ -44,6 +44,31 @@ class JoinedGroup:
     input: Tensor | None = None
     hidden: Tensor | None = None
 
+    def masked_hidden(self, layer_input: Tensor, step: "AdapterStep") -> Tensor:
+        """Multiply the input of the layers by their first matrices (lora_A).
+
+        The layers have the same input. Therefore, the product is computed only for the first layer,
+        and stored for the other layers. `LoraLayers` calls `clear` at the end of each step, so the
+        stored product always belongs to `step`.
+
+        Args:
+            layer_input: [..., in_features].
+            step: contains the adapter that each row uses.
+
+        Returns:
+            [num_rows, sum of ranks]. The columns of the adapters that a row does not use are 0.
+        """
+        if self.input is layer_input and self.hidden is not None:
+            return self.hidden
+        down = self.down
+        hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
+        # The masked numbers are replaced by 0 and not multiplied by 0, because NaN or infinity
+        # times 0 is NaN.
+        hidden.masked_fill_(step.unused_columns(self.ranks, len(hidden)), 0)
+        self.input = layer_input
+        self.hidden = hidden
+        return hidden
+
     def clear(self) -> None:
         """Set `input` and `hidden` to None, so that the memory of the tensors is freed."""
         self.input = self.hidden = None
@@ -190,33 +215,6 @@ def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
     `ranks` contains the number of columns of each adapter. Example: (1, 2) gives [0, 1, 1].
     """
     return torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
-
-
-def masked_hidden(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) -> Tensor:
-    """Multiply the input of a layer by the first matrices (lora_A) of several LoRA adapters.
-
-    The layers of a group have the same input. Therefore, the product is computed only for the first
-    layer, and stored in `group` for the other layers. `LoraLayers` deletes the stored product at
-    the end of each step, so it always belongs to `step`.
-
-    Args:
-        group: the layers, with their concatenated lora_A matrices. Mutated.
-        layer_input: [..., in_features], the input of the layers.
-        step: contains the adapter that each row uses.
-
-    Returns:
-        [num_rows, sum of ranks]. The columns of the adapters that a row does not use are 0.
-    """
-    if group.input is layer_input and group.hidden is not None:
-        return group.hidden
-    down = group.down  # a linear layer whose weight contains the concatenated matrices
-    hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
-    # The masked numbers are replaced by 0 and not multiplied by 0, because NaN or infinity times 0
-    # is NaN.
-    hidden.masked_fill_(step.unused_columns(group.ranks, len(hidden)), 0)
-    group.input = layer_input
-    group.hidden = hidden
-    return hidden
 
 
 def product(layer: nn.Linear, rows: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ from nereid_backend.linear.joined_adapters import (
     AdapterStep,
     JoinedLayer,
     join_group,
-    masked_hidden,
     product,
 )
 from nereid_backend.linear.native_adapters import (
@@ -285,6 +284,6 @@ class LoraLayers:
         joined = self._joined.get(name)
         if self._step is None or joined is None:
             return
-        hidden = masked_hidden(joined.group, inputs[0], self._step)[:, joined.columns]
+        hidden = joined.group.masked_hidden(inputs[0], self._step)[:, joined.columns]
         up = joined.up
         output.view(-1, up.out_features).add_(product(up, hidden))

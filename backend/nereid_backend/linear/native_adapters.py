@@ -64,6 +64,16 @@ class _StoredAdapter(NamedTuple):
     matrices: list[LayerPair]
 
 
+class _Step(NativeAdapterStep):
+    """The C struct that contains the adapter of each row of a step.
+
+    Attributes:
+        arrays: the arrays to which the struct points. The struct keeps them in memory.
+    """
+
+    arrays: tuple[object, ...] = ()
+
+
 class NativeAdapters:
     """Stores LoRA adapters in the layout that the CPU kernels read."""
 
@@ -75,16 +85,13 @@ class NativeAdapters:
         """
         groups = _layers_by_product(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
-        # Maps the name of each layer to its index in the arrays of structs that the kernels read.
-        # Layers that one matrix product computes together have consecutive indices.
+        # Maps the name of each layer to its number, which is its index in all arrays that the
+        # kernels read. Layers that one matrix product computes have consecutive numbers.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
-        # The number of outputs of each layer, in the order of the layer numbers.
         sizes = [_num_outputs(layer) for layer in layers.values()]
         self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # The key of each layer that the kernels do not compute. The kernels find the adapters'
-        # matrices of a layer by its key. If the kernels compute the layer, the key is the address
-        # of the layer's weight. The layers in this dict have arbitrary keys, which their forward
-        # hooks pass to the kernels.
+        # The key of each layer that the kernels do not compute; see `_product_key`. The forward
+        # hook of such a layer passes the key to the kernels.
         self._hook_keys = {
             name: _product_key(layer)
             for name, layer in layers.items()
@@ -191,8 +198,7 @@ class NativeAdapters:
             # The kernels cannot apply adapters to any layer of this model.
             yield
             return
-        # `_arrays` keeps the arrays in memory during the step. The struct contains their addresses.
-        struct, _arrays = self._describe_step(chunk_adapters, chunk_lengths)
+        struct = self._describe_step(chunk_adapters, chunk_lengths)
         kernels().nereid_serve_adapters(ctypes.byref(struct))
         self._is_serving = True
         try:
@@ -209,7 +215,7 @@ class NativeAdapters:
 
     def _describe_step(
         self, chunk_adapters: Sequence[Adapter | None], chunk_lengths: Sequence[int]
-    ) -> tuple[NativeAdapterStep, tuple[object, ...]]:
+    ) -> _Step:
         """Build the C struct with which the kernels find the adapter of each row.
 
         A chunk contains the rows of one sequence. Example: the chunks have the adapters [a, None,
@@ -219,10 +225,6 @@ class NativeAdapters:
         Args:
             chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
             chunk_lengths: the number of rows of each chunk.
-
-        Returns:
-            The struct, and the arrays to which its pointers point. The caller must keep the arrays
-            in memory.
         """
         distinct = [adapter for adapter in dict.fromkeys(chunk_adapters) if adapter is not None]
         indices: dict[Adapter | None, int] = {None: -1}
@@ -234,7 +236,7 @@ class NativeAdapters:
         # If a layer computes one row for each token, the kernels read the adapter index of each row
         # from `owners`. Otherwise, the kernels divide the layer's rows equally among the chunks,
         # and read the adapter index of each chunk from `chunk_owners`.
-        struct = NativeAdapterStep(
+        struct = _Step(
             products=ctypes.addressof(self._products),  # which layers each matrix product computes
             num_products=len(self._products),
             layer_outputs=ctypes.addressof(self._layer_outputs),  # the number of outputs of a layer
@@ -246,7 +248,8 @@ class NativeAdapters:
             num_tokens=len(row_indices),
             num_chunks=len(chunk_indices),
         )
-        return struct, (chunk_indices, row_indices, pointers)
+        struct.arrays = (chunk_indices, row_indices, pointers)
+        return struct
 
 
 def adapter_bytes(pair: LayerPair) -> int:

@@ -298,12 +298,9 @@ class InputForm:
         if answer.content:
             message = self._text_message("assistant", answer.content)
         else:
-            # If an answer has no content, the field `content` is "" or None, or is omitted. This
-            # depends on `empty_content`.
+            # The field `content` is "" or None, or is omitted, see `empty_content`.
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
-            # If it is not yet known which field the template reads, the reasoning is written to all
-            # possible fields.
             message.update(dict.fromkeys(self._reasoning_fields(), answer.reasoning))
         return message
 

@@ -116,14 +116,12 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     Args:
         markup: The texts before all tool calls (`open`) and after all tool calls (`close`).
     """
-    after_calls = markup.close
-    matches = list(MARKER.finditer(after_calls))
-    # `after_calls` starts with the closing markers of the list of tool calls: one for each opening
-    # marker. All later markers end the message.
+    matches = list(MARKER.finditer(markup.close))
+    # The first markers close the list of tool calls. All later markers end the message.
     turn_ends = matches[_num_closing_markers(markup.open) :]
     if not turn_ends:
-        return TextAfterCalls(after_calls, [])
-    section_close = after_calls[: turn_ends[0].start()]
+        return TextAfterCalls(markup.close, [])
+    section_close = markup.close[: turn_ends[0].start()]
     return TextAfterCalls(section_close, [match.group() for match in turn_ends])
 
 
@@ -230,15 +228,13 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     '\ue010 zqFirstTool, \ue010 zqSecondTool'
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
-        before, found_name, after = text.partition(name)
-        if not found_name:
+        name_start = text.find(name)
+        if name_start < 0:
             continue
         if gaps.before_name is not None:
-            digit_index = len(before) - 1 - gaps.before_name
-            before = _mask_digit(before, digit_index)
+            text = _mask_digit(text, name_start - 1 - gaps.before_name)
         if gaps.after_name is not None:
-            after = _mask_digit(after, gaps.after_name)
-        text = before + found_name + after
+            text = _mask_digit(text, name_start + len(name) + gaps.after_name)
     return text
 
 

@@ -133,10 +133,10 @@ def _declare_object_and_array(
         array: The array in a message with two tool calls.
     """
     array_format = _read_one_array(keys, array)
-    # The markers that `array_format.markup` declares enclose all tool calls of a message, whether
-    # they are an array or a single object. A `Call` declares only other markers.
-    has_equal_markers = json_object.before.strip() == array_format.markup.open.strip()
-    if has_equal_markers:
+    # The markers in `array_format.markup` enclose all tool calls of a message, whether they are an
+    # array or a single object. The `Call` of the object declares only other markers.
+    is_enclosed_by_markup = json_object.before.strip() == array_format.markup.open.strip()
+    if is_enclosed_by_markup:
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)

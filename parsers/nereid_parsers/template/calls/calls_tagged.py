@@ -129,9 +129,7 @@ def _markup_from_names_to_values(texts: CallTexts, call: _TaggedCall) -> ListMar
     return list_markup(before_first_name, from_value_to_name, after_last_value)
 
 
-def _infer_arguments(
-    texts: CallTexts, arguments: ListMarkup, before_string: str
-) -> TaggedArguments:
+def _infer_arguments(texts: CallTexts, arguments: ListMarkup, before_value: str) -> TaggedArguments:
     """Infer the tags around the value of an argument, and the quotes, such as `<![CDATA[`, if any.
 
     Example: a template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value with
@@ -142,10 +140,10 @@ def _infer_arguments(
         texts: The rendered tool calls. The value of the argument is a string (`one_call`), a number
             (`number`) or a string with special characters (`special_value`).
         arguments: The markup of the list of arguments. `item_open` is the text before a key.
-        before_string: The text between a key and its value, if the value is a string.
+        before_value: The text between a key and its value, if the value is a string.
     """
-    tags = _infer_value_tags(texts, arguments, before_string)
-    quotes = _find_quotes(texts, before_string)
+    tags = _infer_value_tags(texts, arguments, before_value)
+    quotes = _find_quotes(texts, before_value)
     return tags if quotes is None else _add_quotes(tags, quotes)
 
 
@@ -162,7 +160,7 @@ class _TextAroundArgument(NamedTuple):
 
 
 def _infer_value_tags(
-    texts: CallTexts, arguments: ListMarkup, before_string: str
+    texts: CallTexts, arguments: ListMarkup, before_value: str
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
@@ -179,10 +177,10 @@ def _infer_value_tags(
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
             41 in `texts.number`.
         arguments: The markup of the list of arguments. `item_open` is the text before a key.
-        before_string: The text between a key and its value, if the value is a string.
+        before_value: The text between a key and its value, if the value is a string.
     """
     around_string = _TextAroundArgument(
-        arguments.item_open, before_string, _text_after_plain_string(texts)
+        arguments.item_open, before_value, _text_after_plain_string(texts)
     )
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
     string_close = arguments.item_close + arguments.separator

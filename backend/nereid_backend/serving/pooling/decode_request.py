@@ -157,26 +157,21 @@ def _refuse_long_input(lengths: npt.NDArray[np.int32], max_len: int) -> None:
     )
 
 
-def parse_part(text: str, index: int) -> tuple[str, Any]:
-    """Parse one element of the tensor `parts`. An element contains a text, an image, or both.
+def parse_part(text: str, index: int) -> dict[str, str | bytes]:
+    """Parse one element of the tensor `parts`, and decode its image.
 
-    Example: `{"text": "hello"}` returns `("text", "hello")`.
-
-    Returns:
-        A pair of a name and a value. The pair is ("text", str) for a text, ("image", bytes) for an
-        image, and ("mixed", {"text": str, "image": bytes}) for a text with an image.
+    The result has the key `text` (str), the key `image` (bytes), or both. Example: the JSON text
+    `{"text": "hello", "image": "aGk="}` returns `{"text": "hello", "image": b"hi"}`.
 
     Raises:
-        RequestError: the element is neither a text nor an image, or the image is not base64.
+        RequestError: the element has neither a text nor an image, or the image is not base64.
     """
     where = f"{names.PARTS}: element {index}"
-    part = _parse_part_fields(text, where)
-    if "image" not in part:
-        return "text", part["text"]
-    image = decode_image(part["image"], where)
-    if "text" not in part:
-        return "image", image
-    return "mixed", {"text": part["text"], "image": image}
+    fields = _parse_part_fields(text, where)
+    return {
+        name: decode_image(value, where) if name == "image" else value
+        for name, value in fields.items()
+    }
 
 
 def _parse_part_fields(text: str, where: str) -> dict[str, str]:
@@ -243,14 +238,13 @@ def parse_document(text: str, index: int) -> str | bytes:
     Raises:
         RequestError: the element is neither one text nor one image.
     """
-    name, content = parse_part(text, index)
-    if name == "mixed":
+    contents = list(parse_part(text, index).values())
+    if len(contents) > 1:
         raise RequestError(
             f"{names.PARTS}: element {index} has both a text and an image, but a document must be "
             "one of them. Send two documents."
         )
-    document: str | bytes = content
-    return document
+    return contents[0]
 
 
 def pair_queries(

@@ -47,7 +47,9 @@ class EmbeddingModel(PoolingStub):
             return [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
         if tensor_name == names.PARTS:
             parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
-            return [decode_request.parse_part(part, index) for index, part in enumerate(parts)]
+            return [
+                ("part", decode_request.parse_part(part, index)) for index, part in enumerate(parts)
+            ]
         return [("token_ids", ids) for ids in self._read_token_ids(request, options)]
 
     def _read_token_ids(self, request: Any, options: Mapping[str, Any]) -> list[list[int]]:  # noqa: ANN401

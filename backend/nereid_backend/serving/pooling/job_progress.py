@@ -144,10 +144,10 @@ class _JobProgress:
 
         An input is a pair of a name and a value (see Job.inputs):
 
-            text, token_ids or image, VALUE         {name: VALUE}
-            document, DOCUMENT                      {"pair": (the job's query, DOCUMENT)}
-            pair, [QUERY, DOCUMENT]                 {"pair": (QUERY, DOCUMENT)}
-            mixed, {"text": TEXT, "image": IMAGE}   {"text": TEXT, "image": IMAGE}
+            document, DOCUMENT                     {"pair": (the job's query, DOCUMENT)}
+            pair, [QUERY, DOCUMENT]                {"pair": (QUERY, DOCUMENT)}
+            part, {"text": TEXT, "image": IMAGE}   {"text": TEXT, "image": IMAGE}
+            text or token_ids, VALUE               {name: VALUE}
         """
         match name:
             case "document":
@@ -155,7 +155,7 @@ class _JobProgress:
             case "pair":
                 # msgpack turns tuples into lists, but PoolingItem needs a tuple.
                 return {"pair": tuple(value)}
-            case "mixed":
+            case "part":
                 return dict(value)
             case _:
                 return {name: value}
@@ -293,26 +293,30 @@ class WorkerJobs:
 
         Args:
             result: the result.
-            started: the time at which the step of this result began, by time.monotonic().
+            started: the time by time.monotonic() at which the engine began to compute the batch
+                that contains the result.
 
         Raises:
             EngineError: the result has an error because the GPU is lost (`_refuse_result`).
         """
-        # The engine treats each slice as one request. The id of this request consists of the id of
-        # the job and the index of the slice's first input.
-        request_id, first = _parse_slice_id(result.request_id)
-        progress = self._jobs.get(request_id)
+        # The engine treats each slice (a group of inputs of one job) as one request. The id of this
+        # request consists of the id of the job and the index of the slice's first input.
+        job_id, first = _parse_slice_id(result.request_id)
+        progress = self._jobs.get(job_id)
         if progress is None:
             return  # The job was aborted or refused.
         if result.error is not None:
-            self._refuse_result(progress, first + result.index, result.error)
+            # `result.index` counts from the first input of the slice.
+            index_in_job = first + result.index
+            self._refuse_result(progress, index_in_job, result.error)
             return
         if progress.started is None:  # This is the first result of the job.
             progress.started = started
         progress.add_result(first, result)
         if not progress.num_left:  # This is the last result of the job.
-            del self._jobs[request_id]
-            self._send(["done", request_id, progress.started, *progress.outcome().row()])
+            del self._jobs[job_id]
+            done_message = ["done", job_id, progress.started, *progress.outcome().row()]
+            self._send(done_message)
 
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
         """Refuse a whole job, because the computation of the input `index` has failed.

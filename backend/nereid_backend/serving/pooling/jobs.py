@@ -19,9 +19,10 @@ class Job:
     Attributes:
         field: the name of the tensor that contains the inputs, for error messages.
         inputs: one pair of a name and a value for each input. In most pairs, the name is a field of
-            PoolingItem (text, token_ids, pair or image), and the value is the value of this field.
-            If the name is "mixed", the value is {"text": str, "image": bytes}. If the name is
-            "document", the value is a document that is scored for `query`.
+            PoolingItem (text, token_ids or pair), and the value is the value of this field.
+            If the name is "part", the value is a dict with the key `text`, `image` or both (see
+            parse_part). If the name is "document", the value is a document that is scored for
+            `query`.
         options: fields of PoolingItem that have the same value for all inputs.
         query: the query for all documents. The query is packed only once. If a query of 60 kB were
             packed with each of 10,000 documents, the message would have 600 MB.

@@ -55,32 +55,28 @@ class _Values:
 class PoolingMetrics:
     """The metrics of one model. Only the thread that runs the model's loop may use them.
 
+    The other methods record values in this process, and `publish` sends the values to the metrics
+    in Triton server.
+
     Args:
         model_name: the value of the label `model_name`.
     """
 
     def __init__(self, model_name: str) -> None:
-        """Create the metrics in Triton server. `publish` sends their values."""
-        labels = {"model_name": model_name}
-        families = MetricFamilies()
-        self._labels = labels
-        self._families = families  # The metrics exist as long as this object exists.
+        """Create the metrics in Triton server."""
         self._values = _Values()
-        # A metric family of Triton server contains one metric for each combination of label values.
-        # The gauge has only one combination, so its metric is created here. The metrics of the
-        # counters are created when they are first published. A histogram is published as several
-        # counters: NAME_bucket, NAME_count and NAME_sum. `publish` sends the numbers in `_values`
-        # to all these metrics.
+        self._labels = {"model_name": model_name}
+        self._families = families = MetricFamilies()  # Deleting this object deletes the metrics.
         gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
-        self._num_requests = gauge_family.Metric(labels)
+        self._num_requests = gauge_family.Metric(self._labels)
         self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
         self._histograms = {
-            name: families.histogram_counters(name, text, labels)
+            name: families.histogram_counters(name, text, self._labels)
             for name, text in _HISTOGRAMS.items()
         }
-        # The time at which the metrics must be published again, as a value of time.monotonic(). The
-        # initial value is 0, so the first publication is due immediately.
+        # The time of the next publication, by time.monotonic(). The first publication is due
+        # immediately.
         self._publish_due = 0.0
 
     def note_success(

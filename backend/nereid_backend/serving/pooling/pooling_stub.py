@@ -105,9 +105,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def read_texts(self, request: Any, name: str, options: Mapping[str, Any]) -> list[str]:  # noqa: ANN401
         """Decode the elements of the input tensor with the name `name`, and return the texts.
 
-        If the option `truncate` is false, a text is refused here if its number of bytes shows that
-        it has too many tokens. Such a text is never decoded and sent to the worker. If the option
-        is true, the worker truncates the texts, so their size is not checked.
+        Refuse a text whose number of bytes shows that the text has too many tokens. If the option
+        `truncate` is true, do not check the sizes, because the worker truncates the texts.
 
         Raises:
             RequestError: there are too many texts, or a text is too long or is not UTF-8.
@@ -115,8 +114,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         values = self.read_array(request, name)  # This call refuses too many texts.
         if not options.get("truncate"):
             for index, value in enumerate(values):
-                element = f" element {index}:" if len(values) > 1 else ""
-                self.text_limit.check(f"{name}:{element} the input", value, TRUNCATE_REMEDY)
+                where = f"{name}: element {index}:" if len(values) > 1 else f"{name}:"
+                self.text_limit.check(f"{where} the input", value, TRUNCATE_REMEDY)
         return decode_texts(values, name)
 
     @property
@@ -138,20 +137,20 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self.title = f"model {self.kind}"
         self.log_prefix = f"{self.kind}: "
         super().__init__()
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the worker process, and wait until its model is loaded.
-
-        If no checkpoint is set, no process is started (`child` stays None). Then every request is
-        refused, except requests for information about the model.
-        """
         # The id of each job is the next number of this counter.
         self._ids = itertools.count(1)
         # The names of all environment variables of this model begin with this prefix.
         self._variable_prefix = f"NEREID_{self.kind.upper()}_"
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Start the worker process, wait until its model is loaded, and start the model's loop.
+
+        If the settings contain no checkpoint, start only the loop. The loop then answers requests
+        for information about the model, and every other request is refused.
+        """
         try:
             self._settings, config = read_pooling_settings(self.kind, args)
-            if config is not None:  # A checkpoint is set.
+            if config is not None:  # The settings contain a checkpoint.
                 self._start_worker(config)
         except NereidError as error:
             raise tensors.load_error(error) from error
@@ -168,23 +167,23 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """Send a request as a job to the worker process, which runs the model.
 
         A job consists of the inputs and the options of one request. A request can also ask for
-        information about the model, with or without input tensors. Requests for nothing but this
-        information, and requests whose input tensors are empty, get a response without a job. If no
-        checkpoint is served, the information is the only possible response.
+        information about the model. Three kinds of requests get a response without a job: a request
+        that asks only for this information, a request for this information if no checkpoint is
+        served, and a request whose input tensors are empty.
 
         Raises:
             RequestError: an input is missing or wrong.
             CapacityError: the model has too many requests, or no checkpoint is served.
         """
         returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
-        if self.child is None:  # No checkpoint is served.
-            if not returns_info:
-                raise CapacityError(self._not_served_message())
-            self.respond_later(sender, self._info())
-            return
-        self._check_num_requests()
+        serves_checkpoint = self.child is not None
+        if serves_checkpoint:
+            self._check_num_requests()
+        elif not returns_info:
+            raise CapacityError(self._not_served_message())
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
-        if returns_info and not given:
+        can_have_job = serves_checkpoint and (given or not returns_info)
+        if not can_have_job:  # The request only gets the information about the model.
             self.respond_later(sender, self._info())
             return
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
@@ -192,10 +191,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         job = self.read_job(request, given, options)
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
-            return
-        # The input tensors have no elements, so the worker has nothing to compute.
-        info = self._info() if returns_info else {}
-        self.respond_later(sender, self.empty_outputs() | info)
+        else:  # The input tensors have no elements, so the worker has nothing to compute.
+            info = self._info() if returns_info else {}
+            self.respond_later(sender, self.empty_outputs() | info)
 
     def _check_num_requests(self) -> None:
         """Raise a CapacityError if the number of requests has reached the setting max_requests."""
@@ -244,8 +242,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
         Args:
             pending: the request.
-            started: the time at which the computation of the first input started.
-            outcome_row: the packed Outcome.
+            started: the time at which the computation of the first input started, by
+                time.monotonic().
+            outcome_row: the list that Outcome.row has built in the worker.
         """
         try:
             outcome = Outcome.from_row(outcome_row)
@@ -253,12 +252,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
             tensors.log.exception("the outputs of a request failed in the %s", self.title)
             self.respond(pending.sender, error)
-        else:
-            self._note_success(pending, started, int(outcome.num_tokens.sum()))
-            info = self._info() if pending.returns_info else {}
-            self.respond(pending.sender, outputs | info)
+            return
+        self._record_success(pending, started, num_tokens=int(outcome.num_tokens.sum()))
+        info = self._info() if pending.returns_info else {}
+        self.respond(pending.sender, outputs | info)
 
-    def _note_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
+    def _record_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
         """Record the metrics and the spans of a successful request.
 
         Call this method before the outputs are sent, because the time of the computation ends at
@@ -266,7 +265,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
         Args:
             pending: the request.
-            started: the time at which the computation of the request's first input started.
+            started: the time at which the computation of the request's first input started, by
+                time.monotonic().
             num_tokens: the number of tokens of all inputs.
         """
         self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)

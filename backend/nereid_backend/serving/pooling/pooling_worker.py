@@ -69,15 +69,14 @@ def serve_worker(make: MakeEngine) -> NoReturn:
             slow operations.
     """
 
+    # `serve` receives the settings from the parent process, and calls `load` once with these
+    # settings. `send` sends a message to the parent process.
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> WorkerService:
         engine = make(PoolingConfig(**settings), progress)
         return WorkerService(engine, send)
 
-    # `serve` receives the settings from the parent process, and calls `load` once with these
-    # settings. The argument `send` of `load` is a function that sends a message to the parent
-    # process.
     serve(load)
 
 

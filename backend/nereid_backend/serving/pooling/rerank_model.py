@@ -25,11 +25,6 @@ class RerankModel(PoolingStub):
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
         """Convert `request` to a job. The job classifies texts or scores documents.
 
-        A request that scores documents has one query for all documents, or one query for each
-        document. In the second case, each input of the job is a pair of a query and a document.
-        The tensor `documents` contains texts. The tensor `parts` contains documents as JSON, each
-        of which is a text or an image.
-
         Args:
             request: the server's request.
             given: the names of the input tensors that the request contains, in the order of
@@ -39,15 +34,28 @@ class RerankModel(PoolingStub):
         Raises:
             RequestError: a tensor is missing or wrong.
         """
-        if given == [names.TEXTS]:
-            return self._classify_job(request, options)
-        if given not in ([names.QUERY, names.DOCUMENTS], [names.QUERY, names.PARTS]):
-            raise RequestError(
-                f"{names.QUERY}: a request must have {names.QUERY} and either {names.DOCUMENTS} or "
-                f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
-                f"{' and '.join(given) or 'none'}."
-            )
-        _query, document_tensor = given
+        match given:
+            case [names.TEXTS]:
+                return self._classify_job(request, options)
+            case [names.QUERY, (names.DOCUMENTS | names.PARTS) as document_tensor]:
+                return self._score_job(request, document_tensor, options)
+        raise RequestError(
+            f"{names.QUERY}: a request must have {names.QUERY} and either {names.DOCUMENTS} or "
+            f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
+            f"{' and '.join(given) or 'none'}."
+        )
+
+    def _score_job(
+        self,
+        request: Any,  # noqa: ANN401
+        document_tensor: str,
+        options: dict[str, Any],
+    ) -> Job:
+        """Convert a request to a job that scores documents for queries.
+
+        The request has one query for all documents, or one query for each document. In the second
+        case, each input of the job is a pair of a query and a document.
+        """
         queries = self.read_texts(request, names.QUERY, options)
         documents = self._read_documents(request, document_tensor, options)
         if len(queries) == 1:
@@ -62,7 +70,11 @@ class RerankModel(PoolingStub):
         tensor_name: str,
         options: dict[str, Any],
     ) -> Sequence[str | bytes]:
-        """Return the documents of a request. A text is a str, and an image is bytes."""
+        """Return the documents of a request. A text is a str, and an image is bytes.
+
+        The tensor `documents` contains texts. Each element of the tensor `parts` is JSON with a
+        text or an image.
+        """
         if tensor_name == names.DOCUMENTS:
             return self.read_texts(request, names.DOCUMENTS, options)
         parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)

@@ -123,24 +123,23 @@ class Choice:
         self.context = context
         self._index = index
         self._token_texts = token_texts
-        # Each new text of the choice is processed by these objects in this order. `_detokenizer`
-        # converts tokens to text, `_stop_search` searches for stop strings, `_message` parses the
-        # text into fields, and `_checked_message` validates the complete message. The detokenizer
-        # also gets the last tokens of a completion's prompt (the seed tokens), because the text of
-        # a token can depend on the tokens before it.
+        # The seed tokens are the last tokens of a completion's prompt. The text of the first output
+        # token can depend on them.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
+        # Parses the text that the search for stop strings has released.
         self._message = message
+        # Collects the parsed message, and validates the complete message; None for no validation.
         self._checked_message = CheckedMessage(check) if check is not None else None
-        # The output that has not been sent yet, and the totals of the whole choice.
+        # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
+        # The numbers of tokens since the beginning of the choice.
         self._totals = _Totals()
-        # `stop_string` is the stop string that was found in the text; None if no stop string was
-        # found yet. `_end_reasons` is None until the choice has ended.
         self.stop_string: str | None = None
+        # None until the choice has ended.
         self._end_reasons: _EndReasons | None = None
         # Whether the choice ended because the model generated a stop token.
         self._has_model_ended = False
@@ -174,13 +173,12 @@ class Choice:
         """
         text_ids = _without_stop_token(list(delta.token_ids), delta.ending)
         num_output_tokens = self._add_text_of_tokens(text_ids)
-        if self.stop_string is None and len(text_ids) < len(delta.token_ids):
-            # The last token of the sequence is a stop token. A stop token has no text, but it
-            # counts as an output token. If the reasoning has not ended, it also counts as a
-            # reasoning token. `_add_text_of_tokens` has counted only the tokens before the stop
-            # token.
+        ends_with_stop_token = len(text_ids) < len(delta.token_ids)
+        if ends_with_stop_token and self.stop_string is None:
+            # A stop token has no text, but it counts as an output token.
             num_output_tokens += 1
-            self._totals.num_reasoning_tokens += self._message.is_reasoning
+            if self._message.is_reasoning:
+                self._totals.num_reasoning_tokens += 1
         self._record_tokens(num_output_tokens, delta)
         if delta.ending is not None:
             self._add_withheld_text()
@@ -192,9 +190,9 @@ class Choice:
         """
         if self.is_finished:  # The last output has already been returned.
             return None
-        # If `_end_reasons` is set, the choice has ended, so this call returns the last output of
-        # the choice.
-        is_last = self._end_reasons is not None
+        # None if the choice has not ended. Otherwise, this call returns the last output.
+        finish_reason = None if self._end_reasons is None else self._end_reasons.finish_reason
+        is_last = finish_reason is not None
         # If the request is streaming, return new output at once. New output can be text,
         # log-probabilities, or token ids that the client has requested.
         can_stream = self.context.stream and self._has_unsent_output
@@ -207,8 +205,8 @@ class Choice:
             text = self.context.prepend + text
         output = ChoiceOutput(
             text=text,
-            delta=self._build_delta(),
-            finish_reason=None if self._end_reasons is None else self._end_reasons.finish_reason,
+            delta=self._take_delta(),
+            finish_reason=finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
             num_output_tokens=len(unsent.token_ids),
             logprobs=tuple(unsent.logprobs),
@@ -237,13 +235,14 @@ class Choice:
         """
         # The search for stop strings and the count of reasoning tokens need the text of each single
         # token. Otherwise, decoding all tokens together is faster.
-        needs_single_tokens = self.context.stop or self._message.reads_reasoning
+        needs_single_tokens = bool(self.context.stop) or self._message.reads_reasoning
         if not needs_single_tokens:
             self._add_text(self._detokenizer.feed(token_ids))
             return len(token_ids)
+        num_earlier_tokens = self._totals.num_tokens  # `token_ids` are counted later.
         for index, token_id in enumerate(token_ids):
             # Do not search for stop strings in the first `min_tokens` tokens of the output.
-            can_stop = self._totals.num_tokens + index >= self.context.min_tokens
+            can_stop = num_earlier_tokens + index >= self.context.min_tokens
             self._add_text_of_token(token_id, can_stop=can_stop)
             if self.stop_string is not None:
                 return index + 1
@@ -258,7 +257,8 @@ class Choice:
         else:
             self._add_text(text)
         # The tokens of the marker that ends the reasoning count as reasoning tokens, too.
-        self._totals.num_reasoning_tokens += was_reasoning or self._message.is_reasoning
+        if was_reasoning or self._message.is_reasoning:
+            self._totals.num_reasoning_tokens += 1
 
     def _add_text_before_stop(self, text: str) -> None:
         """Add a text. If the text contains a stop string, add only the part before the stop string.
@@ -299,22 +299,26 @@ class Choice:
     def _finish(self, ending: Ending) -> None:
         """End the parsed message, and set the finish reason and the stop reason of the choice.
 
-        `ending` is the reason of the engine. The engine does not search for stop strings. If a stop
-        string was found, the stop string is the reason instead. If the message has tool calls, the
-        finish reason "stop" becomes "tool_calls", as in the OpenAI API.
+        A stop string takes precedence over the engine's reasons, because the engine does not search
+        for stop strings. In the OpenAI API, the finish reason of a message with tool calls is
+        "tool_calls" instead of "stop".
+
+        Args:
+            ending: the reasons why the engine has ended the sequence.
         """
         self._message.finish()
-        self._has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
-        finish_reason: str = ending.finish_reason
-        stop_reason: int | str | None = ending.stop_reason
-        if self.stop_string is not None:
-            finish_reason, stop_reason = "stop", self.stop_string
-        if finish_reason == "stop" and self._message.has_calls:
-            finish_reason = "tool_calls"
-        self._end_reasons = _EndReasons(finish_reason, stop_reason)
+        if self.stop_string is None:
+            reasons = _EndReasons(ending.finish_reason, ending.stop_reason)
+        else:
+            reasons = _EndReasons("stop", self.stop_string)
+        has_stopped = reasons.finish_reason == "stop"
+        self._has_model_ended = has_stopped and self.stop_string is None
+        if has_stopped and self._message.has_calls:
+            reasons = reasons._replace(finish_reason="tool_calls")
+        self._end_reasons = reasons
 
-    def _build_delta(self) -> dict[str, Any]:
-        """Convert the output that has not been sent yet to the JSON object of the tensor `delta`.
+    def _take_delta(self) -> dict[str, Any]:
+        """Return the output that has not been sent yet as the JSON object of the tensor `delta`.
 
         Example of a delta: `{"content": "Hi", "token_ids": [5], "usage": {...}}`. The fields for
         log-probabilities and token ids exist only if the request asks for them. The last delta also
@@ -323,25 +327,31 @@ class Choice:
         Raises:
             EngineError: the message is complete, and does not match a strict schema of the request.
         """
-        message = self._message.take()
-        if self._checked_message is not None:
-            # Store each part of the message, because only the complete message can be validated. A
-            # message that ends early, for example at a length limit, need not match the schema, so
-            # it is not validated.
-            self._checked_message.add(message)
-            if self._has_model_ended:
-                self._checked_message.validate()
         # The index 0 is omitted, so that the deltas of requests with only one choice are shorter.
         index_field = {"index": self._index} if self._index else {}
-        usage = self._totals.usage(self.context.num_prompt_tokens)
         return {
             **index_field,
-            **message,
+            **self._take_message(),
             **self._logprob_fields(),
             **self._token_id_fields(),
             **self._ending_fields(),
-            "usage": usage,
+            "usage": self._totals.usage(self.context.num_prompt_tokens),
         }
+
+    def _take_message(self) -> dict[str, Any]:
+        """Return the new part of the parsed message. Validate the message if it is now complete.
+
+        Raises:
+            EngineError: the message is complete, and does not match a strict schema of the request.
+        """
+        new_part = self._message.take()
+        if self._checked_message is not None:
+            # Store each part, because only the complete message can be validated. A message that
+            # ends early, for example at a length limit, need not match the schema.
+            self._checked_message.add(new_part)
+            if self._has_model_ended:
+                self._checked_message.validate()
+        return new_part
 
     def _logprob_fields(self) -> dict[str, Any]:
         """Return the fields with log-probabilities; {} if the request asks for none."""

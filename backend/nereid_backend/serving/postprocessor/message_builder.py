@@ -77,44 +77,20 @@ class ParsedMessage:
         # Depending on the options of the request, the format `adapted` leaves reasoning or tool
         # calls in the content.
         adapted = _adapt_format(fmt, context)
-        tools = [dict(tool) for tool in context.tools]
-        if not context.reads_calls:
-            # The client forbids tool calls, so text that looks like a tool call must stay in the
-            # content. The format `adapted` makes the parser leave calls of unknown tools in the
-            # content. The only tool of the parser is `_UNCALLABLE_TOOL`, whose name no model can
-            # generate. Therefore every call in the output is a call of an unknown tool.
-            tools = [_UNCALLABLE_TOOL]
-        self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
+        self._parser = StreamParser(adapted, tools=_callable_tools(context), prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
         self.has_calls = False
         # The fields of the next delta: the new parts of the reasoning and of the content, and the
         # tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
-        # Some prompts end with a marker such as "<think>", which the parser copies to the beginning
-        # of the content. `_add` removes this marker. If the parser copies no marker,
-        # `_prompt_marker` is "".
-        self._prompt_marker = self._marker_copied_from_prompt(adapted)
-
-    def _marker_copied_from_prompt(self, fmt: Format) -> str:
-        """Return the marker that the parser copies from the prompt into the content.
-
-        Return "" if the parser copies no marker.
-
-        Example: the prompt ends with the opening marker "<think>", and the model generates
-        "a</think>b". If reasoning stays in the content (`separate_reasoning` is False), the parser
-        returns "<think>a</think>b", so that the markers form a pair. This method then returns
-        "<think>". A response may contain only generated text, so `_add` removes this marker, and
-        the response contains "a</think>b".
-
-        Call this method before the first output.
-        """
-        if self._context.separate_reasoning:
-            return ""
-        # The model has not generated any output yet. Therefore, if the parser is already inside
-        # reasoning, the prompt must have opened the reasoning.
-        is_opened_by_prompt = self.is_reasoning
-        return _opening_marker(fmt) if is_opened_by_prompt else ""
+        # The marker that the parser copies from the end of the prompt to the beginning of the
+        # content; "" if the parser copies no marker. The parser copies the marker if the prompt
+        # opens the reasoning, and the reasoning stays in the content. Example: the prompt ends with
+        # "<think>", and the model generates "a</think>b". The parser returns "<think>a</think>b",
+        # so that the markers form a pair.
+        copies_marker = self.is_reasoning and not context.separate_reasoning
+        self._copied_marker = _opening_marker(adapted) if copies_marker else ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -148,28 +124,32 @@ class ParsedMessage:
     def _add(self, events: Iterable[Event]) -> None:
         """Add the reasoning, the content and the tool calls in `events` to the next delta.
 
-        These options of the request apply: if `separate_reasoning` is False, reasoning becomes
-        content. If `separate_reasoning` is True and `include_reasoning` is False, reasoning is
-        dropped.
+        If the request's option `separate_reasoning` is False, add reasoning to the content. If the
+        option is True and `include_reasoning` is False, drop reasoning.
         """
         for event in events:
             match event:
-                case ReasoningDelta(text) if self._context.separate_reasoning:
-                    if self._context.include_reasoning:
+                case ReasoningDelta(text):
+                    if not self._context.separate_reasoning:
+                        self._add_content(text)
+                    elif self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
-                case ReasoningDelta(text) | ContentDelta(text):
-                    # If `separate_reasoning` is False, the reasoning stays in the content. In this
-                    # case, the parser may have copied a marker, such as "<think>", from the prompt
-                    # to the beginning of the first text. The model did not generate this marker, so
-                    # remove it. If the parser has copied no marker, `_prompt_marker` is "", and the
-                    # text is not changed.
-                    self._new_texts["content"].append(text.removeprefix(self._prompt_marker))
-                    self._prompt_marker = ""
+                case ContentDelta(text):
+                    self._add_content(text)
                 case ToolCallStart(index, id=call_id, name=name):
                     self.has_calls = True
                     self._new_call(index).update(id=call_id, name=name)
                 case ArgumentsDelta(index, text):
                     self._new_call(index)["arguments"] += text
+
+    def _add_content(self, text: str) -> None:
+        """Add a text to the content.
+
+        Remove the marker, such as "<think>", that the parser has copied from the prompt, because a
+        response contains only generated text. Only the first text can begin with this marker.
+        """
+        self._new_texts["content"].append(text.removeprefix(self._copied_marker))
+        self._copied_marker = ""
 
     def _new_call(self, index: int) -> dict[str, Any]:
         """Return the entry of the next delta for the tool call with the index `index`.
@@ -180,6 +160,16 @@ class ParsedMessage:
 
 
 Message = PlainMessage | ParsedMessage
+
+
+def _callable_tools(context: StreamContext) -> list[dict[str, Any]]:
+    """Return the tools for the parser. The parser treats calls of all other tools as unknown.
+
+    If the client forbids tool calls (`reads_calls` is False), every call in the output must be
+    unknown, because the parser then leaves the call in the content. In this case, return only the
+    tool `_UNCALLABLE_TOOL`, whose name no model can generate.
+    """
+    return [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
 
 
 def _has_reasoning(fmt: Format) -> bool:

@@ -88,11 +88,11 @@ class PostprocessorModel:
         self._tracing.close()
 
     def _process_step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Process one message of the executor. Return the response; None if there is no output.
+        """Process one step. Return the response to the client; None if there is no output.
 
         A step is a message of the executor with the new tokens of one stream. A stream belongs to
-        one client request, and has a slot in the feedback memory. In the slot, this method reports
-        to the executor that the step was processed.
+        one client request. While the stream is open, it owns a slot in the shared memory in which
+        this process sends reports and signals to the executor.
         """
         state = self._verify_step(request)
         if self._streams.is_late(state):
@@ -101,18 +101,23 @@ class PostprocessorModel:
         # send the next step earlier, and the report is sent even if the processing fails.
         self._feedback.report(state.slot, state.serial, state.step)
         try:
-            if self._streams.is_new(state):
-                self._open_stream(state)
-            choices = self._streams.get(state)
-            if choices is None:
-                return None  # An earlier step has failed, and the client has got the error.
-            return self._add_step(choices, state, request)
+            choices = self._stream_of(state)
+            return None if choices is None else self._add_step(choices, state, request)
         except Exception:
             # A stream cannot continue after an error. The method `execute` sends the error to the
             # client as the last response of the stream.
             self._streams.remove(state)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
+
+    def _stream_of(self, state: StepState) -> Choices | None:
+        """Return the choices of the stream to which a step belongs. Open the stream if it is new.
+
+        Return None if the stream has failed, because its client has already received the error.
+        """
+        if self._streams.is_new(state):
+            self._open_stream(state)
+        return self._streams.get(state)
 
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
@@ -126,9 +131,8 @@ class PostprocessorModel:
         message = tensors.array(request, tensor_names.STATE).tobytes()
         previous_address = self._feedback.address
         packed_state = self._feedback.attach_and_verify(message)
-        # The messages of an executor process contain the address of its shared memory. If a message
-        # contains a new address, the executor process was restarted. A client cannot send a message
-        # with a valid address, because the address contains a random number.
+        # Each message contains the random address of the executor's shared memory. A restarted
+        # executor has a new address.
         is_from_restarted_executor = self._feedback.address != previous_address
         if is_from_restarted_executor:
             self._streams.clear()
@@ -147,16 +151,12 @@ class PostprocessorModel:
             self._streams.remove(state)
             self._record_span(choices)
         else:
-            # Signal to the executor which sequences need no more tokens. If the client has
-            # disconnected, these are all sequences of the request. Otherwise, these are the
-            # sequences that have reached a stop string. `_check_cancel` can detect a disconnected
-            # client, because Triton server marks the later steps of the client's request as
-            # cancelled.
+            # Signal to the executor which sequences need no more tokens.
             self._check_cancel(choices, state, request)
             self._signal_stop_strings(choices, state)
         outputs = choices.take_outputs(is_last=state.is_last)
         if not outputs:
-            return self._keepalive(choices)
+            return self._keepalive_response(choices)
         choices.last_response_at = time.monotonic()
         return self._response(choices.context, outputs)
 
@@ -180,13 +180,16 @@ class PostprocessorModel:
         for slot in choices.stopped_slots():
             self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
 
-    def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if none was sent in the last `keepalive_ms` ms, else None.
+    def _keepalive_response(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
+        """Return an empty response if a keepalive is due, otherwise None.
 
-        Triton's HTTP endpoint detects a disconnected client only when it sends a response.
+        A keepalive is due if a stream has sent no response in the last `keepalive_ms` milliseconds.
+        It is needed because Triton's HTTP endpoint detects a disconnected client only when it sends
+        a response. The value 0 of the setting turns keepalives off.
+
+        Mutates: `choices.last_response_at`, if a response is returned.
         """
-        # The setting keepalive_ms can be 0, which turns keepalives off.
-        has_keepalives = self._keepalive_s and choices.context.stream
+        has_keepalives = self._keepalive_s > 0 and choices.context.stream
         if not has_keepalives:
             return None
         now = time.monotonic()
@@ -203,7 +206,9 @@ class PostprocessorModel:
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
         """If a check is due, ask the server whether the client has cancelled the request.
 
-        If the client has cancelled, send a signal to the executor, which then stops the generation.
+        If the client has cancelled or disconnected, Triton server marks the later steps (`request`)
+        as cancelled. Then send a signal to the executor, which stops the generation.
+
         Each check is a round trip to the server. Therefore the time between two checks of a stream
         grows with the number of streams.
         """
@@ -217,18 +222,18 @@ class PostprocessorModel:
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open_stream(self, state: StepState) -> None:
-        """Open the new stream that begins with the message `state`.
+        """Open the stream of a client's request. If this fails, later steps are ignored.
 
-        A step is a message of the executor, and each stream has a slot in the shared memory. If an
-        error occurs, the stream is not opened, and its later steps are ignored.
+        Args:
+            state: the first message of the executor about the request.
 
         Raises:
             RequestError: the context of the request is damaged.
-            EngineError: `state` is not the first step of its stream, because the postprocessor was
-                restarted after the first step.
+            EngineError: `state` is not the first message, because the postprocessor was restarted
+                after the first message.
         """
-        # Assign the slot before the stream is opened. If opening the stream fails below, the later
-        # steps of the stream then do not count as the beginning of a new stream, and are ignored.
+        # Assign the slot in the shared memory to the stream first, because a stream without a slot
+        # counts as new. If opening fails below, the next message must not open the stream again.
         self._streams.assign_slot(state)
         opening = state.opening
         if opening is None:
@@ -248,23 +253,21 @@ class PostprocessorModel:
         """Create the choices of a new request.
 
         If the request is a chat and the checkpoint has a chat format, the output is parsed with
-        this format. Otherwise, the output is plain text. The parser needs the text of the markers,
-        and markers are often special tokens. So special tokens can be skipped only in plain text.
+        this format. Otherwise, the output is plain text.
         """
-        # For a completion, `prompt` is None.
         is_chat = context.prompt is not None
         fmt = self._format if is_chat else None
+        # Special tokens are skipped only in plain text, because the markers that the parser needs
+        # are often special tokens.
         if fmt is None and context.skip_special_tokens:
             decode = self._decode_without_special_tokens
         else:
             decode = self._decode_with_special_tokens
-        # `check` is a function that validates a complete message. It is None if the request has no
-        # strict schema.
-        check = strict_check(context)
+        schema_check = strict_check(context)  # None if the request has no strict schema.
         choices = []
         for index in range(context.n):
             message = PlainMessage() if fmt is None else ParsedMessage(fmt, context)
-            choices.append(Choice(context, index, decode, message, self._texts, check))
+            choices.append(Choice(context, index, decode, message, self._texts, schema_check))
         return choices
 
     def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401

@@ -189,7 +189,7 @@ def test_documents_that_are_images_become_the_items_of_a_job(monkeypatch):
 
 
 def test_a_text_with_an_image_is_one_item_of_a_job():
-    job = Job(names.PARTS, [("mixed", {"text": "a", "image": b"hi"})], {"truncate": True})
+    job = Job(names.PARTS, [("part", {"text": "a", "image": b"hi"})], {"truncate": True})
     (item,) = _JobProgress("r", Job(*msgpack.unpackb(msgpack.packb(job.row())))).next_slice()
     assert (item.text, item.image, item.truncate) == ("a", b"hi", True)
 

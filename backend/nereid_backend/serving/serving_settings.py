@@ -175,9 +175,10 @@ def read_settings(
     Raises:
         ConfigError: a name is unknown, a value is wrong, or `model` is missing.
     """
-    texts = _parameters(args)
-    check_names(texts, _LANGUAGE_MODEL_NAMES)
-    texts |= _variables(_NEREID, environ)
+    parameters = _parameters(args)
+    check_names(parameters, _LANGUAGE_MODEL_NAMES)
+    # `_variables` checks the names of the variables itself.
+    texts = parameters | _variables(_NEREID, environ)
     # `texts` contains the settings of several classes. `from_texts` ignores the names that do not
     # belong to the given class.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
@@ -201,19 +202,23 @@ def read_pooling_settings(
             name, such as "embedding_dtype".
     """
     prefix = f"{kind}_"
-    texts = _parameters(args)
-    check_names(texts, _POOLING_NAMES, prefix=prefix)
-    if "model" in texts and not Path(texts["model"]).is_dir():
-        # config.pbtxt contains a default checkpoint. If this checkpoint is not installed, ignore
-        # the default. An environment variable, which is read below, can set another checkpoint.
-        # That checkpoint must exist.
-        del texts["model"]
-    # `_variables` also checks the names of the environment variables.
-    texts |= _variables(f"{_NEREID}{prefix}".upper(), environ)
+    parameters = _without_missing_checkpoint(_parameters(args))
+    check_names(parameters, _POOLING_NAMES, prefix=prefix)
+    # `_variables` checks the names of the variables itself.
+    texts = parameters | _variables(f"{_NEREID}{prefix}".upper(), environ)
     serving = from_texts(PoolingServing, texts, prefix=prefix)
-    if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
-        return serving, None
-    return serving, from_texts(PoolingConfig, texts, prefix=prefix)
+    has_checkpoint = texts.get("model", _NO_MODEL).lower() != _NO_MODEL
+    return serving, from_texts(PoolingConfig, texts, prefix=prefix) if has_checkpoint else None
+
+
+def _without_missing_checkpoint(parameters: dict[str, str]) -> dict[str, str]:
+    """Return the parameters of a pooling model. Leave out `model` if it is not a folder.
+
+    config.pbtxt contains a default checkpoint, which need not be installed.
+    """
+    if "model" in parameters and not Path(parameters["model"]).is_dir():
+        return {name: text for name, text in parameters.items() if name != "model"}
+    return parameters
 
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:

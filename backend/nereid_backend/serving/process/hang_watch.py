@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 
-# `detect_hang` is called several times a second. If two calls are further apart than
+# `measure` is called several times a second. If two calls are further apart than
 # `_LONGEST_INTERVAL_S` seconds, the parent process was probably paused. The child process may have
 # been paused, too, and could then send no message. Therefore only the first `_LONGEST_INTERVAL_S`
 # seconds between two calls count as time without a message.
@@ -21,6 +21,8 @@ _CPU_TIMES = slice(11, 13)
 
 class HangWatch:
     """Measures the time during which a process has work but sends no message.
+
+    Call `measure` several times a second, and then `is_hanging`.
 
     Attributes:
         silent_s: the number of seconds since the last message. Time without work does not count.
@@ -43,51 +45,48 @@ class HangWatch:
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # `silent_s` is the time in seconds during which the process has had work but has sent no
-        # message. `_last_checked` is the time at which `detect_hang` last updated `silent_s`.
         self.silent_s = 0.0
-        self._last_checked = clock()
-        # `_cpu_at_half_limit_s` is the CPU time of the process in seconds. It is measured when half
-        # of the time limit has passed without a message. Before that time, it is None. When the
-        # whole time limit has passed, the CPU time is compared with this value. The increase shows
-        # whether the process is busy or hangs.
+        self._last_measured = clock()
+        # The CPU time of the process when half of the time limit has passed without a message; None
+        # before. When the whole time limit has passed, the increase of the CPU time shows whether
+        # the process is busy or hangs.
         self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
         """Record that the process has sent a message."""
         self.silent_s = 0.0
 
-    def detect_hang(self, *, is_working: bool, is_on_cpu: bool) -> bool:
-        """Measure the time without a message, and return whether the process hangs.
+    def measure(self, *, is_working: bool) -> None:
+        """Add the time since the last call to `silent_s`, the time without a message.
 
-        A process hangs if it has work, but has sent no message for too long. On a CPU, one step of
-        a large model can take minutes. The limit is therefore ten times as long while a process on
-        the CPU is busy. Example: with a limit of 60 s, a busy process on the CPU hangs after 600 s
-        without a message, and every other process hangs after 60 s. Call this method several times
-        a second, because the measurement counts at most 0.5 s between two calls.
+        At most 0.5 s are added, so call this method more often.
 
         Args:
-            is_working: whether the process has work. Without work, the measurement starts again.
+            is_working: whether the process has work. If not, set `silent_s` to 0.
+        """
+        now = self._clock()
+        passed_s = min(now - self._last_measured, _LONGEST_INTERVAL_S)
+        self._last_measured = now
+        self.silent_s = self.silent_s + passed_s if is_working else 0.0
+        self._store_cpu_at_half_limit()
+
+    def is_hanging(self, *, is_on_cpu: bool) -> bool:
+        """Return whether the process has work, but has sent no message for too long.
+
+        On a CPU, one step of a large model can take minutes. The limit is therefore ten times as
+        long while a process on the CPU is busy. Example: with a limit of 60 s, a busy process on
+        the CPU hangs after 600 s without a message, and every other process hangs after 60 s.
+
+        Args:
             is_on_cpu: whether the process computes on the CPU. A process with a GPU can use the CPU
                 while it only waits, so its CPU use is ignored.
         """
-        self._measure_silence(is_working=is_working)
-        # When half of the time limit has passed, store the CPU time of the process. `_is_busy` uses
-        # the stored value to compute the CPU load since then.
-        self._store_cpu_at_half_limit()
         has_limit = self._limit_s != 0
         if not has_limit or self.silent_s <= self._limit_s:
             return False
         if is_on_cpu and self._is_busy():
             return self.silent_s > _BUSY_LIMIT_FACTOR * self._limit_s
         return True
-
-    def _measure_silence(self, *, is_working: bool) -> None:
-        """Update `silent_s`, the time without a message. If the process has no work, store 0."""
-        now = self._clock()
-        passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
-        self._last_checked = now
-        self.silent_s = self.silent_s + passed_s if is_working else 0.0
 
     def _store_cpu_at_half_limit(self) -> None:
         """When half of the time limit has passed, store how much CPU time the process has used.

@@ -129,7 +129,11 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 def _run(service: Service, channel: Channel) -> int:
     """Handle messages and compute steps, until the message `stop` arrives or a step fails.
 
-    Return the exit code of the process: 0 after `stop`, 1 if a step failed.
+    Return the exit code of the process: 0 after `stop`, 1 if a step failed. If a step fails, send
+    the error to the parent process.
+
+    Raises:
+        ChannelClosedError: the parent process has ended.
     """
     inbox = Inbox(channel)
     while True:
@@ -142,30 +146,16 @@ def _run(service: Service, channel: Channel) -> int:
             if kind == "stop":
                 return 0
             service.handle(kind, values)
-        has_failed = not _try_advance(service, channel)
-        if has_failed:
+        try:
+            if service.has_work():
+                service.advance()
+        except ChannelClosedError:
+            raise
+        except Exception as error:
+            # The model may be unusable after an unexpected error, so the process must end.
+            log.exception("a step failed, and the process ends")
+            channel.send(["fatal", error_text(error)])
             return 1
-
-
-def _try_advance(service: Service, channel: Channel) -> bool:
-    """Do one step of the work, if there is work. Return False if an unexpected error occurred.
-
-    The model may be unusable after such an error, so the process must end. The error is sent to the
-    parent process.
-
-    Raises:
-        ChannelClosedError: the parent process has ended.
-    """
-    try:
-        if service.has_work():
-            service.advance()
-    except ChannelClosedError:
-        raise
-    except Exception as error:
-        log.exception("a step failed, and the process ends")
-        channel.send(["fatal", error_text(error)])
-        return False
-    return True
 
 
 def _exit_with_parent(parent: int) -> None:

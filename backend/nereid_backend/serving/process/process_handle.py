@@ -7,6 +7,7 @@ process.
 """
 
 import contextlib
+import functools
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any, Self
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError, pack
-from nereid_backend.serving.process.forking.forked_process import start_process
+from nereid_backend.serving.process.forking.forked_process import ForkedProcess, start_process
 from nereid_backend.serving.process.hang_watch import HangWatch, cpu_seconds
 from nereid_backend.serving.process.outbox import Outbox
 
@@ -79,31 +80,33 @@ class ChildProcess:
         load_s: the time that loading took, in seconds.
     """
 
-    def __init__(self, program: ChildProgram) -> None:
-        """Start the process, but do not wait until its model is loaded.
+    def __init__(
+        self,
+        program: ChildProgram,
+        process: ForkedProcess | subprocess.Popen[bytes],
+        connection: socket.socket,
+    ) -> None:
+        """Start the thread that sends messages. Call the class method `start` instead.
 
-        Callers outside this class must call the class method `start` instead, which also waits.
+        Args:
+            program: the program and its limits.
+            process: the running process.
+            connection: the parent's end of the connection to the process.
         """
         self._program = program
-        parent_end, child_end = socket.socketpair()
-        self._process = start_process(program.module, child_end, program.title)
-        child_end.close()
-        self.pid = pid = self._process.pid
+        self._process = process
+        self.pid = process.pid
         # These values are replaced when the model is loaded; see `_await_ready`.
         self.info: dict[str, Any] = {}
         self.load_s = 0.0
-        # The connection to the process, and the thread that sends messages over this connection.
-        self._channel = Channel(parent_end)
+        self._channel = Channel(connection)
         self._outbox = Outbox(self._channel)
-        # `_hang_watch` detects whether the process hangs, which means that it has work but sends no
-        # message. On a CPU, a single step can take so long that a busy process seems to hang. In
-        # this case, the CPU time that the process uses shows whether it is busy.
-        hang_timeout_s = program.hang_timeout.value
-        self._hang_watch = HangWatch(hang_timeout_s, lambda: cpu_seconds(pid))
+        # Detects that the process has work, but sends no message.
+        self._hang_watch = HangWatch(
+            program.hang_timeout.value, functools.partial(cpu_seconds, process.pid)
+        )
         # The text of the message "fatal": the reason that the process gave before its end.
         self._fatal_message = ""
-        # The settings are the first message to the process. The process then loads its model.
-        self.send(program.settings)
 
     @classmethod
     def start(
@@ -123,8 +126,13 @@ class ChildProcess:
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
-        process = cls(program)
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            running_process = start_process(program.module, child_end, program.title)
+        process = cls(program, running_process, parent_end)
         try:
+            # The settings are the first message to the process. The process then loads its model.
+            process.send(program.settings)
             process._await_ready(progress, while_loading)
         except NereidError:
             process.stop()
@@ -151,10 +159,10 @@ class ChildProcess:
         return self._channel.fileno()
 
     def receive(self, timeout_s: float, *, is_working: bool) -> list[list[Any]]:
-        """Return the new messages of the process.
+        """Return the new messages of the process. If there are none, wait for the first message.
 
-        If there are no messages, wait for the first message. This method also detects whether the
-        process hangs, so it must be called several times a second.
+        Each call also checks whether the process hangs. Therefore call this method several times a
+        second, with a short timeout.
 
         Args:
             timeout_s: the longest time to wait for the first message, in seconds.
@@ -188,7 +196,8 @@ class ChildProcess:
         # On a CPU, a step of a large model can take minutes, so the time limit is longer. `info`
         # describes the loaded model. Before the model is loaded, `info` is empty.
         is_on_cpu = self.info.get("device") == "cpu"
-        if not self._hang_watch.detect_hang(is_working=is_working, is_on_cpu=is_on_cpu):
+        self._hang_watch.measure(is_working=is_working)
+        if not self._hang_watch.is_hanging(is_on_cpu=is_on_cpu):
             return
         self._process.kill()
         self._process.wait(_KILL_TIMEOUT_S)

@@ -167,18 +167,23 @@ class SupervisedModel(ABC, Generic[RequestT]):
     # The methods below are called by Triton server. The subclass implements `initialize`.
 
     def execute(self, requests: list[Any]) -> None:
-        """Accept or refuse each request. The loop sends the responses."""
+        """Accept or refuse each request. This thread does not send responses.
+
+        The subclass accepts a request by `accept`. If the request is refused, queue the error, so
+        that the loop's thread sends the error to the client.
+        """
         for request in requests:
             sender = request.get_response_sender()
             try:
                 if self.outage:
                     raise CapacityError(self.outage)
                 self.accept(request, sender)
+            except NereidError as error:
+                self.respond_later(sender, error)
             except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
-                if not isinstance(error, NereidError):
-                    tensors.log.exception(
-                        "request %s failed in the %s", request.request_id(), self.title
-                    )
+                tensors.log.exception(
+                    "request %s failed in the %s", request.request_id(), self.title
+                )
                 self.respond_later(sender, error)
 
     def finalize(self) -> None:
@@ -358,20 +363,23 @@ class SupervisedModel(ABC, Generic[RequestT]):
         process that has died since then, end the request.
         """
         for arrival in _drain(self._arrivals):
+            self._add_arrival(arrival)
             process = arrival.process
-            self.requests[arrival.request_id] = arrival.request
-            self._owners[arrival.request_id] = process
-            process.num_requests += 1
-            # The child process that got the request may have died in the meantime. If a new child
-            # process has already been started, `process.child` is a different object.
+            # If the child process that got the request has been replaced, `process.child` is a
+            # different object.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
-                # `process.error` is the reason why the process last died. A restart does not remove
-                # this reason.
+                # `process.error` is the reason of the last death. A restart does not remove it.
                 assert process.error is not None, "a process that has died has no error"
                 self.end(arrival.request, process.error)
         for sender, result in _drain(self._results):
             self.respond(sender, result)
+
+    def _add_arrival(self, arrival: _Arrival[RequestT]) -> None:
+        """Add a request to `requests`. The method `remove` removes the request."""
+        self.requests[arrival.request_id] = arrival.request
+        self._owners[arrival.request_id] = arrival.process
+        arrival.process.num_requests += 1
 
     def _recover(self, problem: str) -> None:
         """End all requests after an unexpected error, so that the loop can continue.
@@ -410,17 +418,16 @@ class SupervisedModel(ABC, Generic[RequestT]):
             if process.is_running:
                 self.on_restart(process)
             else:
-                self._log_failed_restart(process)
+                self._report_failed_restart(process)
 
-    def _log_failed_restart(self, process: SupervisedProcess) -> None:
+    def _report_failed_restart(self, process: SupervisedProcess) -> None:
         """Log that a process will not be restarted again.
 
-        `nereid serve` reads the log. A line that begins with "error:" makes it restart the server.
-        Therefore only the failure of the model's last process is logged with "error:".
+        If no process of the model is left, the line in the log begins with "error:". `nereid serve`
+        reads the log, and restarts the server after such a line.
         """
         if all(other.has_given_up for other in self.processes):
-            # `outage` is the error message that clients get from now on. The message contains the
-            # reason of the failure.
+            # `outage` is the error message that clients get from now on. It contains the reason.
             tensors.progress(f"error: {self.log_prefix}{self.outage}")
         else:
             tensors.progress(

@@ -52,16 +52,13 @@ class SupervisedProcess:
         self.child = ChildProcess.start(program, tensors.progress)
         self.is_running = True
         self.num_requests = 0
-        # `error` is the reason why the process last died. `num_attempts` counts the attempts to
-        # restart the process. The Triton model sets `num_attempts` to 0 when the process works
-        # again. `num_restarts` counts all successful restarts.
-        self.error: EngineError | None = None
-        self.num_attempts = 0
-        self.num_restarts = 0
+        self.error: EngineError | None = None  # the reason of the last death
+        self.num_attempts = 0  # The Triton model sets this to 0 when the process works again.
+        self.num_restarts = 0  # the number of successful restarts
         self.has_given_up = False
-        # The thread that starts a new process, and the process that the thread has started. Both
-        # are None before a restart begins, and again after a call of `finish_restart`.
+        # During a restart, the thread that starts a new process; otherwise None.
         self._restart_thread: threading.Thread | None = None
+        # The new process from its start until the call of `finish_restart`; otherwise None.
         self._replacement: ChildProcess | None = None
         # This event is set when the server shuts down, so that the thread ends early.
         self._stopping = threading.Event()

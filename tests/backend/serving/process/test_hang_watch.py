@@ -9,9 +9,9 @@ LIMIT_S = 60.0
 class Scene:
     """A watched process, with a clock that the test advances."""
 
-    def __init__(self, limit_s=LIMIT_S, load=0.0, **flags):
+    def __init__(self, limit_s=LIMIT_S, load=0.0, is_working=True, is_on_cpu=True):
         self.now, self.used_s, self.load = 1000.0, 5.0, load
-        self.flags = {"is_working": True, "is_on_cpu": True} | flags
+        self.is_working, self.is_on_cpu = is_working, is_on_cpu
         self.watch = HangWatch(limit_s, lambda: self.used_s, lambda: self.now)
 
     def hangs_after(self, seconds, step_s=0.25):
@@ -19,7 +19,8 @@ class Scene:
         for number in range(1, int(seconds / step_s) + 1):
             self.now += step_s
             self.used_s += self.load * step_s
-            if self.watch.detect_hang(**self.flags):
+            self.watch.measure(is_working=self.is_working)
+            if self.watch.is_hanging(is_on_cpu=self.is_on_cpu):
                 return number * step_s
         return None
 

@@ -52,9 +52,9 @@ _RECEIVE_TIMEOUT_S = 5.0
 _STDOUT, _STDERR = 1, 2
 _WAKE_BYTES = 4096
 _ANY_CHILD = -1  # As an argument of os.waitpid, -1 means any child process.
-# Selects the fields arg_start and arg_end of /proc/self/stat. The indices count only the fields
-# after the name of the program. The first of these fields has the index 0.
-_ARGUMENTS = slice(45, 47)
+# The indices of the fields arg_start and arg_end of /proc/self/stat. The first field after the name
+# of the program has the index 0.
+_ARG_START, _ARG_END = 45, 46
 # Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
 _IGNORED_VARIABLES = {
@@ -136,11 +136,10 @@ class ForkServer:
                 handle_event()
 
     def _accept(self) -> None:
-        """Accept a connection from a Triton model, and create the requested child process.
+        """Accept a connection from a stub, and create the child process that the stub requests.
 
-        Send the id of the child process to the stub, the process that runs the Triton model. If no
-        child process can be created, close the connection without an answer. If the stub closes the
-        connection later, kill the child process.
+        If no child process can be created, close the connection without an answer. A stub is a
+        process that runs a Triton model.
         """
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
@@ -153,15 +152,19 @@ class ForkServer:
             os.close(file)
         if pid is None:
             connection.close()
-            return
+        else:
+            self._add_child(pid, connection)
+
+    def _add_child(self, pid: int, connection: socket.socket) -> None:
+        """Send the id of a new child process to its stub. Kill the process when the stub dies.
+
+        `_reap` sends the exit code of the child process later.
+        """
         self._connections[pid] = connection
-        # After its request, the Triton model sends nothing over this connection. A later event
-        # therefore means that the Triton model has closed the connection.
+        # After its request, the stub sends nothing over this connection. A later event therefore
+        # means that the stub has closed the connection.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._kill(pid))
-        # The process that requested the child receives two numbers: first the process id of the
-        # child, then the exit code of the child. The process id is sent here, and `_reap` sends the
-        # exit code.
-        self._send_to_requester(child=pid, number=pid)
+        self._send_to_stub(child=pid, number=pid)
 
     def _fork(self, request: Request) -> int | None:
         """Fork a process, and return the process id; None if no process can be created."""
@@ -204,14 +207,14 @@ class ForkServer:
             os._exit(1)
 
     def _kill(self, pid: int) -> None:
-        """Kill a child process, because the process that requested the child has died."""
+        """Kill a child process, because its stub has died."""
         self._selector.unregister(self._connections[pid])
         # The kernel cannot have reused the process id, because `_reap` has not waited for this
         # child process yet.
         os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Send the exit code of each ended child process to the process that requested it."""
+        """Send the exit code of each ended child process to its stub."""
         # Python has written one byte for each child process that has ended. Read all of these
         # bytes.
         with contextlib.suppress(BlockingIOError):
@@ -219,7 +222,7 @@ class ForkServer:
                 pass
         while (ended_process := _next_ended_process()) is not None:
             pid, exit_code = ended_process
-            self._send_to_requester(child=pid, number=exit_code)
+            self._send_to_stub(child=pid, number=exit_code)
             self._close_connection(pid)
 
     def _close_connection(self, pid: int) -> None:
@@ -229,13 +232,14 @@ class ForkServer:
             self._selector.unregister(connection)
         connection.close()
 
-    def _send_to_requester(self, child: int, number: int) -> None:
-        """Send a number to the process that requested the child process `child`.
+    def _send_to_stub(self, child: int, number: int) -> None:
+        """Send a number to the stub that has requested a child process.
 
-        `child` is the process id of the child process.
+        Do nothing if the stub has died.
 
-        The number is the process id or the exit code of the child process. Do nothing if the
-        process that requested the child has died.
+        Args:
+            child: the process id of the child process.
+            number: the process id or the exit code of the child process.
         """
         with contextlib.suppress(OSError):
             self._connections[child].sendall(NUMBER.pack(number))
@@ -280,21 +284,19 @@ def _receive(connection: socket.socket) -> Request | None:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
         if len(descriptors) != _FILES_OF_REQUEST:
             raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
-        json_descriptor, *child_descriptors = descriptors
-        fields = _read_json(json_descriptor)
-        request = Request(connection=connection, files=child_descriptors, **fields)
+        fields = _read_json(descriptors.pop(0))
+        # A TypeError means that `fields` has missing or unknown keys.
+        return Request(connection=connection, files=descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
         log.debug("the fork server received an incomplete request: %s", error)
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    os.close(json_descriptor)
-    return request
 
 
 def _read_json(descriptor: int) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse the content of an open JSON file. The file stays open."""
-    with open(descriptor, "rb", closefd=False) as json_file:
+    """Parse the content of an open JSON file, and close the file."""
+    with open(descriptor, "rb") as json_file:
         # The Triton model has written this file, and shares the position in the file with this
         # process. Therefore the position is still at the end of the file.
         json_file.seek(0)
@@ -360,16 +362,22 @@ def _set_command_line(command: list[str]) -> None:
     If the memory cannot be found, the command line is not changed.
     """
     with contextlib.suppress(OSError, ValueError):
-        # The second field of /proc/self/stat is the name of the program in parentheses. The name
-        # can contain spaces.
-        status = Path("/proc/self/stat").read_text()
-        _, _, fields_after_name = status.rpartition(")")
-        first_address, end_address = map(int, fields_after_name.split()[_ARGUMENTS])
+        first_address, end_address = _command_line_addresses()
         num_bytes = end_address - first_address
         # The last byte of the command line must be a null byte.
         max_text_bytes = num_bytes - 1
         text = "\0".join(command).encode(errors="replace")[:max_text_bytes]
         ctypes.memmove(first_address, text.ljust(max_text_bytes) + b"\0", num_bytes)
+
+
+def _command_line_addresses() -> tuple[int, int]:
+    """Return the first address and the end address of this process's command line in memory."""
+    # The second field of /proc/self/stat is the name of the program in parentheses. The name can
+    # contain spaces.
+    status = Path("/proc/self/stat").read_text()
+    _, _, text_after_name = status.rpartition(")")
+    fields_after_name = text_after_name.split()
+    return int(fields_after_name[_ARG_START]), int(fields_after_name[_ARG_END])
 
 
 def _reason_against_forks() -> str | None:
@@ -378,14 +386,7 @@ def _reason_against_forks() -> str | None:
     A forked process has only one thread. If another thread of its parent owns a lock during the
     fork, the forked process can wait for this lock forever.
     """
-    # Count the threads of this process, because a fork is unsafe if there are several threads.
-    # numpy uses the library OpenBLAS, which starts threads. These threads are harmless, because
-    # OpenBLAS ends them before each fork. Fork once before counting, so that the threads of
-    # OpenBLAS are not counted.
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+    _end_openblas_threads()
     if len(os.listdir("/proc/self/task")) > 1:
         return "an imported library has started a thread"
     # A process cannot use CUDA if its parent has used CUDA before the fork.
@@ -394,10 +395,22 @@ def _reason_against_forks() -> str | None:
     return None
 
 
+def _end_openblas_threads() -> None:
+    """Fork a process that exits at once, because OpenBLAS ends its threads before each fork.
+
+    numpy uses OpenBLAS. Its threads do not make forks unsafe, so they must not be counted.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def main(argv: list[str]) -> int:
     """Import the modules, and then serve requests for child processes that need these modules.
 
-    Return the exit code 1 if an imported module makes forks unsafe. Otherwise, never return.
+    Serve requests until the process is killed. Return only if an imported module makes forks
+    unsafe; the return value is then the exit code 1.
 
     Args:
         argv: the name of the program, the file descriptor of the listening socket, and the names of
@@ -417,7 +430,7 @@ def main(argv: list[str]) -> int:
     if reason is not None:
         log.warning("the fork server ends, because %s", reason)
         return 1
-    ForkServer(listener, environment).run()  # `run` serves requests until the process is killed.
+    ForkServer(listener, environment).run()  # `run` never returns.
 
 
 if __name__ == "__main__":

@@ -105,9 +105,6 @@ def start_process(
 def _fork(address: str, module: str, channel: socket.socket, title: str) -> ForkedProcess:
     """Request a process from the fork server, and return the process.
 
-    A request consists of open files. The first file contains JSON: the module, its arguments and
-    the environment of the new process. The other files become files of the new process.
-
     Args:
         address: the name of the fork server's abstract Unix socket.
         module: the module that the process runs.
@@ -117,29 +114,45 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
     Raises:
         OSError: there is no fork server, or the fork server does not create the process.
     """
-    request = {
-        "module": module,
-        # The fork server replaces {fd} by the file descriptor of `channel` in the new process.
-        "arguments": ["{fd}", title],
-        # If the Python version or the environment variables of the fork server differ from these
-        # values, the fork server refuses the request. Modules that were imported with other values
-        # could be wrong for the new process.
-        "python": python_identity(),
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),
-    }
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect("\0" + address)
         if not is_same_user(connection):
             raise PermissionError("the fork server belongs to another user")
-        with os.fdopen(os.memfd_create("request"), "wb") as file:
-            file.write(json.dumps(request).encode())
-            file.flush()
-            # The file descriptors of the standard output and the standard error are 1 and 2.
-            files = [file.fileno(), channel.fileno(), 1, 2]
-            socket.send_fds(connection, [b"\0"], files)
+        _send_request(connection, _request_fields(module, title), channel)
         return ForkedProcess(connection)
     except OSError:
         connection.close()
         raise
+
+
+def _request_fields(module: str, title: str) -> dict[str, object]:
+    """Return the fields of a request to the fork server, except the files of the new process.
+
+    The fork server refuses the request if its own Python version or its own environment variables
+    differ, because it has imported the modules with its own values.
+    """
+    return {
+        "module": module,
+        # The fork server replaces {fd} by the file descriptor of the channel in the new process.
+        "arguments": ["{fd}", title],
+        "python": python_identity(),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+    }
+
+
+def _send_request(
+    connection: socket.socket, fields: dict[str, object], channel: socket.socket
+) -> None:
+    """Send a request to the fork server.
+
+    A request consists of four open files: a file with `fields` as JSON, and three files for the new
+    process, which are its channel, its standard output and its standard error.
+    """
+    with os.fdopen(os.memfd_create("request"), "wb") as json_file:
+        json_file.write(json.dumps(fields).encode())
+        json_file.flush()
+        # The file descriptors of the standard output and the standard error are 1 and 2.
+        files = [json_file.fileno(), channel.fileno(), 1, 2]
+        socket.send_fds(connection, [b"\0"], files)

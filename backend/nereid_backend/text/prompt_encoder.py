@@ -54,7 +54,7 @@ class PromptEncoder:
         self.max_token_bytes = _max_token_bytes(tokenizer, self._backend)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = False, limit_length: bool = True
+        self, text: str, *, add_special_tokens: bool = False, refuse_overlong: bool = True
     ) -> list[int]:
         """Return the token ids of a text.
 
@@ -63,14 +63,15 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
-            limit_length: whether a very long text is refused if it certainly has more tokens than
+            refuse_overlong: whether to refuse a very long text that certainly has more tokens than
                 the encoder's limit. Callers that remove surplus tokens themselves set this to
-                False. Shorter texts are not refused, so callers must count the tokens.
+                False. A text that is only slightly too long is never refused, so callers must
+                compare the number of tokens with their limit.
 
         Raises:
-            RequestError: `limit_length` is true, and a very long text has too many tokens.
+            RequestError: `refuse_overlong` is true, and a very long text has too many tokens.
         """
-        if limit_length and self._max_tokens is not None:
+        if refuse_overlong and self._max_tokens is not None:
             self._check_length(text, self._max_tokens)
         return self._encode(text, add_special_tokens)
 
@@ -85,31 +86,34 @@ class PromptEncoder:
         return ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise a RequestError if a very long text clearly has more than `limit` tokens.
-
-        Converting a very long text takes long. Such a text is therefore converted piece by piece,
-        until the pieces have more than 1.1 times `limit` tokens. A text of normal length is not
-        checked here, and may have more than `limit` tokens.
-        """
-        # A text usually has at most `_USUAL_CHARS_PER_TOKEN` characters per token. A text that
-        # probably has at most `limit` tokens, or only slightly more, is not checked here. For such
-        # a text, counting the tokens piece by piece would save no time.
+        """Raise a RequestError if a very long text certainly has more than `limit` tokens."""
+        # If the text probably has at most `limit` tokens, or only slightly more, counting its
+        # tokens piece by piece saves no time. Such a text is not checked.
         if len(text) <= _USUAL_CHARS_PER_TOKEN * limit + _PIECE_CHARS:
             return
-        num_piece_tokens = 0
+        # A token can be cut in two at the end of a piece. Therefore the pieces can have more tokens
+        # than the text, but at most `_SPLIT_FACTOR` times as many.
+        max_piece_tokens = _SPLIT_FACTOR * limit
+        num_piece_tokens = self._count_piece_tokens(text, max_piece_tokens)
+        if num_piece_tokens > max_piece_tokens:
+            min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
+            raise RequestError(
+                f"prompt has more than {min_tokens} tokens; the limit is {limit} "
+                "(max_model_len). Send a shorter prompt."
+            )
+
+    def _count_piece_tokens(self, text: str, limit: float) -> int:
+        """Split a text into pieces of the same length, and count the tokens of the pieces.
+
+        Stop when the number exceeds `limit`, because converting a very long text takes long.
+        """
+        num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
-            num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
-            # A token of the text can be cut in two at the end of a piece, so the pieces can have
-            # more tokens than the whole text. Only a few of the thousands of tokens in a piece are
-            # near its end. Therefore the pieces have at most `_SPLIT_FACTOR` (1.1) times as many
-            # tokens as the text.
-            if num_piece_tokens > _SPLIT_FACTOR * limit:
-                min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
-                raise RequestError(
-                    f"prompt has more than {min_tokens} tokens; the limit is {limit} "
-                    "(max_model_len). Send a shorter prompt."
-                )
+            num_tokens += len(self._encode(piece, add_special_tokens=False))
+            if num_tokens > limit:
+                break
+        return num_tokens
 
 
 def _max_token_bytes(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401

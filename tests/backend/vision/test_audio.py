@@ -17,7 +17,7 @@ from nereid_backend.errors import RequestError
 from nereid_backend.model.media_trials import _check_uses_audio
 from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
-from nereid_backend.serving.tokenizer.image_prompts import may_accept_media, take_images
+from nereid_backend.serving.tokenizer.image_prompts import may_accept_media, take_media
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url
 from nereid_backend.vision.messages import split_messages
 from nereid_backend.vision.read_image import ImageLimits
@@ -172,7 +172,7 @@ def test_every_form_gives_the_same_audio(part):
     messages, (found,) = split_messages([{"role": "user", "content": [part]}], LIMITS)
     assert messages[0]["content"] == [{"type": "audio"}]
     body = {"messages": [{"role": "user", "content": [part]}]}
-    (url,) = take_images(body)
+    (url,) = take_media(body)
     assert body["messages"][0]["content"] == [{"type": "audio"}]
     for audio in (found, read_audio_url(url.decode(), "audio 1")):
         (samples,) = read_audio([audio], RATE, LIMITS)

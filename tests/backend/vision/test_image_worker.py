@@ -12,7 +12,7 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.serving.tokenizer.image_prompts import (
     has_image_parts,
     may_accept_media,
-    take_images,
+    take_media,
 )
 from nereid_backend.vision.image_worker import _MAX_REQUESTS, ChildProcesses
 from nereid_backend.vision.large_messages import Message
@@ -93,7 +93,7 @@ def test_images_of_messages_are_replaced_by_placeholders():
     ]
     body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "b"}]}
     assert has_image_parts(body)
-    assert take_images(body) == [url.encode()] * 2
+    assert take_media(body) == [url.encode()] * 2
     assert body["messages"][0]["content"][1:] == [{"type": "image"}] * 2
     assert body["messages"][1]["content"] == "b"
 
@@ -101,7 +101,7 @@ def test_images_of_messages_are_replaced_by_placeholders():
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {}}])
 def test_an_image_part_without_a_url_is_refused(part):
     with pytest.raises(RequestError, match=r"must have image_url.url"):
-        take_images({"messages": [{"role": "user", "content": [part]}]})
+        take_media({"messages": [{"role": "user", "content": [part]}]})
 
 
 def test_a_checkpoint_for_text_reads_no_images(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from backend.vision import image_archs
 from backend.vision.image_archs import film, open_engine, picture
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.image_prompts import take_images
+from nereid_backend.serving.tokenizer.image_prompts import take_media
 from nereid_backend.vision.messages import read_video, split_messages
 from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import read_video_url
@@ -62,7 +62,7 @@ def test_every_form_gives_the_same_frames(part, fps):
     frames = read_video(video, ImageLimits())
     assert [image.tobytes() for image in frames] == [picture(n, 8, 6).tobytes() for n in (1, 2)]
     body = {"messages": [{"role": "user", "content": [part]}]}
-    (url,) = take_images(body)
+    (url,) = take_media(body)
     assert body["messages"][0]["content"] == [{"type": "video"}]
     again = read_video_url(url.decode(), "image", ImageLimits())
     assert (list(again.frames), again.fps) == ([A, B], fps)

@@ -61,7 +61,7 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
     """Return whether a message contains a placeholder for an image, a video or audio.
 
-    `take_images` has inserted the placeholders.
+    `take_media` has inserted the placeholders.
     """
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(part in _PLACEHOLDERS for part in content)
@@ -75,6 +75,16 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
     Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
     `{"role": "user", "content": "Hi"}`.
     """
+    _check_message(message, index)
+    converted = {**message, "content": _read_content(message.get("content"), index)}
+    calls = message.get("tool_calls")
+    if calls:
+        converted["tool_calls"] = _read_tool_calls(calls, index, limits)
+    return converted
+
+
+def _check_message(message: Any, index: int) -> None:  # noqa: ANN401 - JSON
+    """Raise a RequestError if a message has no valid role, or lacks content that its role needs."""
     if not isinstance(message, dict):
         raise RequestError(f"messages: item {index} must be an object, but it is {shown(message)}.")
     role = message.get("role")
@@ -83,24 +93,18 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
             f"messages: the role of item {index} must be one of {', '.join(_ROLES)}, but the "
             f"request has {shown(role)}."
         )
-    content = message.get("content")
-    if content is None and role in _ROLES_WITH_CONTENT:
+    if message.get("content") is None and role in _ROLES_WITH_CONTENT:
         raise RequestError(
             f"messages: the content of item {index} is missing or null, but a message of the role "
             f"{role} must have content. Send a string or a list of content parts."
         )
-    converted = {**message, "content": _read_content(content, index)}
-    calls = message.get("tool_calls")
-    if calls:
-        converted["tool_calls"] = _read_tool_calls(calls, index, limits)
-    return converted
 
 
 def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # noqa: ANN401 - JSON
     """Convert the content of the message at position `index` for the chat template.
 
     Text parts are joined to one text. Exception: if the content has images, its parts are not
-    joined, because the order of the texts and images matters. The function `take_images` has
+    joined, because the order of the texts and images matters. The function `take_media` has
     already replaced each image by a placeholder, such as `{"type": "image"}`.
 
     Examples: None becomes "", and `[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]`
@@ -141,22 +145,27 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
         )
     part_type = part.get("type")
     text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
-    if isinstance(text, str):
-        return text
-    # Some known types of content parts, such as files, are not supported. For these types, the
-    # error message contains the reason.
+    if not isinstance(text, str):
+        raise _no_text_error(part, index)
+    return text
+
+
+def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
+    """Return the error for a content part without text in the message at position `index`.
+
+    The message contains the reason if the server knows the type of the part, such as "file".
+    """
     type_and_reason = refused_part(part)
-    if type_and_reason is None:
-        kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
-        raise RequestError(
-            f"messages: item {index} has a content part {kind}, but this server supports only "
-            f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
+    if type_and_reason is not None:
+        refused_type, reason = type_and_reason
+        return RequestError(
+            f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
         )
-    # If a part has no field `type`, `refused_type` is the name of another field of the part, such
-    # as "file".
-    refused_type, reason = type_and_reason
-    raise RequestError(
-        f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
+    part_type = part.get("type")
+    kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
+    return RequestError(
+        f"messages: item {index} has a content part {kind}, but this server supports only "
+        f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
     )
 
 

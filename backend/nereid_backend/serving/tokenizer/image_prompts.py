@@ -25,10 +25,12 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # An object in config.json describes an encoder if the key of the object contains one of these
 # words.
 _ENCODER_WORDS = ("vis", "audio", "encoder")
-# The largest total size of a request's images, measured in bytes of base64 text.
+# The largest total size of a request's images, measured in bytes of base64 text. The limit applies
+# to the images that the request contains and to the images that the server downloads or reads.
 MAX_IMAGE_BYTES = 32 * 2**20
-# The largest total size of a request's image files in bytes. Base64 converts three bytes to four
-# characters, so the base64 text of these files has at most MAX_IMAGE_BYTES characters.
+# The largest total size of the image files that the server downloads or reads. Base64 converts
+# three bytes to four characters, so the base64 text of these files has at most MAX_IMAGE_BYTES
+# characters.
 _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 
@@ -89,11 +91,11 @@ def _is_image_part(part: Any) -> bool:  # noqa: ANN401 - any JSON value
     return part.get("type") in IMAGE_TYPES or is_video_part(part) or is_audio_part(part)
 
 
-def take_images(body: dict[str, Any]) -> list[bytes]:
+def take_media(body: dict[str, Any]) -> list[bytes]:
     """Replace each image, video and audio file in the messages of a chat by a placeholder.
 
-    Return the images, videos and audio files. A video is returned as one data URL that contains its
-    frames, and an audio file is returned as a data URL.
+    Return the images, videos and audio files, which are called media. A video is returned as one
+    data URL that contains its frames, and an audio file is returned as a data URL.
 
     Example: the part {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
     becomes {"type": "image"}, and b"data:image/png;base64,iVBO" is returned.
@@ -103,34 +105,32 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 
     Mutates: `body`.
     """
-    images: list[bytes] = []
+    media: list[bytes] = []
     messages = body.get("messages")
     if isinstance(messages, list):
-        body["messages"] = [_take_images_of(message, images) for message in messages]
-    return images
+        body["messages"] = [_take_media_of(message, media) for message in messages]
+    return media
 
 
-def _take_images_of(message: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a message of a chat in which a placeholder replaces each image.
+def _take_media_of(message: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a message of a chat in which a placeholder replaces each image, video and audio file.
 
-    A message whose content is not a list has no images, and is returned unchanged. Videos and audio
-    files count as images here.
+    A message whose content is not a list has no such files, and is returned unchanged.
 
-    Mutates: `images`. The images of the message are appended.
+    Mutates: `media`. The images, videos and audio files of the message are appended.
     """
     parts = _parts_of(message)
     if parts is None:
         return message
-    return {**message, "content": [_take_image(part, images) for part in parts]}
+    return {**message, "content": [_take_medium(part, media) for part in parts]}
 
 
-def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
+def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
     """Return a placeholder such as {"type": "image"} for a part with an image, a video or audio.
 
-    Other parts are returned unchanged. A video and an audio file count as images here, because the
-    same process prepares all of them.
+    Other parts are returned unchanged.
 
-    Mutates: `images`. The URL or the base64 text of the image, the video or the audio is appended.
+    Mutates: `media`. The URL or the base64 text of the image, the video or the audio is appended.
     """
     if not _is_image_part(part):
         return part
@@ -145,7 +145,7 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     # JSON can contain characters such as "\ud800", which are not valid in UTF-8. The option
     # "surrogatepass" encodes these characters anyway. The function that reads the source later
     # raises a RequestError for them.
-    images.append(source.encode("utf-8", "surrogatepass"))
+    media.append(source.encode("utf-8", "surrogatepass"))
     return placeholder
 
 
@@ -208,10 +208,6 @@ class ImagePrompts:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
-        # The files are converted to base64, which turns three bytes into four characters. Therefore
-        # the limit on the files, _MAX_FILE_BYTES, is three quarters of MAX_IMAGE_BYTES, the limit
-        # on base64 text. The request can also contain images as data URLs, so the total size of all
-        # images is checked below.
         images_in_base64 = self._sources.read(images, ImageLimits(), _MAX_FILE_BYTES)
         num_bytes = sum(map(len, images_in_base64))
         if num_bytes > MAX_IMAGE_BYTES:

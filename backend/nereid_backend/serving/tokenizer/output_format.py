@@ -76,23 +76,34 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
 
 
 def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the output format that one request field requires, or None."""
+    """Return the output format that one request field requires; None if there is none.
+
+    Example: the field "regex" with the value "a+" returns an OutputFormat with the form `{"type":
+    "regex", "pattern": "a+"}`.
+    """
     if value in (None, {}, ""):
-        return None
-    if name == "response_format":
-        return _read_response_format(value)
-    if name == "structured_outputs":
-        return _read_structured_outputs(value)
-    if name == "json_schema":
-        return OutputFormat(name, _schema_form(name, value))
-    # The field is `regex`, `ebnf` or `grammar`. The code above handles all other fields.
+        return None  # Some clients send these values instead of leaving the field out.
+    match name:
+        case "response_format":
+            return _read_response_format(value)
+        case "structured_outputs":
+            return _read_structured_outputs(value)
+        case "json_schema":
+            return OutputFormat(name, _schema_form(name, value))
+        case "regex":
+            return OutputFormat(name, {"type": "regex", "pattern": _check_string(name, value)})
+        case "ebnf" | "grammar":
+            return OutputFormat(name, {"type": "grammar", "grammar": _check_string(name, value)})
+    raise AssertionError(f"{name} does not require a format")
+
+
+def _check_string(name: str, value: object) -> str:
+    """Return the value of the field `name`. Raise a RequestError if it is not a string."""
     if not isinstance(value, str):
         raise RequestError(
             f"{name}: the value must be a string, but the request has {shown(value)}."
         )
-    if name == "regex":
-        return OutputFormat(name, {"type": "regex", "pattern": value})
-    return OutputFormat(name, {"type": "grammar", "grammar": value})
+    return value
 
 
 def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
@@ -181,7 +192,7 @@ def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401
     if not given:
         return None
     _check_structured_output_keys(list(given))
-    ((key, item),) = given.items()
+    ((key, item),) = given.items()  # The check above has allowed only one key.
     build_form = _STRUCTURED_OUTPUT_FORMS[key]
     return OutputFormat("structured_outputs", build_form(item))
 

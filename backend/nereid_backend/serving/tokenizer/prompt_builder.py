@@ -46,10 +46,7 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    # If torch is installed, transformers imports torch, which needs much memory and can crash. The
-    # entry None in sys.modules makes this import fail, so that transformers works without torch. If
-    # this process has already imported torch, `setdefault` does not replace the module.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    _block_torch_import()
     with importing():  # The imports in this block are faster.
         from transformers import AutoTokenizer
 
@@ -64,6 +61,16 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {error}") from error
     return tokenizer
+
+
+def _block_torch_import() -> None:
+    """Make every later import of torch in this process fail, unless torch is already imported.
+
+    transformers imports torch if torch is installed, and works without torch if the import fails.
+    torch needs much memory and can crash, and this process does not need it.
+    """
+    # The entry None in sys.modules makes an import fail.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 
 class PromptBuilder:
@@ -98,7 +105,6 @@ class PromptBuilder:
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._renderer = ChatTemplateRenderer(tokenizer)
         self._check_template_defaults()
-        # The limits on the size of a request, such as the largest number of messages.
         self.limits = self._derive_limits(max_model_len, max_image_bytes)
 
     def _check_template_defaults(self) -> None:
@@ -160,7 +166,7 @@ class PromptBuilder:
         # limit on tokens does not apply.
         removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
-            text, add_special_tokens=add_special_tokens, limit_length=not removes_surplus_tokens
+            text, add_special_tokens=add_special_tokens, refuse_overlong=not removes_surplus_tokens
         )
         if num_kept is None or len(token_ids) <= num_kept:
             return Prompt(token_ids, text)

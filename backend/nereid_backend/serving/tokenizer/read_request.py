@@ -36,10 +36,7 @@ def json_object(
     limits.check_json(name, text)
     try:
         value = _parse_object(name, text)
-        # The check for surrogates encodes the whole object again. Therefore skip the check if the
-        # text contains no escaped surrogate.
-        if _ESCAPED_SURROGATE.search(text):
-            _refuse_surrogates(name, value)
+        _refuse_surrogates(name, text, value)
     except RecursionError:
         raise limits.depth_error(name) from None
     return value
@@ -58,11 +55,14 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _refuse_surrogates(name: str, value: dict[str, Any]) -> None:
-    r"""Raise a RequestError if a text in a JSON object contains half of a surrogate pair.
+def _refuse_surrogates(name: str, text: str, value: dict[str, Any]) -> None:
+    r"""Raise a RequestError if the object `value` contains half of a surrogate pair.
 
-    Such a text, for example "\ud800", cannot be encoded in UTF-8.
+    Half of a surrogate pair, for example "\ud800", cannot be encoded in UTF-8. `text` is the JSON
+    text of `value`.
     """
+    if not _ESCAPED_SURROGATE.search(text):
+        return  # This search is faster than the encoding below.
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -78,9 +78,11 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """Return the fields of a request, such as `{"temperature": 0.5, "max_tokens": 100}`.
 
-    The fields of a chat are the JSON body. The fields of a completion are in the input tensor
-    sampling_parameters. If a completion does not have this tensor, its fields are the parameters of
-    the Triton request.
+    The fields come from one of three sources:
+
+        chat                                             the JSON body
+        completion with the tensor sampling_parameters   the JSON object in this tensor
+        other completion                                 the parameters of the Triton request
 
     Args:
         request: the server's request.

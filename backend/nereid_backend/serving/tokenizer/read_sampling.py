@@ -104,15 +104,11 @@ def read_sampling(
         RequestError: a field has a wrong value or is not supported.
     """
     refuse_unsupported(fields)
-    # These fields have the same name and the same type in a request and in CheckedSamplingParams.
-    engine_fields = {**defaults, **select_and_parse(fields, ENGINE_FIELDS)}
-    if engine_fields.get("allowed_token_ids") == []:
-        # Some clients send [] if all tokens are allowed, but the engine refuses an empty list.
-        del engine_fields["allowed_token_ids"]
+    unchanged_fields = _engine_fields(fields, defaults)
     # The engine cannot use the other fields of the request directly, so these fields are converted.
     checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
-        **engine_fields,
+        **unchanged_fields,
         # Two requests share cached prefixes only if they have the same salt. Cached prefixes expire
         # after the time to live (TTL).
         cache_salt=_cache_salt(checked),
@@ -125,6 +121,19 @@ def read_sampling(
     )
     _check_best_of(checked.best_of, params.n)
     return params, _options(checked)
+
+
+def _engine_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have the same name and type in a request and in SamplingParams.
+
+    `defaults` replace missing fields. Example: the fields `{"top_k": 5}` and the defaults
+    `{"top_k": 9, "top_p": 0.5}` return `{"top_k": 5, "top_p": 0.5}`.
+    """
+    engine_fields = {**defaults, **select_and_parse(fields, ENGINE_FIELDS)}
+    if engine_fields.get("allowed_token_ids") == []:
+        # Some clients send [] if all tokens are allowed, but the engine refuses an empty list.
+        del engine_fields["allowed_token_ids"]
+    return engine_fields
 
 
 def _cache_salt(fields: RequestFields) -> str:
@@ -188,10 +197,9 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
     chosen token), and the number `logprobs: 3` of a completion request returns 3.
     """
     # In Python, True and False are integers, too. The booleans are therefore handled first.
-    logprobs = fields.logprobs
-    if logprobs is True:
+    if fields.logprobs is True:
         return fields.top_logprobs
-    if logprobs is None or logprobs is False:
+    if fields.logprobs is None or fields.logprobs is False:
         if fields.top_logprobs:
             raise RequestError(
                 "top_logprobs: this field requires logprobs=true. Send logprobs=true or leave "
@@ -200,9 +208,14 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
         return None
     if is_chat:
         raise RequestError(
-            f"logprobs: the value must be true or false, but the request has {shown(logprobs)}. "
-            "Send the number of tokens as top_logprobs."
+            "logprobs: the value must be true or false, but the request has "
+            f"{shown(fields.logprobs)}. Send the number of tokens as top_logprobs."
         )
+    return _check_num_logprobs(fields.logprobs)
+
+
+def _check_num_logprobs(logprobs: object) -> int:
+    """Return the number `logprobs` of a completion request. Raise a RequestError if it is wrong."""
     if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs: the value must be an integer from 0 to {MAX_LOGPROBS}, but the request has "
@@ -238,10 +251,10 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
 def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
     """Return the token ids of a word as one or two sequences: without and with a leading space.
 
-    A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
-    tokens for these two cases, so the result has two sequences. As in vLLM, the second sequence is
-    added only if both sequences have the same length and different first tokens. If the space is a
-    token of its own, the lengths differ, and the first sequence also matches after a space.
+    A word can begin a text ("no") or follow a space (" no"). Most tokenizers have different tokens
+    for these two cases, so the result has two sequences. The second sequence is left out if both
+    sequences have different lengths or the same first token (the rule of vLLM). For example, if the
+    space is a token of its own, the first sequence also matches the word after a space.
 
     Raises:
         RequestError: the word has no tokens.

@@ -116,23 +116,21 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
         RequestError: the format is not valid, for example because a regex is not a text.
     """
     form = output.form
-    kind = form["type"]
-    if kind in ("json_object", "json_schema"):
+    if form["type"] in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` validates `form`, and converts it to a node (a part of a structural tag). The
-    # node is used only if the type is "structural_tag".
     with _convert_errors(output):
-        node = answer_node(form)
-    if kind == "structural_tag":
-        tag = {"type": "structural_tag", "format": node}
-        return GrammarSpec("structural_tag", _to_json(tag), after)
-    # The remaining types are "regex", "grammar" and "choice". For these types, the engine reads the
-    # value in `form` directly, without a structural tag.
-    if kind == "regex":
-        return GrammarSpec("regex", form["pattern"], after)
-    if kind == "grammar":
-        return grammar_spec(form["grammar"], after=after)
-    return GrammarSpec("choice", _to_json(form["choice"]), after)
+        tag_node = answer_node(form)  # This call also validates the form of the other types.
+    match form["type"]:
+        case "structural_tag":
+            tag = {"type": "structural_tag", "format": tag_node}
+            return GrammarSpec("structural_tag", _to_json(tag), after)
+        case "regex":
+            return GrammarSpec("regex", form["pattern"], after)
+        case "grammar":
+            return grammar_spec(form["grammar"], after=after)
+        case "choice":
+            return GrammarSpec("choice", _to_json(form["choice"]), after)
+    raise AssertionError(f"{form['type']} is not a type of an output format")
 
 
 @contextlib.contextmanager
@@ -163,9 +161,9 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
     Raises:
         RequestError: the grammar's text is longer than MAX_GRAMMAR_BYTES.
     """
-    field = "tools"
-    strict_schema = ""
-    if output is not None:
+    if output is None:
+        field, strict_schema = "tools", ""
+    else:
         field = output.field
         strict_schema = _to_json(output.schema) if output.is_strict else ""
     size = len(spec.source.encode("utf-8"))

@@ -84,25 +84,25 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
-        # Some tokenizers shorten a text before they split the text into tokens. Then a token of 4
-        # bytes, for example, can represent 10 bytes of the original text. Therefore allow at least
-        # `_MIN_TOKEN_BYTES` bytes of text for each token.
+        # A token can represent more bytes of a text than the token has, because some tokenizers
+        # shorten a text before they split it.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
-        # The messages of a chat can be longer than the rendered prompt, because a chat template can
-        # drop text, such as the reasoning of earlier answers.
+        # A chat can be longer than its prompt, because a chat template can drop text, such as the
+        # reasoning of earlier answers.
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
+        # JSON can write each byte of the chat as an escape sequence. A request can also have fields
+        # that are not part of the prompt, such as a grammar.
+        max_request_bytes = _ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES
+        # A chat with more messages would have more than max_model_len tokens.
+        max_messages = max_model_len // max(min_message_tokens, 1)
+        # Some fields contain lists of up to max_model_len token ids. Each id is one value.
+        max_values = _NUM_TOKEN_ID_LISTS * max_model_len
         return cls(
             max_model_len=max_model_len,
             max_prompt_bytes=max_prompt_bytes,
-            # JSON can write each byte of the chat as an escape sequence of `_ESCAPED_BYTES` bytes.
-            # In addition, a request can have fields that are not part of the prompt, such as a
-            # grammar.
-            max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES,
-            # Each message adds at least min_message_tokens tokens. Therefore the prompt of a chat
-            # with more than max_messages messages would have more than max_model_len tokens.
-            max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MAX_MESSAGES),
-            # Some fields contain lists of up to max_model_len token ids. Each id is one value.
-            max_values=max(_NUM_TOKEN_ID_LISTS * max_model_len, _MIN_MAX_VALUES),
+            max_request_bytes=max_request_bytes,
+            max_messages=max(max_messages, _MIN_MAX_MESSAGES),
+            max_values=max(max_values, _MIN_MAX_VALUES),
         )
 
     def check_json(self, field: str, text: str) -> None:
@@ -116,17 +116,14 @@ class RequestLimits:
             RequestError: the text has more than max_request_bytes characters, or more than
                 max_values opening brackets.
         """
-        # Each character has at least one byte, so a text with too many characters also has too many
-        # bytes. Counting the characters is fast, because the text need not be encoded.
-        min_bytes = len(text)
-        if min_bytes > self.max_request_bytes:
-            # The error message contains the smallest number of tokens that the prompt can have. To
-            # compute this number, assume that the JSON text writes each byte of the prompt as an
-            # escape sequence, such as \u0041. The prompt then has the smallest possible number of
-            # bytes.
-            min_prompt_bytes = min_bytes // _ESCAPED_BYTES
+        # Count characters instead of bytes, because the text need not be encoded for this. Each
+        # character has at least one byte.
+        num_chars = len(text)
+        if num_chars > self.max_request_bytes:
+            # A byte of the prompt has at most `_ESCAPED_BYTES` characters in JSON, such as \u0041.
+            min_prompt_bytes = num_chars // _ESCAPED_BYTES
             raise self._length_error(
-                f"{field}: the request has {min_bytes} bytes", min_prompt_bytes
+                f"{field}: the request has {num_chars} bytes", min_prompt_bytes
             )
         # Parsed objects take much more memory than their JSON text. Therefore the brackets are
         # counted before the text is parsed.
@@ -165,17 +162,12 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # To compute max_messages, `derive` has divided max_model_len by the smallest number of
-        # tokens of a message. Therefore the division below gives approximately this smallest
-        # number.
+        # `derive` has divided max_model_len by the smallest number of tokens of a message.
         min_message_tokens = self.max_model_len // self.max_messages
-        # The frontend recognises a prompt that is too long by the two numbers in this message: the
-        # number of tokens must exceed the limit. Therefore use at least the limit plus 1.
-        least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
-        raise RequestError(
-            f"messages: the request has {count} messages, which need at least {least_tokens} "
-            f"tokens; the limit is {self.max_model_len} (max_model_len). Send at most "
-            f"{self.max_messages} messages (max_messages)."
+        raise self._too_many_tokens_error(
+            f"messages: the request has {count} messages",
+            min_tokens=count * min_message_tokens,
+            remedy=f"Send at most {self.max_messages} messages (max_messages).",
         )
 
     def _check_chat_text(self, body: Mapping[str, Any]) -> None:
@@ -223,25 +215,33 @@ class RequestLimits:
             )
 
     def _length_error(self, beginning: str, min_bytes: int) -> RequestError:
-        """Return the error for a prompt that is too long.
+        """Return the error for a prompt that has at least `min_bytes` bytes in UTF-8.
 
-        The message contains the smallest number of tokens that the prompt can have. Example: a
-        prompt of at least 6400 bytes has at least 400 tokens if the longest token has 16 bytes.
+        Example: a prompt of at least 6400 bytes has at least 400 tokens if the longest token has 16
+        bytes. `beginning` is the beginning of the error message, which gives the size of the
+        prompt.
+        """
+        # `derive` has multiplied max_model_len by the largest number of bytes of a token.
+        max_token_bytes = self.max_prompt_bytes // self.max_model_len
+        return self._too_many_tokens_error(
+            beginning, min_tokens=min_bytes // max_token_bytes, remedy="Send a shorter prompt."
+        )
+
+    def _too_many_tokens_error(self, beginning: str, min_tokens: int, remedy: str) -> RequestError:
+        """Return the error for a prompt that has more than max_model_len tokens.
+
+        The frontend recognises this error by two numbers in the message: the number of tokens, and
+        the lower number before "(max_model_len)".
 
         Args:
-            beginning: the beginning of the error message, which gives the size of the prompt.
-            min_bytes: the prompt has at least this number of bytes in UTF-8.
+            beginning: the beginning of the message, which gives the size of the prompt.
+            min_tokens: a lower bound of the number of tokens. It may be less than max_model_len.
+            remedy: the end of the message.
         """
-        # max_prompt_bytes is the product of max_model_len and the largest number of bytes of a
-        # token.
-        max_token_bytes = self.max_prompt_bytes // self.max_model_len
-        # The frontend recognises a prompt that is too long by the two numbers in this message: the
-        # number of tokens must exceed the limit. The computed number of tokens may be lower.
-        # Therefore use at least the limit plus 1.
-        least_tokens = max(min_bytes // max_token_bytes, self.max_model_len + 1)
+        num_tokens = max(min_tokens, self.max_model_len + 1)
         return RequestError(
-            f"{beginning}, which need at least {least_tokens} tokens; the limit is "
-            f"{self.max_model_len} (max_model_len). Send a shorter prompt."
+            f"{beginning}, which need at least {num_tokens} tokens; the limit is "
+            f"{self.max_model_len} (max_model_len). {remedy}"
         )
 
 

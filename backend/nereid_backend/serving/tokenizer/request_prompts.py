@@ -8,7 +8,7 @@ from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.tokenizer.image_prompts import (
     ImagePrompts,
     has_image_parts,
-    take_images,
+    take_media,
 )
 from nereid_backend.serving.tokenizer.prompt_builder import Prompt, PromptBuilder, read_flag
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
@@ -43,20 +43,19 @@ class RequestPrompts:
         """
         tensor = tensors.optional_array(request, tensor_names.IMAGE)
         tensor_images = [] if tensor is None else [bytes(image) for image in tensor]
-        reads_images = self._images is not None
-        if reads_images:
-            message_images = [] if body is None else take_images(body)
-            if message_images and tensor_images:
-                raise RequestError(
-                    "image: the messages of the request have images, too. Send all images in the "
-                    "messages, or all images in the tensor."
-                )
-            return message_images or tensor_images
-        if tensor_images:
-            raise _image_error("image")
-        if has_image_parts(body):
-            raise _image_error("messages")
-        return []
+        if self._images is None:  # The served model reads no images.
+            if tensor_images:
+                raise _image_error("image")
+            if has_image_parts(body):
+                raise _image_error("messages")
+            return []
+        message_images = [] if body is None else take_media(body)
+        if message_images and tensor_images:
+            raise RequestError(
+                "image: the messages of the request have images, too. Send all images in the "
+                "messages, or all images in the tensor."
+            )
+        return message_images or tensor_images
 
     def with_images(
         self,
@@ -77,18 +76,30 @@ class RequestPrompts:
                 exactly one of a chat and a text.
         """
         assert self._images is not None, "`take_images` refuses images without an image encoder"
-        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        if _num_given(text, body) != 1:
-            raise RequestError(
-                "image: a request with images must have exactly one of text_input and chat_request."
-            )
-        if body is not None:
-            text = self._prompts.render_chat(body)
-        assert text is not None, "the request has a text or a chat"
+        text = self._text_with_placeholders(request, body)
         self._prompts.limits.check_text(text)
         token_ids, packed_images = self._images.prepare(text, images)
         self._prompts.limits.check_token_ids(len(token_ids))
         return Prompt(token_ids, text, packed_images)
+
+    def _text_with_placeholders(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+    ) -> str:
+        """Return the text of a request with images: the rendered chat, or the tensor `text_input`.
+
+        Raises:
+            RequestError: the request has not exactly one of a chat and a text.
+        """
+        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
+        if body is not None and text is None:
+            return self._prompts.render_chat(body)
+        if body is None and text is not None:
+            return text
+        raise RequestError(
+            "image: a request with images must have exactly one of text_input and chat_request."
+        )
 
     def without_images(
         self,
@@ -112,24 +123,24 @@ class RequestPrompts:
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
         ids = read_input_ids(request, self._prompts.limits, num_kept)
-        if _num_given(text, ids, body) != 1:
-            raise RequestError(
-                "a request must have exactly one of text_input, input_ids and chat_request."
-            )
-        if body is not None:
-            # `from_chat` checks all limits of a chat, including the limits on nested values.
-            return self._prompts.from_chat(body, num_kept)
-        self._prompts.limits.check_values_and_depth(fields)
-        if text is not None:
-            add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
-            return self._prompts.from_text(
-                text, add_special_tokens=add_special_tokens, num_kept=num_kept
-            )
-        # The prompt is neither a chat nor a text. Therefore the request has token ids, and `ids` is
-        # not None.
-        if not ids:
-            raise RequestError("input_ids: the list is empty. Send at least one token id.")
-        return Prompt(ids, text=None)
+        match body, text, ids:
+            case dict() as chat, None, None:
+                # `from_chat` checks all limits of a chat, including the limits on nested values.
+                return self._prompts.from_chat(chat, num_kept)
+            case None, str() as given_text, None:
+                self._prompts.limits.check_values_and_depth(fields)
+                add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
+                return self._prompts.from_text(
+                    given_text, add_special_tokens=add_special_tokens, num_kept=num_kept
+                )
+            case None, None, list() as given_ids:
+                self._prompts.limits.check_values_and_depth(fields)
+                if not given_ids:
+                    raise RequestError("input_ids: the list is empty. Send at least one token id.")
+                return Prompt(given_ids, text=None)
+        raise RequestError(
+            "a request must have exactly one of text_input, input_ids and chat_request."
+        )
 
 
 def _image_error(field: str) -> RequestError:
@@ -137,11 +148,6 @@ def _image_error(field: str) -> RequestError:
     return RequestError(
         f"{field}: the served model does not accept images, videos or audio. Send text only."
     )
-
-
-def _num_given(*sources: object) -> int:
-    """Return the number of prompts in `sources`. Each source is a prompt or None."""
-    return sum(source is not None for source in sources)
 
 
 def read_input_ids(

@@ -101,18 +101,25 @@ class RequestWorkers:
         request waits, the loop must process this request next, without a delay.
         """
         may_wait = not self._short and not self._is_stopping
-        # While long requests wait, check from time to time whether their clients have disconnected.
-        timeout_s = _POLL_S if self._long else None
-        try:
-            message = self._messages.get(block=may_wait, timeout=timeout_s)
-        except queue.Empty:
-            if may_wait:
-                self._drop_abandoned()
-            return
-        self._handle_message(message)
+        if may_wait:
+            self._wait_for_message()
         while not self._messages.empty():
             # This call does not block, because only this thread takes messages.
             self._handle_message(self._messages.get())
+
+    def _wait_for_message(self) -> None:
+        """Wait for a message, and handle the message.
+
+        If long requests are queued, wait only for a limited time. If no message arrives in this
+        time, end the long requests whose clients have disconnected.
+        """
+        timeout_s = _POLL_S if self._long else None
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            self._drop_abandoned()
+        else:
+            self._handle_message(message)
 
     def _handle_message(self, job: _Job | None) -> None:
         """Handle a message of another thread: a request, or None if `stop` was called.

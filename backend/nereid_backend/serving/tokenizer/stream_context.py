@@ -59,21 +59,27 @@ def stream_context(
     stream = tensors.optional_bool(request, tensor_names.STREAM) or False
     excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
     forbids_calls = checked.body is not None and checked.body.get("tool_choice") == "none"
+    end_of_chat: str | None = None
+    seed_token_ids: tuple[int, ...] = ()
+    if is_chat:
+        # The parser reads the end of the prompt, because it determines whether the output begins
+        # inside reasoning, content or a tool call.
+        end_of_chat = prompt_tail(prompt)
+    else:
+        # The detokenizer starts with the last tokens of the prompt, because the text of the first
+        # output token can depend on them.
+        seed_token_ids = tuple(prompt.token_ids[-_NUM_SEED_TOKENS:])
     return StreamContext(
         # The responses.
         stream=stream,
         n=params.n,
         returns=checked.returns,
         traceparent=traceparent,
-        # The prompt. In a chat, the end of the prompt determines whether the output begins inside
-        # reasoning, content or a tool call. In a completion, the last tokens and the text of the
-        # prompt are needed, because they precede the output.
+        # The prompt.
         num_prompt_tokens=len(prompt.token_ids),
         prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
-        prompt=prompt_tail(prompt) if is_chat else None,
-        seed_token_ids=() if is_chat else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-        # If the output must begin with the text of the prompt, `prepend` is this text. Otherwise,
-        # `prepend` is "". `_text_to_prepend` can raise a RequestError.
+        prompt=end_of_chat,
+        seed_token_ids=seed_token_ids,
         prepend=_text_to_prepend(prompt, stream=stream, is_chat=is_chat, excluded=excluded),
         # These options control how tokens are converted to text.
         stop=options.stop,

@@ -94,12 +94,12 @@ def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:
     }
     if not budgets:
         return None
-    different_budgets = set(budgets.values())
-    if len(different_budgets) > 1:
+    distinct_budgets = set(budgets.values())
+    if len(distinct_budgets) > 1:
         raise RequestError(
             f"the fields {' and '.join(budgets)} have different values. Send only one of them."
         )
-    return different_budgets.pop()
+    return distinct_budgets.pop()
 
 
 def build_thinking_spec(
@@ -123,27 +123,29 @@ def build_thinking_spec(
     """
     if budget is None:
         return None
-    # `gate` contains the markers before and after the reasoning (`start` and `end`). If `is_open`
-    # is true, the prompt ends inside the reasoning. If `may_open` is true, the model may begin the
-    # reasoning itself.
-    gate = None if fmt is None else fmt.reasoning_gate(prompt)
-    if fmt is None or gate is None:
-        raise RequestError(
-            "thinking_token_budget: the marker that ends reasoning is not known for this "
-            "checkpoint, so a budget cannot be enforced. Set the server's reasoning_parser, or "
-            "leave the field out."
-        )
+    if fmt is None:
+        raise _unknown_marker_error()
+    # `gate` contains the markers before and after the reasoning, such as "<think>" and "</think>".
+    gate = fmt.reasoning_gate(prompt)
+    if gate is None:
+        raise _unknown_marker_error()
+    # The reasoning is open at the end of the prompt, or the model may begin the reasoning itself.
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
-        # `start` is the marker that begins the reasoning. If the output cannot contain reasoning,
-        # `start` is empty, so that the engine never treats a token as reasoning.
+        # Without this marker, the engine never treats a token as reasoning.
         start=gate.start if can_contain_reasoning else "",
         end=gate.end,
-        # These tokens end the reasoning. In some formats, the reasoning is a separate message. In
-        # this case, the tokens also begin the next message.
         end_token_ids=tuple(encode(_end_of_reasoning(fmt, gate))),
         is_open=gate.is_open,
         budget=budget,
+    )
+
+
+def _unknown_marker_error() -> RequestError:
+    """Return the error for a reasoning budget if the marker that ends reasoning is not known."""
+    return RequestError(
+        "thinking_token_budget: the marker that ends reasoning is not known for this checkpoint, "
+        "so a budget cannot be enforced. Set the server's reasoning_parser, or leave the field out."
     )
 
 
@@ -172,25 +174,28 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
     """
     if effort is None:
         return {}
-    is_word = isinstance(effort, str) and 0 < len(effort) <= _MAX_EFFORT_CHARS
-    if not is_word:
-        raise RequestError(
-            f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
-            f"{shown(effort)}."
-        )
-    turns_off = effort == _NO_EFFORT
-    variables = _switch_variables(template, is_on=not turns_off)
-    # If a variable of the template turns off the reasoning, the effort "none" is not passed to the
-    # template, because many templates do not support this effort.
-    is_turned_off_by_switch = turns_off and bool(variables)
-    if has_variable(template, _EFFORT) and not is_turned_off_by_switch:
-        variables[_EFFORT] = effort
-    if not variables:
+    _check_effort(effort)
+    is_on = effort != _NO_EFFORT
+    switches = _switch_variables(template, is_on=is_on)
+    # If a switch turns off the reasoning, the template does not receive the effort "none", because
+    # many templates do not support this effort.
+    needs_effort = is_on or not switches
+    efforts = {_EFFORT: effort} if needs_effort and has_variable(template, _EFFORT) else {}
+    if not switches and not efforts:
         raise RequestError(
             f"{_EFFORT}: this checkpoint's chat template has none of the variables "
             f"{', '.join((_EFFORT, *_SWITCHES))}, so the effort cannot be set. Leave the field out."
         )
-    return variables
+    return switches | efforts
+
+
+def _check_effort(effort: object) -> None:
+    """Raise a RequestError if `effort` is not a short, nonempty text."""
+    if not isinstance(effort, str) or not 0 < len(effort) <= _MAX_EFFORT_CHARS:
+        raise RequestError(
+            f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
+            f"{shown(effort)}."
+        )
 
 
 def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
@@ -198,7 +203,8 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
     The type "disabled" sets the template's switches (enable_thinking, thinking) to false. The other
     types set them to true. Example: if the template has the variable enable_thinking, `{"type":
-    "enabled"}` returns `{"enable_thinking": True}`.
+    "enabled"}` returns `{"enable_thinking": True}`. The text "enabled" has the same effect as the
+    object `{"type": "enabled"}`.
 
     A template without a switch lets the model reason. "enabled" then returns {}, because nothing
     must be changed, and "disabled" is an error.

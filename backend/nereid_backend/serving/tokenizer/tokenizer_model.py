@@ -99,8 +99,7 @@ class TokenizerModel:
             max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
         )
         self._request_prompts = RequestPrompts(self._prompts, self._images)
-        # The postprocessor makes the same choice of a chat format, and logs the choice. Therefore
-        # do not log the choice here.
+        # Do not log the chosen format, because the postprocessor chooses and logs the same format.
         self._format = choose_format(settings, report=lambda _: None)
         # The checkpoint's defaults of sampling parameters, such as the temperature.
         self._defaults = read_generation_defaults(Path(settings.model))
@@ -186,7 +185,7 @@ class TokenizerModel:
         limits = self._prompts.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)  # None for a completion
         is_chat = body is not None
-        # The images are replaced by placeholders in `body` before `body` is rendered.
+        # This call also replaces the images in `body` by placeholders for the chat template.
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
         if images:
@@ -196,11 +195,8 @@ class TokenizerModel:
         returns = _requested_outputs(request)  # the names of the optional output tensors
         tools = None if body is None else read_tools(body)
         grammar = self._grammar(body, fields, prompt, tools)
-        # A request may ask for the output tensor `logprobs` without setting the field `logprobs`.
-        # The engine computes log-probabilities only if this field is set, so add the field here.
-        logprobs_field = _missing_logprobs_field(fields, returns, is_chat=is_chat)
         params, options = read_sampling(
-            fields | logprobs_field,
+            _with_requested_logprobs(fields, returns, is_chat=is_chat),
             self._defaults,
             encode=self._prompts.encode,
             is_chat=is_chat,
@@ -332,19 +328,19 @@ def _is_long_text(text: bytes) -> bool:
     return len(text) > _LONG_PROMPT_BYTES or any(mark in text for mark in _IMAGE_MARKS)
 
 
-def _missing_logprobs_field(
+def _with_requested_logprobs(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return {"logprobs": value} if this field must be added to a request, otherwise {}.
+    """Return the fields of a request. Set `logprobs` if the output tensor `logprobs` is requested.
 
-    If a request sets `return_logprobs` without the field `logprobs`, the field must be added.
-    Otherwise, the engine would not compute log-probabilities.
+    The engine computes log-probabilities only if the field `logprobs` is set, but a request can ask
+    for the output tensor without this field. `returns` are the names of the requested outputs.
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
-        return {}
+        return fields
     # In a chat, the field `logprobs` is a boolean. In a completion, the field is the number of
     # alternative tokens.
-    return {"logprobs": True if is_chat else 0}
+    return {**fields, "logprobs": True if is_chat else 0}
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type

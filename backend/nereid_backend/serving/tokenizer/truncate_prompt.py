@@ -24,18 +24,16 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
     Raises:
         RequestError: the value is neither -1 nor at least 1.
     """
-    # The other fields are checked later, so validate only this field.
-    only_this_field = {_FIELD: fields[_FIELD]} if _FIELD in fields else {}
-    num_kept = RequestFields.check(only_this_field).truncate_prompt_tokens
-    # `check` has refused values below -1.
+    # Validate only this field. `check` refuses values below -1.
+    num_kept = RequestFields.check({_FIELD: fields.get(_FIELD)}).truncate_prompt_tokens
+    if num_kept is None:
+        return None
     if num_kept == 0:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:
         return num_kept
-    # Truncate the prompt so that the prompt and max_tokens new tokens fit into max_model_len.
+    # Leave space for max_tokens new tokens. A wrong value of max_tokens is refused later.
     max_tokens = fields.get("max_tokens")
     if isinstance(max_tokens, int) and 0 < max_tokens < max_model_len:
         return max_model_len - max_tokens
-    # max_tokens is missing or wrong. If it is wrong, the error is reported later, when the sampling
-    # fields are read.
     return max_model_len - 1

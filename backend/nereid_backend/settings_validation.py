@@ -116,15 +116,21 @@ def _parse_adapters(value: object) -> object:
     Raises:
         ValueError: the value is neither such a text nor a dict, or a name or a folder is empty.
     """
-    adapters = value
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        adapters = {name.strip(): path.strip() for name, _, path in pairs}
+    adapters = _split_pairs(value) if isinstance(value, str) else value
     is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
     if not is_complete:
         # The text of the error completes the sentence "the value must be ...".
         raise ValueError("pairs such as name=/path, separated by commas")
     return adapters
+
+
+def _split_pairs(text: str) -> dict[str, str]:
+    """Split a text into names and paths. A missing path is "".
+
+    Example: "a=/x, b" returns {"a": "/x", "b": ""}.
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): path.strip() for name, _, path in pairs}
 
 
 def _parse_switch(value: object) -> object:
@@ -206,13 +212,14 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        # pydantic reports the name of the invalid setting, or its index if the setting was passed
-        # as a positional argument.
-        [location] = problem["loc"]
-        name = known_names[location] if isinstance(location, int) else location
+        problem = error.errors(include_url=False)[0]  # Report only the first problem.
+        # The location of a problem is the name of the wrong setting, or the index of the setting if
+        # its value is a positional argument.
+        [name_or_index] = problem["loc"]
+        name = known_names[name_or_index] if isinstance(name_or_index, int) else name_or_index
         if problem["type"] == "unexpected_keyword_argument":
-            check_names([name], known_names)  # raises a ConfigError that suggests a known name
+            # The name is unknown, so this call raises a ConfigError that suggests a known name.
+            check_names([name], known_names)
         raise ConfigError(f"{prefix}{name}: {_describe_problem(problem)}") from None
 
 

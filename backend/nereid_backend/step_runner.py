@@ -41,10 +41,11 @@ class ForwardPath(Protocol):
 
         Args:
             plan: the tokens to compute, for at least one sequence. A chunk is the part of the plan
-                for one sequence. A chunk is pending if its input token is not known on the host
-                yet. Only the forward path `packed` supports pending chunks.
-            sampled: [n] int64 on the device, the tokens that the previous step sampled, which
-                contain the input tokens of pending chunks; None if no chunk is pending.
+                for one sequence. A chunk is pending if the previous step has sampled its input
+                token, but the host does not know the token yet. Only the forward path `packed`
+                supports pending chunks.
+            sampled: [n] int64 on the device, the tokens that the previous step sampled for its
+                sequences; None if no chunk is pending. `plan` maps pending chunks to these tokens.
 
         Returns:
             Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype, in the order of
@@ -116,10 +117,7 @@ class Runner:
         self._cpu_threads = cpu_threads
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # The size of the vocabulary, which is the number of columns of the logits; None before the
-        # first forward pass. Token masks cannot be filled without this size. The masks of the first
-        # forward pass are therefore filled after the forward pass. Later masks can be filled during
-        # the forward pass.
+        # The number of columns of the logits; None before the first forward pass.
         self._vocab_size: int | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -132,9 +130,8 @@ class Runner:
     def start(self, plan: StepPlan, previous: RunningStep | None = None) -> RunningStep:
         """Launch the forward pass of a step, without waiting for the device.
 
-        At the same time, threads fill the token masks. A token mask contains the tokens that the
-        grammar of a request allows next. If the previous step has not finished, its tokens are
-        still unknown, so the masks are filled later, in `sample`.
+        At the same time, threads fill the token masks, if possible. A token mask contains the
+        tokens that the grammar of a request allows next.
 
         Args:
             plan: a plan with at least one chunk.
@@ -146,11 +143,7 @@ class Runner:
         if self._cpu_threads is not None:
             self._cpu_threads.adjust()
         sampling = sampling_of(plan)
-        mask_jobs: abc.Sequence[Job] | None = None  # None means that `sample` fills the masks.
-        # The size of the vocabulary is taken from the number of columns of the logits. Therefore it
-        # is unknown before the first forward pass.
-        if previous is None and self._vocab_size is not None:
-            mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
+        mask_jobs = self._start_masks(sampling, previous)
         # The tokens that were sampled after the previous forward pass. These tokens are stored on
         # the device, and are inputs of this forward pass.
         previous_token_ids = None
@@ -166,6 +159,19 @@ class Runner:
                 raise
         self._vocab_size = logits.shape[1]
         return RunningStep(plan, logits, sampling, mask_jobs)
+
+    def _start_masks(
+        self, sampling: Sampling, previous: RunningStep | None
+    ) -> abc.Sequence[Job] | None:
+        """Start to fill the token masks. Return None if `sample` must fill the masks later.
+
+        The masks of a step depend on the tokens of the previous step, which are unknown until that
+        step has finished. The size of a mask is the number of columns of the logits, which is
+        unknown until the first forward pass.
+        """
+        if previous is not None or self._vocab_size is None:
+            return None
+        return self._masks.start(sampling.positions, self._vocab_size)
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
@@ -183,16 +189,15 @@ class Runner:
         if plan is not step.plan:  # The previous step has ended sequences.
             step.plan = plan
             step.sampling = sampling_of(plan)
-        # If an error occurs, `_clearing_on_error` resets the stored data of the sequences, such as
-        # their KV cache blocks.
         with self._clearing_on_error(plan):
-            # If `start` has begun to fill the token masks, wait until they are filled. Otherwise,
-            # fill them now.
             step.masks = self._filled_masks(step)
             self._launch_sampling(step)
 
     def _filled_masks(self, step: RunningStep) -> StepMasks:
-        """Return the token masks for sampling. If `start` has not filled them, fill them now."""
+        """Wait until the token masks are filled. If `start` has not begun to fill them, begin now.
+
+        Return the masks.
+        """
         jobs = step.mask_jobs
         if jobs is None:
             assert step.logits is not None
@@ -207,9 +212,9 @@ class Runner:
         The result contains the new tokens of each sequence, and the log-probabilities of the prompt
         tokens of requests that have asked for them.
 
-        Mutates: `read_sampled` advances the guide of each sequence that gets tokens. A guide limits
-            the next tokens to a grammar. If the logits of a sequence contain NaN or infinity, the
-            sequence's stored data, such as its KV cache blocks, is reset.
+        Mutates: the guide of each sequence that gets tokens is advanced. A guide limits the next
+            tokens to a grammar. If the logits of a sequence contain NaN or infinity, the sequence's
+            stored data, such as its KV cache blocks, is reset.
         """
         plan = step.plan
         with self._clearing_on_error(plan):
@@ -221,7 +226,9 @@ class Runner:
         sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
         if sampled_tokens.errors:  # Some logits are NaN or infinity.
             self._clear_not_finite(plan, sampled)
-        return StepResult(sampled, reports, device_token_ids)
+        return StepResult(
+            sampled=sampled, prompt_logprobs=reports, device_token_ids=device_token_ids
+        )
 
     def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
         """Reset the stored data of sequences whose logits contain NaN or infinity.
@@ -248,11 +255,10 @@ class Runner:
         sampling = step.sampling
         if not sampling.positions:
             return
-        # `sampling.rows` contains, for each position, the index of a row of the logits. The indices
-        # are different and in ascending order. Therefore, if there are as many indices as rows, all
-        # rows are used, and no selection is needed.
-        samples_from_all_rows = len(sampling.rows) == len(logits)
-        if not samples_from_all_rows:
+        # `sampling.rows` contains the indices of the rows of the logits from which tokens are
+        # sampled, in ascending order and without repetition.
+        needs_selection = len(sampling.rows) < len(logits)
+        if needs_selection:
             logits = logits[upload(np.array(sampling.rows), logits.device)]
         step.pending = self._sampler.launch(logits, sampling.positions, step.masks)
 

@@ -86,32 +86,26 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add new tokens of the answer, and return the new text.
 
-        If the text ends in the middle of a character, return "" and wait for the next tokens. A
-        tokenizer decodes the bytes of an incomplete character as the replacement character U+FFFD.
+        If the text ends in the middle of a character, return "" and wait for the next tokens.
         Example: two tokens contain the two bytes of "é". Two calls of this method return "" and
         "é". If more than 8 tokens wait, their bytes are invalid, so waiting longer would not help.
         The text before the invalid bytes is then returned.
         """
         if not token_ids:
             return ""
-        # `_window` begins with some tokens whose text was already returned. They are the context
-        # for decoding the tokens after them.
         self._window.extend(token_ids)
         returned_text = self._returned_text()
         text = self._decode(self._window)
+        # The bytes of an incomplete character are decoded as the replacement character U+FFFD.
         ends_within_character = text.endswith(_REPLACEMENT)
+        can_wait = len(self._window) - self._num_returned <= _MAX_WAITING_TOKENS
+        if ends_within_character:
+            return "" if can_wait else self._return_decodable(returned_text)
         # If the new tokens add no text (for example, special tokens), wait for more tokens, because
         # tokens without text are not useful as the context for decoding the next tokens.
         has_new_text = len(text) != len(returned_text)
-        is_ready = has_new_text and not ends_within_character
-        num_waiting = len(self._window) - self._num_returned
-        if not is_ready and num_waiting <= _MAX_WAITING_TOKENS:
+        if can_wait and not has_new_text:
             return ""
-        if ends_within_character:  # Too many tokens have waited for the rest of a character.
-            return self._return_decodable(returned_text)
-        # Return the text of all waiting tokens. If too many tokens without text have waited, this
-        # text is "". The returned tokens stay in the window as the context for the next tokens, and
-        # all earlier tokens are removed.
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]
 
@@ -131,25 +125,21 @@ class Detokenizer:
         return self._decode(self._window[: self._num_returned])
 
     def _return_decodable(self, returned_text: str) -> str:
-        """Return the new text up to its last complete character.
+        """Return the new text up to its last complete character, although its end is incomplete.
 
-        This method is called if more than 8 tokens wait for the rest of a character. Leave out the
-        last token, then the last two tokens and so on, until the text ends with a complete
-        character. Leave out at most four tokens, because a character has at most four. If the text
-        then still ends with U+FFFD, the bytes are invalid, and this text is returned.
+        Leave out the last token, then the last two tokens and so on, until the text ends with a
+        complete character. A character has at most four tokens. If the text still ends with U+FFFD
+        without the last four tokens, its bytes are invalid, and the text is returned with U+FFFD.
+        Call this method only if more than four tokens wait.
 
         Args:
             returned_text: the text of the tokens in the window whose text was returned earlier.
         """
-        # More than 8 tokens at the end of the window are waiting, and at most 4 of these are left
-        # out. The tokens before the waiting tokens are never left out. Their text was already
-        # returned, so `text` always begins with `returned_text`.
-        num_decoded = len(self._window) - 1
-        min_decoded = len(self._window) - _MAX_CHARACTER_TOKENS
-        text = self._decode(self._window[:num_decoded])
-        while text.endswith(_REPLACEMENT) and num_decoded > min_decoded:
-            num_decoded -= 1
+        for num_left_out in range(1, _MAX_CHARACTER_TOKENS + 1):
+            num_decoded = len(self._window) - num_left_out
             text = self._decode(self._window[:num_decoded])
+            if not text.endswith(_REPLACEMENT):
+                break
         self._mark_returned(num_decoded)  # The tokens that were left out still wait.
         return text[len(returned_text) :]
 

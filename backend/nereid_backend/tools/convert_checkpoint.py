@@ -59,14 +59,13 @@ def convert(source: str, target: str, dtype: Target) -> None:
     config = read_config(folder, trust_remote_code=False)
     if model_class(config) is None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
-    bits = _BITS.get(dtype)  # None if the weights become floating point numbers
-    float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
+    bits = _BITS.get(dtype)  # None if no weight becomes integers
+    float_dtype = _dtype_of(config) if bits is not None else getattr(torch, dtype)
     arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
     weights = arguments["state_dict"]  # Each weight is read only when it is used.
-    if bits is None:
-        integer_names: set[str] = set()
-        quantization_config = None
-    else:
+    integer_names: set[str] = set()
+    quantization_config = None
+    if bits is not None:
         linear_weights = _linear_weights(config, arguments["config"])
         # If a name in `linear_weights` is missing in the checkpoint, the linear layer of this
         # weight is not converted. quantization_config must list such layers.
@@ -139,14 +138,10 @@ def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:  # Integers of 8 bits have no zero points, and torch has a type for them.
         return {".weight": values, ".weight_scale": scales.half()}
-    # The shape of `zeros` is [outputs, groups]. In the file, a 32-bit word contains the zero points
-    # of 8 consecutive outputs. `_pack` packs numbers of the same row, so the matrix is transposed
-    # before and after packing.
-    zeros_by_group = zeros.to(torch.uint8).T
     return {
         ".weight_packed": _pack(values),
         ".weight_scale": scales.half(),
-        ".weight_zero_point": _pack(zeros_by_group).T.contiguous(),
+        ".weight_zero_point": _pack_columns(zeros.to(torch.uint8)),  # [outputs / 8, groups]
         ".weight_shape": torch.tensor(weight.shape),
     }
 
@@ -164,6 +159,14 @@ def _pack(values: Tensor) -> Tensor:
     high_halves = padded[:, 1::2] << 4
     packed_bytes = low_halves | high_halves
     return packed_bytes.contiguous().view(torch.int32)
+
+
+def _pack_columns(values: Tensor) -> Tensor:
+    """Pack 8 consecutive 4-bit integers of a column into one 32-bit integer.
+
+    The argument is uint8 [rows, columns], and the result is int32 [rows / 8, columns].
+    """
+    return _pack(values.T).T.contiguous()
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -105,19 +105,19 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
         RequestError: the content part has no audio, or the format of the audio is not WAV.
     """
     value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    source = value
     if isinstance(value, Mapping):  # an object with a base64 text (`data`) or a data URL (`url`)
         _check_format(value.get("format", "wav"), field)
         base64_text = value.get("data")
         if isinstance(base64_text, str) and base64_text:
             return FoundAudio(field, base64_text)
-        source = value.get("url")
-    if isinstance(source, str) and source:
-        return read_audio_url(source, field)
-    if isinstance(source, bytes):
-        return FoundAudio(field, source)
-    if isinstance(source, np.ndarray):
-        return FoundAudio(field, source, _sampling_rate(part, field))
+        value = value.get("url")
+    match value:
+        case str() if value:
+            return read_audio_url(value, field)
+        case bytes():
+            return FoundAudio(field, value)
+        case np.ndarray():
+            return FoundAudio(field, value, _sampling_rate(part, field))
     raise RequestError(f"{field}: the content part has no audio. {_REMEDY}")
 
 
@@ -173,9 +173,15 @@ def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
     assert audio.rate is not None, "an array has no sampling rate"
     check_rate(audio.rate, field)
     array = np.asarray(source)
-    has_numbers = array.dtype.kind in _KINDS_OF_NUMBERS
-    if array.ndim == 1 and has_numbers:
-        check_duration(len(array), audio.rate, field, limits)
-    if array.ndim != 1 or not has_numbers or not np.isfinite(array).all():
-        raise RequestError(f"{field}: an array of audio must have one axis and finite numbers.")
+    if array.ndim != 1 or array.dtype.kind not in _KINDS_OF_NUMBERS:
+        raise _array_error(field)
+    # Check the duration before the values, because the check of a huge array would take long.
+    check_duration(len(array), audio.rate, field, limits)
+    if not np.isfinite(array).all():
+        raise _array_error(field)
     return array.astype(np.float32), audio.rate
+
+
+def _array_error(field: str) -> RequestError:
+    """Return the error for an array that does not have the form of audio."""
+    return RequestError(f"{field}: an array of audio must have one axis and finite numbers.")

@@ -160,7 +160,7 @@ def choose_image_path(
     # transformers' `generate` prepare images differently, so they cannot be checked.
     can_check_prompts = chosen.name != "generated" and not config.is_encoder_decoder
     if can_check_prompts:
-        support = replace(support, check=PromptCheck(checkpoint.model, features, attention))
+        support = replace(support, check=PromptCheck(checkpoint.model, features, attention).check)
     return support
 
 

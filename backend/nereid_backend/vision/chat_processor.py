@@ -4,7 +4,6 @@
 import inspect
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,7 @@ class ChatProcessor:
             # Without a chat template, the prompt consists of placeholders and texts, such as
             # "<image>Hi".
             return self._prepare_plain(messages, media)
-        return self.prepare_text(self.render(messages, template_arguments), list(media))
+        return self.prepare_rendered(self.render(messages, template_arguments), list(media))
 
     def _prepare_plain(
         self, messages: list[dict[str, Any]], media: Sequence[Medium]
@@ -193,33 +192,32 @@ class ChatProcessor:
         The prompt consists of a placeholder for each image, video and audio file, and of the texts.
         Example: one image and the text "Hi" become "<image>Hi" if the processor's placeholder for
         images is "<image>". Some processors insert the placeholders themselves, and refuse a text
-        with placeholders. Only a second attempt, without placeholders, then succeeds.
+        with placeholders. Therefore the text without placeholders is tried next.
 
         Raises:
-            RequestError: the media are invalid, or the processor refuses the prompt. If both
-                attempts have failed, this is the error of the attempt with placeholders.
+            RequestError: the media are invalid, or the processor refuses each text. This is the
+                error of the first text.
         """
-        texts = [text for message in messages for text in _texts(message.get("content"))]
-        text = "\n".join(texts)
+        text = "\n".join(text for message in messages for text in _texts(message.get("content")))
         values = [getattr(self.processor, _TOKENS[type(item)], None) for item in media]
         placeholders = [value for value in values if isinstance(value, str)]
-        if len(placeholders) < len(media):  # The processor has no placeholder for some media.
-            return self.prepare_text(text, list(media))
-        # `prepare_text` removes items from the list of media, so each attempt gets a new copy of
-        # the list.
-        try:
-            return self.prepare_text("".join([*placeholders, text]), list(media))
-        except RequestError as error:
-            error_with_placeholders = error
-        with suppress(RequestError):
-            return self.prepare_text(text, list(media))
-        raise error_with_placeholders
+        candidates = [text]
+        if len(placeholders) == len(media):  # The processor has a placeholder for each medium.
+            candidates.insert(0, "".join([*placeholders, text]))
+        errors = []
+        for candidate in candidates:
+            try:
+                # `prepare_rendered` removes the files from a list of media, so pass a copy.
+                return self.prepare_rendered(candidate, list(media))
+            except RequestError as error:
+                errors.append(error)
+        raise errors[0]
 
-    def prepare_text(self, text: str, media: list[Medium]) -> ImagePrompt:
-        """Convert the text of a chat, and its images, videos and audio, to an `ImagePrompt`.
+    def prepare_rendered(self, text: str, media: list[Medium]) -> ImagePrompt:
+        """Convert the rendered text of a chat and the chat's media to an `ImagePrompt`.
 
-        The text contains one placeholder for each image, video and audio file, unless the processor
-        inserts the placeholders.
+        Media are images, videos and audio files. The text contains one placeholder for each medium,
+        unless the processor inserts the placeholders.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
@@ -227,7 +225,7 @@ class ChatProcessor:
         Mutates: `media`. When an image is decoded, its file is removed, so that the memory of the
             file is freed early.
         """
-        kinds = _kinds(media)
+        kinds = _kinds(media)  # such as ("images", "audio")
         for kind in kinds:
             if kind in self.refused:
                 raise refuse_kind(kind, self.refused[kind])
@@ -235,13 +233,7 @@ class ChatProcessor:
         token_ids = [int(token) for token in outputs["input_ids"][0]]
         if not kinds:
             return ImagePrompt(token_ids, None, text)
-        # The outputs that describe the media, such as the pixels, are arguments of the model.
-        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
-        # The token types tell the model which tokens are text and which tokens are images. Some
-        # processors do not return the token types, so compute them here.
-        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
-            types = self.processor.create_mm_token_type_ids([token_ids])
-            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
+        arguments = self._model_arguments(outputs, token_ids)
         images = ImageInputs(
             arguments,
             arguments_digest(arguments),
@@ -249,6 +241,18 @@ class ChatProcessor:
             kinds,
         )
         return ImagePrompt(token_ids, images, text)
+
+    def _model_arguments(self, outputs: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
+        """Return the outputs of the processor that describe the media, such as the pixels.
+
+        These outputs are arguments of the model. If the model also needs the type of each token
+        (text or image), and the processor has not returned the types, compute the types.
+        """
+        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
+        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
+            types = self.processor.create_mm_token_type_ids([token_ids])
+            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
+        return arguments
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Render messages with the chat template, and return the text.
@@ -280,13 +284,14 @@ class ChatProcessor:
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 
-        Mutates: `media`. `_media_arguments` removes the image files to free their memory.
+        Mutates: `media`. `read_images` removes each image file after decoding, to free its memory.
         """
-        arguments = self._media_arguments(media)
-        tokenizer = getattr(self.processor, "tokenizer", None)
-        bos = getattr(tokenizer, "bos_token", None)
-        if bos is not None and text.startswith(bos):
-            # The text already begins with the BOS token, so the tokenizer must not add another one.
+        arguments = {
+            **self._image_arguments(media),
+            **self._video_arguments(media),
+            **self._audio_arguments(media),
+        }
+        if self._begins_with_bos(text):  # The tokenizer must not add a second BOS token.
             arguments["add_special_tokens"] = False
         try:
             outputs = self.processor(text=text, return_tensors="pt", **arguments)
@@ -303,36 +308,48 @@ class ChatProcessor:
         # has no such argument, so remove it.
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
-    def _media_arguments(self, media: list[Medium]) -> dict[str, Any]:
-        """Decode images, videos and audio, and return them as arguments for the processor.
+    def _begins_with_bos(self, text: str) -> bool:
+        """Return whether a text begins with the BOS token of the processor's tokenizer."""
+        tokenizer = getattr(self.processor, "tokenizer", None)
+        bos = getattr(tokenizer, "bos_token", None)
+        return bos is not None and text.startswith(bos)
+
+    def _image_arguments(self, media: list[Medium]) -> dict[str, Any]:
+        """Decode the images in `media`, and return them as arguments for the processor.
+
+        A processor that accepts images also gets the argument `images`, with the value None, if
+        there are no images. A processor that refuses images has no such argument.
 
         Raises:
             RequestError: a file is damaged or exceeds a limit.
 
         Mutates: `media`. `read_images` removes each image file after decoding, to free its memory.
         """
-        arguments: dict[str, Any] = {}
-        # Some processors have no argument `images`. For these processors, `refused` contains
-        # "images", and the caller has already refused messages with images. All other processors
-        # get the argument `images`. Its value is None if there are no images.
-        if "images" not in self.refused:
-            arguments["images"] = read_images(media, self.limits) or None
-        videos = [item for item in media if isinstance(item, FoundVideo)]
-        if videos:
-            arguments |= self._video_arguments(videos)
-        audio = [item for item in media if isinstance(item, FoundAudio)]
-        if audio:
-            rate = getattr(audio_processor(self.processor), "sampling_rate", _DEFAULT_RATE)
-            arguments["audio"] = read_audio(audio, rate, self.limits)
-            arguments["sampling_rate"] = rate
-        return arguments
+        if "images" in self.refused:
+            return {}
+        return {"images": read_images(media, self.limits) or None}
 
-    def _video_arguments(self, videos: list[FoundVideo]) -> dict[str, Any]:
-        """Decode videos, and return them as arguments for the processor.
+    def _audio_arguments(self, media: list[Medium]) -> dict[str, Any]:
+        """Decode the audio in `media`, and return it as arguments for the processor.
+
+        Raises:
+            RequestError: a file is damaged or exceeds a limit.
+        """
+        audio = [item for item in media if isinstance(item, FoundAudio)]
+        if not audio:
+            return {}
+        rate = getattr(audio_processor(self.processor), "sampling_rate", _DEFAULT_RATE)
+        return {"audio": read_audio(audio, rate, self.limits), "sampling_rate": rate}
+
+    def _video_arguments(self, media: list[Medium]) -> dict[str, Any]:
+        """Decode the videos in `media`, and return them as arguments for the processor.
 
         Raises:
             RequestError: a frame is invalid.
         """
+        videos = [item for item in media if isinstance(item, FoundVideo)]
+        if not videos:
+            return {}
         frames_of_videos = [read_video(video, self.limits) for video in videos]
         metadata = [
             VideoMetadata(

@@ -7,6 +7,7 @@ is checked when it arrives. If the model's code raises an error, only this promp
 the requests of other clients continue.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.vision.decoder_inputs import record_inputs
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
+
+logger = logging.getLogger(__name__)
 
 
 class PromptCheck:
@@ -38,7 +41,7 @@ class PromptCheck:
         self._attention = attention
 
     @torch.inference_mode()
-    def __call__(self, token_ids: list[int], images: ImageInputs) -> None:
+    def check(self, token_ids: list[int], images: ImageInputs) -> None:
         """Raise a RequestError if the model's code fails for a prompt with images.
 
         The model encodes the images and computes the inputs of its decoder. The decoder itself is
@@ -48,13 +51,11 @@ class PromptCheck:
             return
         try:
             # Encode the images with the model's own attention instead of the engine's. The features
-            # are cached, and the key is the digest of the images. Therefore the request does not
-            # compute the features again.
+            # stay in the cache, so the request does not compute them again.
             with self._attention.activated(), self._features.used_for(images.digest):
                 record_inputs(self._model, self._decoder, token_ids, images)
-        except UnfitError:
-            # The inputs of the decoder cannot be read, so this prompt cannot be checked.
-            return
+        except UnfitError as error:
+            logger.debug("A prompt with images cannot be checked: %s", error)
         except Exception as error:
             # A model's code can raise any exception. Convert the exception to a RequestError, so
             # that only the current request fails.

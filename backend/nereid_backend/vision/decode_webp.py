@@ -33,34 +33,48 @@ def decode_still_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images 
     library = _libwebp()
     if library is None or image.n_frames != 1 or image.mode not in ("RGB", "RGBA"):
         return None
-    # libwebp detects incomplete pixels only at the end of a file. Metadata can follow the pixels,
-    # so remove the metadata.
-    data = _without_metadata(data)
-    width, height = ctypes.c_int(), ctypes.c_int()
-    is_valid = library.WebPGetInfo(data, len(data), ctypes.byref(width), ctypes.byref(height))
-    if not is_valid or (width.value, height.value) != image.size:
+    pixel_file = _with_pixel_chunks_only(data)
+    if _size_in_header(library, pixel_file) != image.size:
         return None
     decoded = PIL.Image.new(image.mode, image.size)
-    try:
-        memory = PixelMemory(decoded)
-    except (ValueError, AttributeError):
-        return None  # The memory of the new image cannot be written to directly.
-    # Pillow stores each pixel in four bytes. In the mode RGB, Pillow ignores the fourth byte.
-    # Therefore libwebp can write RGBA pixels even into the memory of an RGB image.
-    row_bytes = _PIXEL_BYTES * image.width
-    num_bytes = row_bytes * image.height
-    if not library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes):
+    if not _decode_into(library, pixel_file, decoded):
         return None
     # `image.info` contains the EXIF data of the file. The EXIF data may contain a rotation.
     decoded.info = image.info
     return decoded
 
 
-def _without_metadata(data: bytes) -> bytes:
-    """Return a WebP file without its metadata chunks, such as EXIF.
+def _size_in_header(library: ctypes.CDLL, data: bytes) -> tuple[int, int] | None:
+    """Return the width and the height of a WebP file; None if the file is not valid."""
+    width, height = ctypes.c_int(), ctypes.c_int()
+    is_valid = library.WebPGetInfo(data, len(data), ctypes.byref(width), ctypes.byref(height))
+    return (width.value, height.value) if is_valid else None
 
-    If a metadata chunk follows the pixels of a damaged file, libwebp does not detect that the
-    pixels are incomplete.
+
+def _decode_into(library: ctypes.CDLL, data: bytes, image: Any) -> bool:  # noqa: ANN401 - an image of Pillow
+    """Decode a WebP file into the memory of a new RGB or RGBA image of the same size.
+
+    Pillow stores each pixel in four bytes. In the mode RGB, Pillow ignores the fourth byte.
+    Therefore libwebp can write RGBA pixels even into the memory of an RGB image.
+
+    Return whether the pixels were written. They are not written if the file is damaged, or if the
+    memory of the image is not available.
+    """
+    try:
+        memory = PixelMemory(image)
+    except ValueError:
+        return False
+    row_bytes = _PIXEL_BYTES * image.width
+    num_bytes = row_bytes * image.height
+    pixels = library.WebPDecodeRGBAInto(data, len(data), memory.address, num_bytes, row_bytes)
+    return pixels is not None
+
+
+def _with_pixel_chunks_only(data: bytes) -> bytes:
+    """Return a WebP file without the chunks that libwebp does not need, such as EXIF.
+
+    libwebp detects that the pixels of a damaged file are incomplete only if no chunk follows the
+    pixels.
 
     Example: the chunks VP8X, ICCP, VP8 and EXIF become the chunks VP8X and VP8.
     """
@@ -89,15 +103,19 @@ def _libwebp() -> ctypes.CDLL | None:
     try:
         from PIL import _webp
 
-        # `_webp` is linked to libwebp, so ctypes also finds the functions of libwebp when it loads
-        # `_webp`.
+        # Pillow's extension module `_webp` is linked to libwebp, so ctypes finds the functions of
+        # libwebp in this module.
         library = ctypes.CDLL(_webp.__file__)
         get_info, decode = library.WebPGetInfo, library.WebPDecodeRGBAInto
     except (ImportError, OSError, AttributeError):
         return None
+    # int WebPGetInfo(const uint8_t* data, size_t data_size, int* width, int* height)
     size_pointer = ctypes.POINTER(ctypes.c_int)
     get_info.argtypes = [ctypes.c_char_p, ctypes.c_size_t, size_pointer, size_pointer]
     get_info.restype = ctypes.c_int
+    # uint8_t* WebPDecodeRGBAInto(const uint8_t* data, size_t data_size,
+    #                             uint8_t* output_buffer, size_t output_buffer_size,
+    #                             int output_stride), which returns NULL for a damaged file
     decode.argtypes = [
         ctypes.c_char_p,
         ctypes.c_size_t,

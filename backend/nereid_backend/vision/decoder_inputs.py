@@ -7,8 +7,8 @@ hook on the decoder records the inputs and stops the forward pass. Later, the en
 recorded inputs into chunks, and runs the decoder on each chunk.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,9 @@ _IGNORED = (
 # The argument DEEPSTACK contains, for each of these layers, the features of the image tokens. The
 # argument DEEPSTACK_MASK is True for image tokens and False for text tokens.
 DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
+# The number of axes of positions if the index of a token is an axis in addition to time, height and
+# width.
+_NUM_AXES_WITH_INDEX = 4
 # The decoder's arguments that are stored in `DecoderInputs`.
 _RECORDED = ("inputs_embeds", "position_ids", DEEPSTACK_MASK, DEEPSTACK)
 
@@ -43,12 +46,12 @@ class PromptPositions:
     """The positions of the tokens of a prompt. Each token has one position on each axis.
 
     Attributes:
-        prompt: [num_axes, num_tokens] int64, the positions of the prompt's tokens.
-        next_token: [num_axes] int64, the position of the first token after the prompt.
+        prompt_positions: [num_axes, num_tokens] int64, the positions of the prompt's tokens.
+        next_position: [num_axes] int64, the position of the first token after the prompt.
     """
 
-    prompt: Tensor
-    next_token: Tensor
+    prompt_positions: Tensor
+    next_position: Tensor
 
     def between(self, start: int, end: int) -> Tensor:
         """Return the positions of the tokens from `start` to `end`, [num_axes, end - start].
@@ -56,18 +59,17 @@ class PromptPositions:
         The tokens may belong to the prompt or follow the prompt. After the prompt, the position
         rises by 1 with each token, on every axis.
 
-        Example: `prompt` is [[0, 1, 1], [0, 1, 2]], and `next_token` is [3, 3]. `between(2, 5)`
-        returns [[1, 3, 4], [2, 3, 4]]: the token 2 belongs to the prompt, and the tokens 3 and 4
-        follow the prompt.
+        Example: `prompt_positions` is [[0, 1, 1], [0, 1, 2]], and `next_position` is [3, 3].
+        `between(2, 5)` returns [[1, 3, 4], [2, 3, 4]]: the token 2 belongs to the prompt, and the
+        tokens 3 and 4 follow the prompt.
         """
-        num_prompt_tokens = self.prompt.shape[1]
-        prompt_positions = self.prompt[:, start:end]
+        num_prompt_tokens = self.prompt_positions.shape[1]
         # The tokens [first_later, end_later) follow the prompt. The range can be empty.
         first_later = max(start, num_prompt_tokens)
         end_later = max(end, num_prompt_tokens)
-        later_tokens = torch.arange(first_later, end_later, device=self.prompt.device)
-        later_positions = self.next_token[:, None] + later_tokens - num_prompt_tokens
-        return torch.cat([prompt_positions, later_positions], dim=1)
+        later_tokens = torch.arange(first_later, end_later, device=self.prompt_positions.device)
+        later_positions = self.next_position[:, None] + later_tokens - num_prompt_tokens
+        return torch.cat([self.prompt_positions[:, start:end], later_positions], dim=1)
 
 
 @dataclass(slots=True)
@@ -90,6 +92,18 @@ class DecoderInputs:
     deepstack: list[Tensor]
     deepstack_mask: Tensor | None
 
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether the embeddings have not been freed."""
+        return len(self.embeddings) > 0
+
+    def free_embeddings(self) -> None:
+        """Free the embeddings and the image features, but keep the positions."""
+        # As long as a slice exists, the memory of the whole tensor is not freed. Therefore `clone`
+        # replaces the empty slice by a copy.
+        self.embeddings = self.embeddings[:0].clone()
+        self.deepstack = [features[:0].clone() for features in self.deepstack]
+
 
 class _RecordedError(Exception):
     """Raised to stop the run of a model as soon as the inputs of the decoder are known."""
@@ -103,8 +117,7 @@ def record_inputs(
 ) -> DecoderInputs:
     """Run a model until it calls its decoder, and return the inputs of the decoder.
 
-    The decoder is the part of the model that computes the tokens after the images are encoded. A
-    hook on the decoder stores the inputs, and then stops the forward pass by an exception.
+    The decoder is the part of the model that computes the tokens after the images are encoded.
 
     Args:
         model: a vision-language model.
@@ -115,6 +128,26 @@ def record_inputs(
     Raises:
         UnfitError: the decoder gets an input that the engine cannot divide into chunks.
     """
+    ids = torch.tensor([token_ids], device=model.device)
+    # `arguments` contains the token ids, the images, the positions and the attention mask.
+    arguments = first_call_arguments(model, ids, images.arguments)
+    with _stopped_before(decoder) as recorded:
+        model(**arguments, return_dict=True)
+    if not isinstance(recorded.get("inputs_embeds"), Tensor):
+        raise UnfitError("its decoder gets no embeddings")
+    return _parse_decoder_arguments(recorded, len(token_ids))
+
+
+@contextmanager
+def _stopped_before(decoder: Module) -> Iterator[dict[str, Any]]:
+    """In a `with` block, stop the run of a model when the model calls its decoder.
+
+    Yield a dict, which contains the arguments of this call after the block. A hook on the decoder
+    stores the arguments, and stops the run by an exception, which ends the block.
+
+    Raises:
+        UnfitError: the model calls its decoder with positional arguments.
+    """
     recorded: dict[str, Any] = {}
 
     def record(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
@@ -123,18 +156,12 @@ def record_inputs(
         recorded.update(kwargs)
         raise _RecordedError
 
-    ids = torch.tensor([token_ids], device=model.device)
-    # `arguments` contains the token ids, the images, the positions and the attention mask.
-    arguments = first_call_arguments(model, ids, images.arguments)
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with suppress(_RecordedError):
-            model(**arguments, return_dict=True)
+            yield recorded
     finally:
         handle.remove()
-    if not isinstance(recorded.get("inputs_embeds"), Tensor):
-        raise UnfitError("its decoder gets no embeddings")
-    return _parse_decoder_arguments(recorded, len(token_ids))
 
 
 def first_call_arguments(
@@ -180,24 +207,26 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
         raise UnfitError(
             f"its decoder gets {embeddings.shape[1]} embeddings for {num_tokens} tokens"
         )
-    position_ids = recorded.get("position_ids")
-    positions = None
-    if position_ids is not None:
-        # The shape is [1, num_tokens] or [num_axes, 1, num_tokens].
-        by_axis = position_ids.reshape(-1, num_tokens)
-        next_token_positions = _next_positions(by_axis)  # of the first token after the prompt
-        positions = PromptPositions(by_axis, next_token_positions)
-    # Some decoders add image features to the hidden states of their first layers (DeepStack). The
-    # arguments of such a decoder contain these features and a mask of the image tokens.
-    features_of_layers = recorded.get(DEEPSTACK)
-    mask = recorded.get(DEEPSTACK_MASK)
-    if features_of_layers is None or mask is None:
-        return DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
-    mask = mask.reshape(num_tokens)
-    # The features have one row for each image token. Insert a row of zeros for each text token, so
-    # that the engine can divide the rows into chunks of the prompt.
-    deepstack = [_with_text_rows(features, mask, embeddings[0]) for features in features_of_layers]
-    return DecoderInputs(embeddings[0], positions, deepstack, mask)
+    positions = _parse_positions(recorded.get("position_ids"), num_tokens)
+    inputs = DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
+    features_of_layers, mask = recorded.get(DEEPSTACK), recorded.get(DEEPSTACK_MASK)
+    if features_of_layers is not None and mask is not None:
+        inputs.deepstack_mask = mask = mask.reshape(num_tokens)
+        inputs.deepstack = [
+            _with_text_rows(features, mask, embeddings[0]) for features in features_of_layers
+        ]
+    return inputs
+
+
+def _parse_positions(position_ids: Tensor | None, num_tokens: int) -> PromptPositions | None:
+    """Convert the decoder's argument `position_ids`. Return None if the decoder has got none.
+
+    The shape of the argument is [1, num_tokens] or [num_axes, 1, num_tokens].
+    """
+    if position_ids is None:
+        return None
+    by_axis = position_ids.reshape(-1, num_tokens)
+    return PromptPositions(by_axis, _next_positions(by_axis))
 
 
 def _refuse_unknown_arguments(recorded: dict[str, Any]) -> None:
@@ -230,13 +259,14 @@ def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tenso
 def _next_positions(axes: Tensor) -> Tensor:
     """Return the position of the token that follows a prompt: one number for each axis.
 
-    `axes` contains the positions of the prompt's tokens, [num_axes, num_tokens].
+    `axes` contains the positions of the prompt's tokens, [num_axes, num_tokens]. The next token is
+    text, and a text token has the same position on the axes time, height and width. This position
+    is the largest position of the prompt on these axes, plus 1.
 
-    If there are four axes, the first axis counts the tokens, and the other three axes are time,
-    height and width. The next token has the same position on these three axes. This position is the
-    largest position of the prompt on these axes, plus 1.
+    If there are four axes, the first axis is the index of the token in the prompt.
     """
-    if len(axes) == 4:
+    has_index_axis = len(axes) == _NUM_AXES_WITH_INDEX
+    if has_index_axis:
         last = axes[1:].max()
         return torch.stack([axes[0].max(), last, last, last]) + 1
     return axes.max().expand(len(axes)) + 1

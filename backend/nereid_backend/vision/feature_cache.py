@@ -7,7 +7,8 @@ The features are the output of a model's image encoder or audio encoder.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from copy import copy
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -52,17 +53,16 @@ class FeatureCache:
         self.num_encoded = 0
         self.num_reused = 0
         self._max_bytes = max_bytes
-        # `_features` contains the stored features. The features that were used least recently come
-        # first. `_num_bytes` is the total size of the stored features.
+        # The stored features. The features that were used least recently come first.
         self._features: OrderedDict[_Key, Any] = OrderedDict()
+        # The total size of the stored features.
         self._num_bytes = 0
-        # `_digest` is the hash of the images that the model currently processes. Outside the `with`
-        # block of `used_for`, `_digest` is None. `_num_calls` counts the calls of the model's
-        # encoders in this block. The key of a result contains the hash and the number of the call.
+        # The hash of the images that the model processes; None outside the `with` block of
+        # `used_for`.
         self._digest: bytes | None = None
+        # The number of calls of the model's encoders in this block.
         self._num_calls = 0
-        # Whether an encoder is currently running. If the running encoder calls another method that
-        # normally uses the cache, this inner call does not use the cache.
+        # Whether an encoder is running. The methods that it calls do not use the cache.
         self._is_encoding = False
         self._replace_methods(model)
 
@@ -78,13 +78,17 @@ class FeatureCache:
                 if callable(method) and "input_ids" not in signature(method).parameters:
                     setattr(module, name, self._cached(method))
                     replaced.add(name)
-        # Some audio models have no method `get_audio_features`. Replace the method `forward` of
-        # their audio encoder instead.
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
-            # If the model has no audio encoder, `get_encoder` returns the model itself.
-            encoder: Any = model.get_encoder(modality="audio")
-            if encoder is not model:
-                encoder.forward = self._cached(encoder.forward)
+            self._replace_audio_encoder(model)
+
+    def _replace_audio_encoder(self, model: PreTrainedModel) -> None:
+        """Let the audio encoder of a model without the method `get_audio_features` use the cache.
+
+        If the model has no audio encoder, `get_encoder` returns the model itself.
+        """
+        encoder: Any = model.get_encoder(modality="audio")
+        if encoder is not model:
+            encoder.forward = self._cached(encoder.forward)
 
     @contextmanager
     def used_for(self, digest: bytes) -> Iterator[None]:
@@ -119,21 +123,27 @@ class FeatureCache:
             key = _Key(self._digest, self._num_calls)
             self._num_calls += 1
             if key in self._features:
-                self.num_reused += 1
-                self._features.move_to_end(key)
-                # Return a copy. The model may change the copy, but the stored features must not
-                # change.
-                return _copy(self._features[key])
-            self._is_encoding = True
-            try:
-                features = method(*args, **kwargs)
-            finally:
-                self._is_encoding = False
-            self.num_encoded += 1
-            self._store(key, _copy(features))
-            return features
+                return self._reuse(key)
+            return self._encode(key, partial(method, *args, **kwargs))
 
         return get_features
+
+    def _reuse(self, key: _Key) -> Any:  # noqa: ANN401 - the output of a model
+        """Return a copy of stored features, because the model may change the returned object."""
+        self.num_reused += 1
+        self._features.move_to_end(key)
+        return _copy(self._features[key])
+
+    def _encode(self, key: _Key, encode: Callable[[], Any]) -> Any:  # noqa: ANN401 - the output of a model
+        """Compute features by calling `encode`, store a copy of them, and return the features."""
+        self._is_encoding = True
+        try:
+            features = encode()
+        finally:
+            self._is_encoding = False
+        self.num_encoded += 1
+        self._store(key, _copy(features))
+        return features
 
     def _store(self, key: _Key, features: Any) -> None:  # noqa: ANN401
         """Store features.
@@ -152,18 +162,8 @@ def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
 
     A model may replace fields of the returned output, but the stored output must not change.
     """
-    if isinstance(features, dict):
-        # In transformers, outputs are never plain dicts, but objects of ModelOutput, a subclass of
-        # dict. A model may have added attributes to such an object that are not items of the dict.
-        # Copy these attributes, too.
-        copied = type(features)(**dict(features))
-        for name, value in vars(features).items():
-            if name not in copied:
-                setattr(copied, name, value)
-        return copied
-    if isinstance(features, list):
-        return list(features)
-    return features
+    # An output is a tensor, a list, a tuple, or an object of ModelOutput, a subclass of dict.
+    return copy(features) if isinstance(features, dict | list) else features
 
 
 def _num_bytes(value: Any) -> int:  # noqa: ANN401 - the output of a model

@@ -105,21 +105,17 @@ class ImageProcess:
             RequestError: the process cannot load the processor of the checkpoint.
             EngineError: the process cannot be started.
         """
+        if self._connection is not None and self._is_ready:
+            return self._connection
         try:
             connection = self._connection or self._start()  # `_start` stores the new connection.
-            if self._is_ready:
-                return connection
-            # The first message of the process is ["ready"] or ["failed", reason].
-            has_message = connection.poll(_START_TIMEOUT_S)
-            message = msgpack.unpackb(connection.recv_bytes()) if has_message else None
-        except (EOFError, OSError):
-            message = None
-        if message is None:  # The process has ended, or has sent no message within the time limit.
+            kind, *reason = _receive_start_message(connection)
+        except (EOFError, OSError) as error:
             self._end()
-            raise EngineError("The process that prepares images could not be started.")
-        if message[0] != "ready":
+            raise EngineError("The process that prepares images could not be started.") from error
+        if kind != "ready":
             self._end()
-            raise RequestError(f"messages: images are refused, because {message[1]}")
+            raise RequestError(f"messages: images are refused, because {reason[0]}")
         self._is_ready = True
         return connection
 
@@ -128,20 +124,8 @@ class ImageProcess:
         own_end, child_end = socket.socketpair()
         with child_end:
             connection = Connection(own_end.detach())
-            # An embedded Python may not know the path of its interpreter.
-            python = sys.executable or shutil.which("python3") or "python3"
-            command = [python, "-m", self._module, str(child_end.fileno())]
             try:
-                process = subprocess.Popen(
-                    [*command, self._model, str(_TIMEOUT_S)],
-                    pass_fds=[child_end.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    # The process forks a child that handles the requests. The child does not have
-                    # the threads of the process, so a library that has started threads before the
-                    # fork could hang in the child. OMP_NUM_THREADS prevents libraries from starting
-                    # threads.
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
+                process = self._run_module(child_end.fileno())
             except OSError:
                 connection.close()
                 raise
@@ -149,6 +133,20 @@ class ImageProcess:
         # If this object is deleted without a call of `close`, Python kills the process.
         self._kill_process = weakref.finalize(self, _kill, process)
         return connection
+
+    def _run_module(self, descriptor: int) -> subprocess.Popen[bytes]:
+        """Run the module in a new process. `descriptor` is the child's end of the connection."""
+        # An embedded Python may not know the path of its interpreter.
+        python = sys.executable or shutil.which("python3") or "python3"
+        return subprocess.Popen(
+            [python, "-m", self._module, str(descriptor), self._model, str(_TIMEOUT_S)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            # The process forks a child that handles the requests. The child does not have the
+            # threads of the process, so a library that has started threads before the fork could
+            # hang in the child. OMP_NUM_THREADS prevents libraries from starting threads.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     def _end(self) -> None:
         """Kill the process."""
@@ -159,6 +157,19 @@ class ImageProcess:
         if self._kill_process is not None:
             self._kill_process()
             self._kill_process = None
+
+
+def _receive_start_message(connection: Connection) -> list[Any]:
+    """Return the first message of the process: ["ready"] or ["failed", reason].
+
+    Raises:
+        EOFError, OSError: the process has ended.
+        TimeoutError: the process has sent no message within the time limit.
+    """
+    if not connection.poll(_START_TIMEOUT_S):
+        raise TimeoutError
+    message: list[Any] = msgpack.unpackb(connection.recv_bytes())
+    return message
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

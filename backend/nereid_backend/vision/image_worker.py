@@ -301,7 +301,7 @@ def _load(folder: Path) -> Prepare:
             # The base64 text is removed from the list, so that its memory is freed.
             media.append(decode(images.pop(0), len(media) + 1))
         check_numbers(media, processor.limits)
-        prompt = processor.prepare_text(text, media)
+        prompt = processor.prepare_rendered(text, media)
         assert prompt.images is not None
         return ["done", prompt.token_ids, pack_images(prompt.images)]
 

@@ -98,11 +98,11 @@ class PackedImages:
 
     @contextmanager
     def injecting(self, plan: StepPlan, batch: StepBatch) -> Iterator[None]:
-        """Return a context manager that replaces the decoder's inputs for sequences with images.
+        """In a `with` block, replace the decoder's inputs for sequences with images.
 
-        Inside the `with` block, the caller runs the model on the token ids of all sequences. At
-        least one sequence must have images. The inputs of the other sequences stay the same. At the
-        end of the block, the embeddings of each completely computed prompt are freed.
+        In the block, the caller runs the model on the token ids of all sequences. At least one
+        sequence must have images. The inputs of the other sequences stay the same. At the end of
+        the block, the embeddings of each completely computed prompt are freed.
         """
         chunks = self._image_chunks(plan)
 
@@ -111,8 +111,7 @@ class PackedImages:
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # Call the decoder with new arguments, which contain the embeddings and the positions of
-            # the prompts with images.
+            # torch calls the decoder with the returned arguments.
             return args, {**kwargs, **self._new_arguments(batch, chunks, kwargs)}
 
         handle = self._decoder.register_forward_pre_hook(inject, with_kwargs=True)
@@ -120,8 +119,7 @@ class PackedImages:
             yield
         finally:
             handle.remove()
-        # Free the embeddings only if no error has occurred. After an error, the prompts have not
-        # been computed.
+        # An error does not reach this line, because the prompts have then not been computed.
         self._free_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
@@ -147,7 +145,7 @@ class PackedImages:
         sequence = chunk.sequence
         inputs = self._inputs.get(sequence)
         needs_embeddings = chunk.start < sequence.num_prompt_tokens
-        if inputs is None or (needs_embeddings and len(inputs.embeddings) == 0):
+        if inputs is None or (needs_embeddings and not inputs.has_embeddings):
             token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
             with self._attention.activated(), self._features.used_for(images.digest):
                 inputs = record_inputs(self._model, self._decoder, token_ids, images)
@@ -160,19 +158,12 @@ class PackedImages:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens
             if inputs is not None and is_done:
-                # As long as a slice exists, the memory of the whole tensor is not freed. Therefore
-                # `clone` replaces the empty slice by a copy.
-                inputs.embeddings = inputs.embeddings[:0].clone()
-                inputs.deepstack = [rows[:0].clone() for rows in inputs.deepstack]
+                inputs.free_embeddings()
 
     def _new_arguments(
         self, batch: StepBatch, chunks: list[_ImageChunk], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return new values for the decoder's arguments in a step that includes images.
-
-        The embeddings of the prompts with images are replaced by the recorded embeddings, which
-        contain the image features. They were recorded when the first chunk of the prompt was
-        planned (`_inputs_of`). Output tokens have no recorded embeddings.
 
         Args:
             batch: the inputs of the step.
@@ -183,11 +174,9 @@ class PackedImages:
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:  # The model passes only token ids to its decoder.
             embeddings = self._model.get_input_embeddings()(batch.input_ids)
-        embeddings = embeddings.clone()
-        for chunk in prompt_chunks:
-            recorded = chunk.inputs.embeddings[chunk.prompt_rows_in_inputs]
-            embeddings[0, chunk.prompt_rows_in_batch] = recorded.to(embeddings)
-        replaced: dict[str, Any] = {"inputs_embeds": embeddings}
+        replaced: dict[str, Any] = {
+            "inputs_embeds": _with_recorded_embeddings(embeddings, prompt_chunks)
+        }
         if "input_ids" in kwargs:
             # A decoder accepts either token ids or embeddings.
             replaced["input_ids"] = None
@@ -196,6 +185,21 @@ class PackedImages:
             replaced["position_ids"] = positions
         # Some decoders also add image features in their first layers (DeepStack).
         return replaced | _deepstack_arguments(batch, prompt_chunks)
+
+
+def _with_recorded_embeddings(embeddings: Tensor, prompt_chunks: list[_ImageChunk]) -> Tensor:
+    """Return a copy of the embeddings of a step that contains the image features of its prompts.
+
+    Args:
+        embeddings: [1, num_tokens, hidden_size], the embeddings of all tokens of the step.
+        prompt_chunks: the parts of prompts with images that this step computes. Their recorded
+            embeddings contain the image features.
+    """
+    replaced = embeddings.clone()
+    for chunk in prompt_chunks:
+        recorded = chunk.inputs.embeddings[chunk.prompt_rows_in_inputs]
+        replaced[0, chunk.prompt_rows_in_batch] = recorded.to(replaced)
+    return replaced
 
 
 def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
@@ -211,7 +215,7 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     first_positions = chunks[0].inputs.positions
     if first_positions is None:
         return None
-    num_axes = len(first_positions.prompt)
+    num_axes = len(first_positions.prompt_positions)
     positions = batch.position_ids.repeat(num_axes, 1)
     for chunk in chunks:
         if chunk.inputs.positions is not None:  # This is true, but mypy needs the check.
@@ -245,7 +249,6 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
         features_of_chunks.append([features[part][is_image_token] for features in inputs.deepstack])
     if not features_of_chunks:
         return {}
-    # `zip` yields one tuple for each layer. The tuple contains the features of this layer for all
-    # chunks.
-    features_of_layers = [torch.cat(features) for features in zip(*features_of_chunks, strict=True)]
-    return {DEEPSTACK_MASK: mask, DEEPSTACK: features_of_layers}
+    # Each item belongs to one layer. The item is a tuple with one feature tensor for each chunk.
+    features_of_layers = zip(*features_of_chunks, strict=True)
+    return {DEEPSTACK_MASK: mask, DEEPSTACK: [torch.cat(parts) for parts in features_of_layers]}

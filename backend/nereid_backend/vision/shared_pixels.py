@@ -63,15 +63,17 @@ class PixelMemory:
             image: an image whose pixels are decoded and have four bytes, such as an RGB image.
 
         Raises:
-            ValueError: the pixels do not have four bytes, or are not in one block of memory.
-            AttributeError: this version of Pillow cannot export the memory.
+            ValueError: the pixels do not have four bytes or are not in one block of memory, or this
+                version of Pillow cannot export the memory.
         """
+        if not hasattr(image, "__arrow_c_array__"):
+            raise ValueError("this version of Pillow cannot export the memory of an image")
         # If the pixels are in several blocks of memory, Pillow raises a ValueError. Store the
         # PyCapsule, because the memory of the pixels may be freed when the PyCapsule is deleted.
         _, self._capsule = image.__arrow_c_array__()
         array_of_pixels = _ArrowArray.from_address(_get_pointer(self._capsule, b"arrow_array"))
-        # If a pixel has four bytes, Arrow's array of pixels has one child, which is the array of
-        # all bytes. If a pixel has one byte, the array of pixels has no child.
+        # Arrow describes pixels of four bytes by an array of pixels and its only child, an array of
+        # bytes. An array of one-byte pixels has no child.
         if array_of_pixels.n_children != 1:
             raise ValueError("the image has no pixels of four bytes")
         array_of_bytes = array_of_pixels.children[0].contents
@@ -87,13 +89,11 @@ class _SharedPixels:
 
     Attributes:
         image: the image.
-        core: the object of Pillow that contains the pixels. Operations such as a rotation replace
-            `image.im`, but they do not change this object.
     """
 
     def __init__(self, image: Any) -> None:  # noqa: ANN401 - an image of Pillow
         self.image = image
-        self.core = image.im
+        self._core = image.im  # the object of Pillow that contains the pixels
         self._memory = PixelMemory(image)
         row_bytes = _PIXEL_BYTES * image.width
         self.__array_interface__ = {
@@ -108,6 +108,11 @@ class _SharedPixels:
     def address(self) -> int:
         """The address of the first pixel."""
         return self._memory.address
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an operation such as a rotation has given the image other pixels since then."""
+        return self.image.im is not self._core
 
 
 def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - an image
@@ -125,7 +130,7 @@ def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - 
     image.load()
     try:
         pixels = _SharedPixels(image)
-    except (ValueError, AttributeError):
+    except ValueError:
         return None
     # `_shared_by_address` has only a weak reference to `pixels`. The returned array has the only
     # strong reference. Therefore the entry of `_shared_by_address` is removed when the array is
@@ -142,24 +147,24 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
     exists as long as an array uses the pixels, so the address cannot belong to other memory.
     """
     address = array.__array_interface__["data"][0]
-    # `pixels` is an object of _SharedPixels. It contains the image, and describes the memory of the
-    # image's pixels.
     pixels = _shared_by_address.get(address)
-    if pixels is None:
+    if pixels is None or pixels.is_outdated:
         return None
-    # `image.im` is Pillow's object that contains the current pixels of the image. `core` is the
-    # object that was in `image.im` when the array was created. An operation such as a rotation
-    # replaces `image.im`.
-    has_new_pixels = pixels.image.im is not pixels.core
-    if has_new_pixels:
-        return None
+    return pixels.image if _covers_all_pixels(array, pixels) else None
+
+
+def _covers_all_pixels(array: "np.ndarray[Any, Any]", pixels: _SharedPixels) -> bool:
+    """Return whether an array that begins at the first pixel contains all pixels in their order.
+
+    The channels are the first or the last dimension of the array.
+    """
     channels_last = np.asarray(pixels)
     channels_first = np.moveaxis(channels_last, -1, 0)
-    layout = (array.dtype, array.shape, array.strides)
-    for expected in (channels_last, channels_first):
-        if layout == (expected.dtype, expected.shape, expected.strides):
-            return pixels.image
-    return None  # The array contains only some of the pixels, or in another order.
+    return any(
+        (array.dtype, array.shape, array.strides)
+        == (expected.dtype, expected.shape, expected.strides)
+        for expected in (channels_last, channels_first)
+    )
 
 
 def share_pixels(max_pixels: int) -> None:

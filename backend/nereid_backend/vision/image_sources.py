@@ -104,29 +104,28 @@ class ImageSources:
         budget = _Budget(max_total_bytes, time.monotonic() + self._timeout_s)
         result = []
         for number, item in enumerate(media, 1):
-            # If the item is a remote or file URL, its first 8 bytes contain the scheme. Do not
-            # split the whole item, because it can be a large base64 text.
-            scheme = item[:8].split(b":", 1)[0].lower()
-            if scheme in (b"http", b"https", b"file"):
+            if item[:8].lower().startswith((b"http:", b"https:", b"file:")):
                 content = self._read_url(item, f"messages: image {number}", limits, budget)
                 result.append(base64.b64encode(content))
             else:
                 result.append(item)
         return result
 
-    def _read_url(self, image: bytes, field: str, limits: ImageLimits, budget: _Budget) -> bytes:
+    def _read_url(
+        self, url_bytes: bytes, field: str, limits: ImageLimits, budget: _Budget
+    ) -> bytes:
         """Return the content of the file at a remote URL or a file URL.
 
         Args:
-            image: the URL.
+            url_bytes: the URL.
             field: the name of the image in error messages, such as "messages: image 1".
             limits: the limits of the images.
             budget: the bytes and the time that remain for all images of the request. Mutated: the
                 size of the file is subtracted.
         """
-        url = _parse(image, field)
+        url = _parse(url_bytes, field)
         limit = min(limits.max_bytes, budget.num_bytes)
-        if image[:4].lower() == b"file":
+        if url.scheme == "file":
             content = self._read_file(url, field, limit, budget)
         else:
             content = self._download(url, field, limit, budget)
@@ -287,12 +286,11 @@ def _parse(url: bytes, field: str) -> SplitResult:
     """
     try:
         parts = urlsplit(url.decode("ascii"))
-        has_user = parts.username is not None or parts.password is not None
-        # Reading the port raises a ValueError if the port is not a valid number.
-        _ = parts.port
+        has_credentials = parts.username is not None or parts.password is not None
+        _ = parts.port  # This raises a ValueError if the port is not a valid number.
     except ValueError as error:
         raise RequestError(f"{field}: the URL is not valid.") from error
-    if has_user:
+    if has_credentials:
         raise RequestError(f"{field}: the URL must not contain a user name or a password.")
     return parts
 

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import msgpack
 
@@ -64,7 +64,7 @@ def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
         try:
             request = receive_message(connection)
         except (EOFError, OSError):
-            children.close()
+            children.end_child()
             return
         children.answer(request).send(connection)
         # A request occupies up to 32 MiB of memory. Free this memory before the next request
@@ -103,14 +103,14 @@ class ChildProcesses:
             except (EOFError, OSError):
                 # Earlier requests may have used up the memory or the CPU time of the child process.
                 # Therefore a new child process gets the request.
-                self.close()
-        self._child = _ChildProcess(self._prepare, self._timeout_s, request)
+                self.end_child()
+        self._child = _ChildProcess.start(self._prepare, self._timeout_s, request)
         try:
             return self._send_to(self._child, request)
         except (EOFError, OSError):
             # Even a new child process has ended without an answer, so the request itself is the
             # cause.
-            self.close()
+            self.end_child()
             return _refusal(
                 "the images or the audio need too much memory, or their decoder has crashed. Send "
                 "smaller or fewer files"
@@ -119,8 +119,8 @@ class ChildProcesses:
     def _send_to(self, child: "_ChildProcess", request: Message) -> Message:
         """Send a request to a child process, and return its answer.
 
-        If the child process exceeds the time limit, the answer is a refusal. A child process that
-        has refused a request or has answered 100 requests is ended.
+        If the child process exceeds the time limit, the answer is a refusal. After a refusal or 100
+        answers, the child process is ended.
 
         Raises:
             EOFError, OSError: the child process has ended.
@@ -131,13 +131,13 @@ class ChildProcesses:
                 f"the images or the audio were not prepared within {self._timeout_s:g} seconds. "
                 "Send smaller or fewer files"
             )
-        has_failed = not answer.starts_with(_DONE)
-        if has_failed or child.num_requests >= _MAX_REQUESTS:
-            self.close()  # This call ends `child`, because there is at most one child process.
+        is_refusal = not answer.starts_with(_DONE)
+        if is_refusal or child.num_requests >= _MAX_REQUESTS:
+            self.end_child()
         return answer
 
-    def close(self) -> None:
-        """End the child process, if there is one."""
+    def end_child(self) -> None:
+        """End the child process, if there is one. There is at most one child process."""
         if self._child is not None:
             self._child.close()
             self._child = None
@@ -146,29 +146,37 @@ class ChildProcesses:
 class _ChildProcess:
     """A forked process that answers requests.
 
+    Args:
+        pid: the process id.
+        connection: the parent's end of the connection to the process.
+
     Attributes:
         num_requests: the number of requests that the child has answered.
     """
 
-    def __init__(self, prepare: Prepare, timeout_s: float, request: Message) -> None:
-        """Fork the process.
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.num_requests = 0
+        self._pid = pid
+        self._connection = connection
+
+    @classmethod
+    def start(cls, prepare: Prepare, timeout_s: float, request: Message) -> Self:
+        """Fork a process. In the child, this method never returns.
 
         Args:
             prepare: prepares the images of a request.
             timeout_s: the time limit of a request.
-            request: the request that the worker is answering. The child closes its copy.
+            request: the request that the worker is answering. The child closes its copy, because
+                the copy would occupy memory. The parent also sends the request as a message.
         """
-        self.num_requests = 0
-        self._connection, child_end = Pipe()
-        self._pid = os.fork()
-        if self._pid == 0:  # This process is the child.
-            self._connection.close()
-            # After the fork, this child process has a copy of the request. The parent also sends
-            # the request as a message. Close the copy now, because otherwise it would occupy memory
-            # until the child process ends.
+        parent_end, child_end = Pipe()
+        pid = os.fork()
+        if pid == 0:  # This process is the child.
+            parent_end.close()
             request.close()
-            _run_child(child_end, prepare, timeout_s)  # This call never returns.
+            _run_child(child_end, prepare, timeout_s)
         child_end.close()
+        return cls(pid, parent_end)
 
     def answer(self, request: Message, timeout_s: float) -> Message | None:
         """Return the child's answer to a request, or None if the time limit expires first.
@@ -190,8 +198,8 @@ class _ChildProcess:
         self._connection.close()
 
 
-def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
-    """Answer requests in this child process. Then end the process, so this function never returns.
+def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> NoReturn:
+    """Answer requests in this child process, and then end the process.
 
     The process ends when the parent process closes the connection. It also ends after a request
     that it refuses, because a hostile image may have changed the state of the process. The memory
@@ -199,10 +207,11 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
-        answer = Message(_DONE)
-        while answer.starts_with(_DONE):
+        while True:
             answer = _answer(prepare, connection)
             answer.send(connection)
+            if not answer.starts_with(_DONE):
+                break
     except (EOFError, OSError):
         pass  # The parent process has closed the connection.
     except MemoryError:
@@ -229,19 +238,20 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
         return Message(msgpack.packb(prepare(text, images)))
     except MemoryError:
         raise
+    except RequestError as error:
+        return _refusal(str(error))
     except BaseException as error:  # noqa: BLE001 - the client must learn the reason
-        is_refused = isinstance(error, RequestError)
-        reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
-        # `_refusal` adds the prefix "messages: ", so remove the prefix if `reason` already has it.
-        return _refusal(reason.removeprefix("messages: "))
+        return _refusal(f"{type(error).__name__}: {error}")
 
 
 def _refusal(message: str) -> Message:
     """Return an answer that refuses a request and contains the error message.
 
-    The answer is packed with msgpack.
+    The answer is packed with msgpack. Example: the messages "too large" and "messages: too large."
+    give the answer ["refused", "messages: too large."].
     """
-    return Message(msgpack.packb(["refused", f"messages: {message.rstrip('.')}."]))
+    reason = message.removeprefix("messages: ").rstrip(".")
+    return Message(msgpack.packb(["refused", f"messages: {reason}."]))
 
 
 def _load(folder: Path) -> Prepare:

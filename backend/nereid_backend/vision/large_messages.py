@@ -37,7 +37,7 @@ class Message:
             # A large message is written to a file in memory, and only the descriptor of the file is
             # sent. If the file cannot be created, the bytes are sent through the socket.
             with contextlib.suppress(OSError, AttributeError):
-                descriptor = _write_file(data)
+                descriptor = _write_memory_file(data)
         self._data = data if descriptor is None else b""
         self._descriptor = descriptor
         if descriptor is not None:
@@ -102,7 +102,7 @@ def receive_message(connection: Connection) -> Message:
         raise EOFError("a message contains no descriptor of a file") from error
 
 
-def _write_file(data: bytes) -> int:
+def _write_memory_file(data: bytes) -> int:
     """Write bytes to a new file in memory, and return the descriptor of the file.
 
     Raises:
@@ -111,10 +111,8 @@ def _write_file(data: bytes) -> int:
     """
     descriptor = os.memfd_create("nereid-message")
     try:
-        # One call of `os.write` may write only some of the bytes.
-        remaining = memoryview(data)
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
     except OSError:
         os.close(descriptor)
         raise

@@ -3,6 +3,7 @@
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     declare_operators()
     try:
         processor = _load_complete(folder, config)
-        if processor is None:  # A component, usually the one for videos, cannot be loaded.
+        if processor is None:
             processor = _load_without_video(folder, config)
     except Exception as error:
         # A processor can raise any exception for a broken file. The message of the ModelError
@@ -77,9 +78,11 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:
-    """Return the processor with all its components, or None if a component cannot be loaded.
+    """Return the processor with all its components; None if it must be loaded in another way.
 
-    After None, the caller tries to load the processor without its component for videos.
+    None means that a component cannot be loaded, or that the checkpoint's files do not name the
+    class of the processor. The caller then calls `_load_without_video`, which finds the class by
+    the type of the model.
 
     Raises:
         ImportError, OSError, ValueError: the processor cannot be loaded, and has no component for
@@ -89,15 +92,11 @@ def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | N
         processor = _from_pretrained(AutoProcessor, folder)
     except (ImportError, OSError, ValueError):
         component_names = _processor_class(folder, config).get_attributes()
-        if "image_processor" not in component_names:
-            # Raise the error, because returning None would not help. The caller would try to load
-            # the processor without its component for videos. This attempt would also fail, because
-            # it needs a component for images.
-            raise
-        return None
+        if "image_processor" in component_names:
+            return None
+        raise  # `_load_without_video` needs a component for images.
     # If the checkpoint's files do not name the class of the processor, AutoProcessor returns only
-    # one component, such as the tokenizer. In this case, return None. The caller then finds the
-    # class by the type of the model.
+    # one component, such as the tokenizer.
     return processor if isinstance(processor, ProcessorMixin) else None
 
 
@@ -169,34 +168,40 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
         ImportError: the image processor needs a package that is not installed.
     """
     processor_class = _processor_class(folder, config)
-    # The backend "pil" needs only Pillow, not torchvision.
-    image_processor = _from_pretrained(AutoImageProcessor, folder, backend="pil")
-    components = []
-    for name in processor_class.get_attributes():
-        if name == "image_processor":
-            components.append(image_processor)
-        elif name == "video_processor":
-            # Processors read numbers, such as `merge_size`, from their video processor. `_NoVideo`,
-            # which replaces the video processor, has the same numbers as the image processor.
-            components.append(_NoVideo(image_processor))
-        else:
-            components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
+    components = _load_components(folder, processor_class.get_attributes())
     # The processor's config contains settings and components. Pass on only the settings, because
-    # the components are a separate argument. `_COMPONENTS` contains the names of the components of
-    # all classes of processors.
+    # the components are a separate argument.
     processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
     settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
-    # The constructor of `processor_class` checks the types of the components, and would refuse an
-    # object of `_NoVideo`. Therefore create an object of a subclass, whose constructor does not
-    # check the video processor.
+    # The constructor of `processor_class` would refuse an object of `_NoVideo`.
     subclass = _class_accepting_no_video(processor_class)
     return subclass.from_args_and_dict(components, settings)
+
+
+def _load_components(folder: Path, names: Sequence[str]) -> list[Any]:
+    """Load the components of a processor, and return them in the order of `names`.
+
+    A `_NoVideo` takes the place of the component "video_processor".
+    """
+    # The backend "pil" needs only Pillow, not torchvision.
+    image_processor = _from_pretrained(AutoImageProcessor, folder, backend="pil")
+    components: list[Any] = []
+    for name in names:
+        match name:
+            case "image_processor":
+                components.append(image_processor)
+            case "video_processor":
+                components.append(_NoVideo(image_processor))
+            case _:
+                components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
+    return components
 
 
 def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
     """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`.
 
-    A `_NoVideo` is an object in place of a video processor that cannot be loaded.
+    A `_NoVideo` is an object in place of a video processor that cannot be loaded. The original
+    constructor checks the type of each component, and would refuse this object.
     """
     check_class: Any = processor_class.check_argument_for_proper_class
 

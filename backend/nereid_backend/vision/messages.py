@@ -62,6 +62,8 @@ class FoundVideo:
 Medium = FoundImage | FoundVideo | FoundAudio
 KIND_OF = {FoundImage: "images", FoundVideo: "videos", FoundAudio: "audio"}
 """Maps a class of media to the member of `KINDS`."""
+# Maps a class of media to the type of the placeholders in the messages.
+_PLACEHOLDER_TYPES = {FoundImage: "image", FoundVideo: "video", FoundAudio: "audio"}
 
 
 def split_messages(
@@ -136,20 +138,28 @@ def _split_part(
     """
     if not isinstance(part, Mapping):
         raise RequestError(f"{field}: the content part must be an object.")
+    medium = _read_medium(part, field, limits)
+    if medium is None:
+        return dict(part)
+    media.append(medium)
+    return {"type": _PLACEHOLDER_TYPES[type(medium)]}
+
+
+def _read_medium(part: Mapping[str, Any], field: str, limits: ImageLimits) -> Medium | None:
+    """Return the image, the video or the audio in a content part; None for a part with text.
+
+    Raises:
+        RequestError: the part is invalid, or is a file of another type.
+    """
     if is_video_part(part):
-        media.append(FoundVideo(field, read_video_part(part, field, limits)))
-        return {"type": "video"}
+        return FoundVideo(field, read_video_part(part, field, limits))
     if is_audio_part(part):
-        media.append(read_audio_part(part, field))
-        return {"type": "audio"}
+        return read_audio_part(part, field)
     refused = refused_part(part)
     if refused is not None:
         kind, reason = refused
         raise RequestError(f"{field}: the content part has the type {kind}, but {reason}")
-    if part.get("type") not in IMAGE_TYPES:
-        return dict(part)
-    media.append(_read_image_part(part, field))
-    return {"type": "image"}
+    return _read_image_part(part, field) if part.get("type") in IMAGE_TYPES else None
 
 
 def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:
@@ -190,19 +200,20 @@ def read_video(video: FoundVideo, limits: ImageLimits) -> list["Image"]:
         RequestError: a frame is damaged or too large, or the frames have different sizes.
         ModelError: Pillow is not installed.
     """
-    frames = []
+    images: list[Image] = []
     # A frame is a base64 text, the bytes of an image file, or an image of Pillow.
     for number, frame in enumerate(video.video.frames):
         field = f"{video.field}: frame {number}"
         source = decode_base64(frame, field, limits) if isinstance(frame, str) else frame
-        frames.append(_decode(FoundImage(field, source), limits))
-        if frames[0].size != frames[-1].size:
-            first, size = frames[0].size, frames[-1].size
+        image = _decode(FoundImage(field, source), limits)
+        images.append(image)
+        first = images[0]
+        if image.size != first.size:
             raise RequestError(
-                f"{field} has {size[0]} x {size[1]} pixels, but frame 0 has {first[0]} x "
-                f"{first[1]} pixels. All frames of a video must have the same size."
+                f"{field} has {image.width} x {image.height} pixels, but frame 0 has {first.width} "
+                f"x {first.height} pixels. All frames of a video must have the same size."
             )
-    return frames
+    return images
 
 
 def _decode(image: FoundImage, limits: ImageLimits) -> "Image":
@@ -212,17 +223,17 @@ def _decode(image: FoundImage, limits: ImageLimits) -> "Image":
         RequestError: the image is damaged or too large, or has a wrong type.
         ModelError: Pillow is not installed.
     """
-    source = image.source
+    source, field = image.source, image.field
     if isinstance(source, str):
-        source = decode_data_url(source, image.field, limits)
+        return decode_image(decode_data_url(source, field, limits), field, limits)
     if isinstance(source, bytes | bytearray | memoryview):
-        return decode_image(bytes(source), image.field, limits)
+        return decode_image(bytes(source), field, limits)
     # Pillow may not be installed, so its images are recognised by their attributes.
     is_pillow_image = hasattr(source, "size") and hasattr(source, "convert")
     if not is_pillow_image:
         raise RequestError(
-            f"{image.field}: the image must be a data URL, bytes or an image of Pillow, but it is "
-            f"an object of the type {type(source).__name__}."
+            f"{field}: the image must be a data URL, bytes or an image of Pillow, but it is an "
+            f"object of the type {type(source).__name__}."
         )
-    check_size(source.size, image.field, limits)
+    check_size(source.size, field, limits)
     return source.convert("RGB")  # type: ignore[no-any-return]

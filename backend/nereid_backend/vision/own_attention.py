@@ -40,7 +40,7 @@ class OwnAttention:
         # values, because two equal config objects must both be changed.
         modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
-            if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+            if _names_attention(getattr(module, "config", None)):
                 modules_of_configs.setdefault(id(module.config), []).append(module)
         self._attention_of_configs = [
             _ConfigAttention(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
@@ -49,20 +49,25 @@ class OwnAttention:
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """Return a context manager. In its `with` block, the model uses its own attention.
+        """In a `with` block, let the model use its own attention instead of the engine's.
 
-        Each config of the model names the attention implementation ("sdpa" or "eager") of the
-        modules that use the config. At the end of the block, the previous names are restored.
+        transformers reads the name of the attention implementation from a private attribute of each
+        config. At the end of the block, the previous names are restored.
         """
-        own = self._attention_of_configs
-        previous = [config._attn_implementation_internal for config, _ in own]
-        for config, attention in own:
-            config._attn_implementation_internal = attention
+        own_names = self._attention_of_configs
+        engine_names = [config._attn_implementation_internal for config, _ in own_names]
+        for config, own_name in own_names:
+            config._attn_implementation_internal = own_name
         try:
             yield
         finally:
-            for (config, _), previous_attention in zip(own, previous, strict=True):
-                config._attn_implementation_internal = previous_attention
+            for (config, _), engine_name in zip(own_names, engine_names, strict=True):
+                config._attn_implementation_internal = engine_name
+
+
+def _names_attention(config: object) -> bool:
+    """Return whether `config` is a config object that names the attention implementation."""
+    return hasattr(config, "_attn_implementation_internal")
 
 
 def _support_sdpa(modules: list[Module]) -> bool:

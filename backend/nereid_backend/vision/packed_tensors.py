@@ -7,6 +7,7 @@ The bytes are sent between processes.
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,14 +54,13 @@ def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain valu
     A tensor is converted to a map that contains its type, its shape and its bytes.
     """
     if isinstance(value, Tensor):
-        # msgpack packs a memoryview like bytes, without a copy.
-        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        all_bytes = value.contiguous().reshape(-1).view(torch.uint8)
+        content = all_bytes.numpy().data  # msgpack packs this memoryview without a copy.
         name = str(value.dtype).removeprefix("torch.")
         return {"dtype": name, "shape": list(value.shape), "bytes": content}
     if isinstance(value, list | tuple):
         return [_pack(item) for item in value]
-    if hasattr(value, "tolist"):
-        # The value is an array or a scalar of numpy.
+    if isinstance(value, np.ndarray | np.generic):
         return _pack(torch.as_tensor(value))
     return value
 

@@ -168,20 +168,25 @@ def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of 
         data: the content of the file.
     """
     if image.format == "WEBP":
-        # The module is imported here, because it is needed only for WebP files.
-        from nereid_backend.vision.decode_webp import decode_still_webp
-
-        # To decode a WebP file, Pillow needs several times as much memory as `decode_still_webp`.
-        # `decode_still_webp` returns None if the file is an animation, or if the library libwebp
-        # cannot be called.
-        decoded = decode_still_webp(image, data)
-        if decoded is not None:
-            return decoded
+        return _decode_webp(image, data)
     image.load()
-    if image.format == "WEBP":
-        # Pillow's WebP decoder keeps two more images of the same size in memory. The image is
-        # already decoded, so remove the decoder.
-        image._decoder = None
+    return image
+
+
+def _decode_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
+    """Decode the pixels of a WebP file. The arguments are those of `_decode_pixels`."""
+    # The module is imported here, because it is needed only for WebP files.
+    from nereid_backend.vision.decode_webp import decode_still_webp
+
+    # Pillow needs several times as much memory as `decode_still_webp`, which returns None for an
+    # animation or if the library libwebp cannot be called.
+    decoded = decode_still_webp(image, data)
+    if decoded is not None:
+        return decoded
+    image.load()
+    # Pillow's WebP decoder keeps two more images of the same size in memory. The image is already
+    # decoded, so remove the decoder.
+    image._decoder = None
     return image
 
 

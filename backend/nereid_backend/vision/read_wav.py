@@ -24,6 +24,8 @@ MIN_RATE, MAX_RATE = 4_000, 192_000
 _REMEDY = (
     "Send WAV with PCM samples of 8, 16, 24 or 32 bits or with floating-point samples of 32 bits."
 )
+_FILE_HEADER_BYTES = 12
+_CHUNK_HEADER_BYTES = 8
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 # A program that writes a WAV file into a pipe does not know the size of the last chunk. The program
 # then writes `_UNKNOWN_SIZE` as the size of this chunk.
@@ -122,20 +124,22 @@ def _chunks(data: bytes, field: str) -> Iterator[tuple[bytes, memoryview]]:
     A WAV file consists of a header of 12 bytes and of chunks. A chunk consists of its name (4
     bytes), its size (4 bytes) and its content. Example: the first chunk is usually b"fmt ".
     """
-    view, start = memoryview(data), 12
-    while start + 8 <= len(data):
+    view = memoryview(data)
+    start = _FILE_HEADER_BYTES
+    while start + _CHUNK_HEADER_BYTES <= len(data):
         name, size = struct.unpack_from("<4sI", data, start)
-        start += 8
+        content_start = start + _CHUNK_HEADER_BYTES
+        num_left = len(data) - content_start
         if size == _UNKNOWN_SIZE:  # The chunk extends to the end of the file.
-            size = len(data) - start
-        if start + size > len(data):
+            size = num_left
+        if size > num_left:
             raise RequestError(
                 f"{field}: the WAV file declares a chunk of {size} bytes, but only "
-                f"{len(data) - start} bytes follow. Send the complete file."
+                f"{num_left} bytes follow. Send the complete file."
             )
-        yield name, view[start : start + size]
+        yield name, view[content_start : content_start + size]
         # If a chunk has an odd number of bytes, one padding byte follows.
-        start += size + size % 2
+        start = content_start + size + size % 2
 
 
 def _read_format(content: memoryview, field: str) -> _Format:
@@ -189,19 +193,27 @@ def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimit
         # Samples outside the range from -1 to 1 are too loud, but not invalid. Clip these samples,
         # as audio players do.
         samples = samples.clip(-1.0, 1.0)
-    elif layout.num_bits == 8:
-        # Samples of 8 bits are unsigned, and 128 means silence.
-        samples = (np.frombuffer(content, "u1").astype(np.float32) - 128) / 128
-    elif layout.num_bits == 24:
-        # numpy has no integers of three bytes. Therefore each sample becomes the upper three bytes
-        # of an integer with four bytes.
-        wide = np.zeros((len(content) // 3, 4), "u1")
-        wide[:, 1:] = np.frombuffer(content, "u1").reshape(-1, 3)
-        samples = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
     else:
-        integers = np.frombuffer(content, f"<i{layout.num_bits // 8}")
-        samples = integers.astype(np.float32) / 2 ** (layout.num_bits - 1)
+        samples = _scale_integers(content, layout.num_bits)
     samples = samples.astype(np.float32, copy=False)
     if layout.num_channels == 2:
         samples = samples.reshape(-1, 2).mean(axis=1)
     return samples
+
+
+def _scale_integers(content: memoryview, num_bits: int) -> Samples:
+    """Convert integers of 8, 16, 24 or 32 bits to samples between -1 and 1.
+
+    Example: with 16 bits, the integer 16384 becomes 0.5.
+    """
+    if num_bits == 8:
+        # Integers of 8 bits are unsigned, and 128 means silence.
+        return (np.frombuffer(content, "u1").astype(np.float32) - 128) / 128
+    if num_bits == 24:
+        # numpy has no integers of three bytes. Multiply the integers by 256, by inserting a lowest
+        # byte with the value 0, to get integers of 32 bits.
+        wide = np.zeros((len(content) // 3, 4), "u1")
+        wide[:, 1:] = np.frombuffer(content, "u1").reshape(-1, 3)
+        return wide.view("<i4")[:, 0].astype(np.float32) / 2**31
+    integers = np.frombuffer(content, f"<i{num_bits // 8}")
+    return integers.astype(np.float32) / (1 << (num_bits - 1))

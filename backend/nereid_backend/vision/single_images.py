@@ -4,6 +4,7 @@
 The model's own code computes one sequence at a time.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,14 +58,11 @@ class GeneratedPath:
         """
         if chunk.num_logits == 0:
             return None
-        end = chunk.start + chunk.num_tokens
-        sequence = chunk.sequence
-        return torch.cat(
-            [
-                self._logits_after(sequence, num_tokens)
-                for num_tokens in range(end - chunk.num_logits + 1, end + 1)
-            ]
-        )
+        # The numbers of tokens after which the next token is predicted, for example 9 and 10.
+        last_length = chunk.start + chunk.num_tokens
+        first_length = last_length - chunk.num_logits + 1
+        lengths = range(first_length, last_length + 1)
+        return torch.cat([self._logits_after(chunk.sequence, length) for length in lengths])
 
     def _logits_after(self, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size].
@@ -73,14 +71,8 @@ class GeneratedPath:
         `generate`.
         """
         ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
-        arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
-        # The arguments contain token types only for the prompt. Add the type 0 for each output
-        # token, because 0 is the type of text tokens.
-        for name in _TOKEN_ARGUMENTS:
-            types = arguments.get(name)
-            if isinstance(types, Tensor):
-                num_missing = num_tokens - types.shape[1]
-                arguments[name] = torch.nn.functional.pad(types, (0, num_missing))
+        images = sequence.images
+        arguments = {} if images is None else _with_token_types(images.arguments, num_tokens)
         output = self._model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -94,6 +86,20 @@ class GeneratedPath:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+def _with_token_types(arguments: Mapping[str, object], num_tokens: int) -> dict[str, Any]:
+    """Return the arguments of a prompt with images. Extend the token types to `num_tokens` tokens.
+
+    The arguments contain token types only for the prompt. The added type 0 means a text token.
+    """
+    extended = dict(arguments)
+    for name in _TOKEN_ARGUMENTS:
+        types = extended.get(name)
+        if isinstance(types, Tensor):
+            num_missing = num_tokens - types.shape[1]
+            extended[name] = torch.nn.functional.pad(types, (0, num_missing))
+    return extended
 
 
 class SplitPath:
@@ -130,17 +136,14 @@ class SplitPath:
         if not any(has_images):
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
-        text_plan = _plan_of_sequences(plan, has_images, with_images=False)
-        image_plan = _plan_of_sequences(plan, has_images, with_images=True)
-        # `parts[True]` contains the logits of the sequences with images, and `parts[False]`
-        # contains the logits of the sequences without images.
-        parts: dict[bool, Tensor] = {}
-        # A snapshot is a stored copy of a recurrent state. `forward` also deletes snapshots.
-        # Therefore, if `text_plan` has snapshots, call `forward` even if all sequences have images.
+        text_plan, image_plan = _split_plan(plan, has_images)
+        text_logits = None
+        # `text_plan` can have no chunks, but snapshots (stored copies of recurrent states) that
+        # `forward` must delete.
         if text_plan.chunks or text_plan.snapshots is not None:
-            parts[False] = self._text.forward(text_plan)
-        parts[True] = self._image_logits(image_plan)
-        return _interleave(plan, has_images, parts)
+            text_logits = self._text.forward(text_plan)
+        image_logits = self._image_logits(image_plan)
+        return _interleave(plan, has_images, text_logits, image_logits)
 
     def _image_logits(self, plan: StepPlan) -> Tensor:
         """Return the logits of sequences with images, in the order of `plan.chunks`.
@@ -158,11 +161,7 @@ class SplitPath:
                 chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.used_for(images.digest):
                     logits_of_chunks.append(self._images.forward(chunk_plan))
-        # If a chunk needs no logits, `forward` returns a tensor with 0 rows. The number of its
-        # columns can be wrong, and tensors with different numbers of columns cannot be
-        # concatenated. Therefore leave out the tensors with 0 rows.
-        nonempty = [logits for logits in logits_of_chunks if len(logits)]
-        return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
+        return _join_rows(logits_of_chunks)
 
     def clear(self, sequence: Sequence) -> None:
         """Reset the stored data of a sequence, such as its KV cache, after a failed computation."""
@@ -170,24 +169,43 @@ class SplitPath:
         path.clear(sequence)
 
 
-def _plan_of_sequences(plan: StepPlan, has_images: list[bool], *, with_images: bool) -> StepPlan:
-    """Return a part of `plan`: either the sequences with images, or the sequences without images.
+def _join_rows(parts: list[Tensor]) -> Tensor:
+    """Concatenate logits, a tensor for each chunk.
+
+    A forward path returns a tensor with 0 rows if no logits are needed. The number of its columns
+    can be wrong, so such tensors are left out. If there are no others, return the first tensor.
+    """
+    nonempty = [logits for logits in parts if len(logits)]
+    return torch.cat(nonempty) if nonempty else parts[0]
+
+
+def _split_plan(plan: StepPlan, has_images: list[bool]) -> tuple[StepPlan, StepPlan]:
+    """Split a plan into the sequences without images and the sequences with images.
 
     Args:
         plan: the plan of a step. Each chunk in `plan.chunks` belongs to one sequence.
         has_images: for each chunk, whether its sequence has images.
-        with_images: whether the result contains the sequences with images. If False, the result
-            contains the sequences without images.
     """
-    flagged_chunks = zip(plan.chunks, has_images, strict=True)
-    chunks = [chunk for chunk, has in flagged_chunks if has == with_images]
-    num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # `plan.copies` lists the KV cache blocks to copy, and `plan.snapshots` refers to stored copies
-    # of recurrent states. Sequences with images do not use the engine's cache, so they need neither
-    # copies of blocks nor snapshots.
-    copies = [] if with_images else plan.copies
-    snapshots = None if with_images else _snapshots_without_images(plan.snapshots, has_images)
-    return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
+    text_chunks: list[Chunk] = []
+    image_chunks: list[Chunk] = []
+    for chunk, is_image_chunk in zip(plan.chunks, has_images, strict=True):
+        (image_chunks if is_image_chunk else text_chunks).append(chunk)
+    text_plan = replace(
+        plan,
+        chunks=text_chunks,
+        num_tokens=sum(chunk.num_tokens for chunk in text_chunks),
+        snapshots=_snapshots_without_images(plan.snapshots, has_images),
+    )
+    # Sequences with images do not use the engine's cache, so they need neither copies of KV cache
+    # blocks (`copies`) nor stored copies of recurrent states (`snapshots`).
+    image_plan = replace(
+        plan,
+        chunks=image_chunks,
+        num_tokens=sum(chunk.num_tokens for chunk in image_chunks),
+        copies=[],
+        snapshots=None,
+    )
+    return text_plan, image_plan
 
 
 def _snapshots_without_images(
@@ -200,30 +218,39 @@ def _snapshots_without_images(
     """
     if snapshots is None:
         return None
-    text_indices = [index for index, has in enumerate(has_images) if not has]
+    text_indices = [index for index, is_image_chunk in enumerate(has_images) if not is_image_chunk]
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
-    # A snapshot is a stored copy of the recurrent state of a sequence. Each item of `loads` and
-    # `saves` is a pair: the index of a chunk, and the id of a snapshot.
-    loads = [(new_indices[index], id_) for index, id_ in snapshots.loads if index in new_indices]
-    saves = [(new_indices[index], id_) for index, id_ in snapshots.saves if index in new_indices]
-    return SnapshotPlan(loads, saves, snapshots.deleted)
+
+    def renumber(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Replace the index of the chunk in pairs of a chunk's index and the id of a snapshot."""
+        return [
+            (new_indices[index], snapshot_id)
+            for index, snapshot_id in pairs
+            if index in new_indices
+        ]
+
+    return SnapshotPlan(renumber(snapshots.loads), renumber(snapshots.saves), snapshots.deleted)
 
 
-def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
+def _interleave(
+    plan: StepPlan, has_images: list[bool], text_logits: Tensor | None, image_logits: Tensor
+) -> Tensor:
     """Merge the logits of sequences with and without images, in the order of `plan.chunks`.
 
     Args:
         plan: the plan of the step.
         has_images: for each chunk, whether its sequence has images.
-        parts: `parts[True]` are the logits of the sequences with images, and `parts[False]` are the
-            logits of the other sequences.
+        text_logits: the logits of the sequences without images; None if there are none.
+        image_logits: the logits of the sequences with images.
     """
-    next_rows = {False: 0, True: 0}
-    rows = []
-    for chunk, has in zip(plan.chunks, has_images, strict=True):
-        if chunk.num_logits:
-            start = next_rows[has]
-            next_rows[has] = start + chunk.num_logits
-            rows.append(parts[has][start : start + chunk.num_logits])
-    # If no chunk has logits, return `parts[True]`, which is then a tensor with 0 rows.
-    return torch.cat(rows) if rows else parts[True]
+    text_row, image_row = 0, 0  # the first row of the next chunk in each tensor
+    parts = []
+    for chunk, is_image_chunk in zip(plan.chunks, has_images, strict=True):
+        if is_image_chunk:
+            parts.append(image_logits[image_row : image_row + chunk.num_logits])
+            image_row += chunk.num_logits
+        else:
+            assert text_logits is not None, "a chunk without images has logits"
+            parts.append(text_logits[text_row : text_row + chunk.num_logits])
+            text_row += chunk.num_logits
+    return _join_rows(parts)

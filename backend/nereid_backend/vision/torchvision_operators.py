@@ -36,13 +36,10 @@ def declare_operators() -> None:
 
     if torch.version.cuda is not None:
         return  # torch has the CUDA libraries, so torchvision can load its own operators.
-    # The constructor of `torch.library.Library` has no type annotations, so the class gets the type
-    # `Any`.
-    library_class: Any = torch.library.Library
     # torchvision itself creates the namespace `torchvision`. A library of the type FRAGMENT adds
     # operators to a namespace that another library creates.
-    library = library_class("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}{_SIGNATURE}")  # Both operators have the same signature.
+            library.define(f"{name}{_SIGNATURE}")
     _libraries.append(library)

@@ -12,6 +12,7 @@ contain the number of frames per second: "data:video/jpeg;fps=2;base64,FRAME,FRA
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,11 +102,7 @@ def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) ->
     Raises:
         RequestError: the content part has no frames or too many frames.
     """
-    value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    if isinstance(value, Mapping):
-        source, fps = value.get("url"), value.get("fps", part.get("fps"))
-    else:
-        source, fps = value, part.get("fps")
+    source, fps = _source_and_fps(part)
     if isinstance(source, str):
         video = read_video_url(source, field, limits)
         # The field `fps` overrides the number of frames per second in the URL.
@@ -114,6 +111,19 @@ def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) ->
         raise RequestError(f"{field}: the content part has no video. {_REMEDY}")
     check_num_frames(len(source), field, limits)
     return VideoFrames([_read_frame(frame, field) for frame in source], _read_fps(fps, field))
+
+
+def _source_and_fps(part: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the data URL or the frames of a video part, and its `fps`. None if one is missing.
+
+    Example: {"video_url": {"url": "data:video/jpeg;base64,AA=="}, "fps": 2} returns
+    ("data:video/jpeg;base64,AA==", 2).
+    """
+    value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
+    fps = part.get("fps")
+    if isinstance(value, Mapping):
+        return value.get("url"), value.get("fps", fps)
+    return value, fps
 
 
 def check_num_frames(num_frames: int, field: str, limits: ImageLimits) -> None:
@@ -142,32 +152,29 @@ def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes 
     Raises:
         RequestError: the frame is a text, but not a data URL of an image.
     """
-    if isinstance(frame, Mapping):
-        frame = frame.get("url")
-    if not isinstance(frame, str):
-        return frame
-    match = IMAGE_DATA_URL.match(frame)
+    source = frame.get("url") if isinstance(frame, Mapping) else frame
+    if not isinstance(source, str):
+        return source  # The decoder refuses everything but bytes and an image of Pillow.
+    match = IMAGE_DATA_URL.match(source)
     # In the data URL of a video, commas separate the frames. Therefore a single frame contains no
     # comma.
-    if match is None or "," in frame[match.end() :]:
+    if match is None or "," in source[match.end() :]:
         raise RequestError(
             f"{field}: each frame of the video must be a data URL such as "
             "data:image/jpeg;base64,..."
         )
-    return frame[match.end() :]
+    return source[match.end() :]
 
 
 def _read_fps(value: Any, field: str) -> float:  # noqa: ANN401 - any JSON value
     """Convert `value` to the number of frames per second. Return `DEFAULT_FPS` for None."""
     if value is None:
         return DEFAULT_FPS
-    try:
+    with suppress(TypeError, ValueError):
         fps = float(value)
-    except (TypeError, ValueError):
-        fps = 0.0
-    if not 0 < fps <= _MAX_FPS:
-        raise RequestError(
-            f"{field}: fps, the number of frames per second, must be between 0 and {_MAX_FPS:g}, "
-            f"but it is {shown(value)}."
-        )
-    return fps
+        if 0 < fps <= _MAX_FPS:
+            return fps
+    raise RequestError(
+        f"{field}: fps, the number of frames per second, must be between 0 and {_MAX_FPS:g}, "
+        f"but it is {shown(value)}."
+    )

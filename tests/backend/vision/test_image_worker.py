@@ -31,7 +31,7 @@ def ask():
 
     yield send
     for children in workers.values():
-        children.close()
+        children.end_child()
 
 
 def answer_pid(text, images):

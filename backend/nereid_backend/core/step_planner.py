@@ -177,29 +177,32 @@ class StepPlanner:
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         if self.has_overdue_prompt:
-            self._start_overdue_prompt(chunks, budget)
-            if not chunks:
-                self._plan_running(chunks, budget)
+            chunk = self._start_overdue_prompt()
+            if chunk is not None:
+                return [chunk]
+            self._plan_running(chunks, budget)
             return chunks
         budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         return chunks
 
-    def _start_overdue_prompt(self, chunks: list[Chunk], budget: int) -> None:
-        """Start the first waiting sequence, and append its first chunk to `chunks`.
+    def _start_overdue_prompt(self) -> Chunk | None:
+        """Start the first waiting sequence, and return its first chunk.
 
-        Do nothing if there are not enough rows or blocks.
+        Return None if there are not enough rows or blocks.
 
         Mutates: `has_overdue_prompt`. It becomes False, so that the next step computes the running
             sequences first.
         """
         if self.must_wait_for_step:
-            return  # The plan needs a preemption, but the previous step is still running.
+            return None  # The plan needs a preemption, but the previous step is still running.
         self.has_overdue_prompt = False
-        if self.requests.waiting and self.running.free_rows:
-            sequence = self.requests.waiting.first()
-            if self._try_admit(sequence):
-                chunks.append(self._first_chunk(sequence, budget))
+        if not self.requests.waiting or not self.running.free_rows:
+            return None
+        sequence = self.requests.waiting.first()
+        if not self._try_admit(sequence):
+            return None
+        return self._first_chunk(sequence, self.max_num_batched_tokens)
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's row and blocks. Put the sequence into the waiting queue."""

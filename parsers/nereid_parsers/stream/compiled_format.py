@@ -80,29 +80,28 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     reasoning. The result contains the compiled headers, and the markers that the parser searches
     for. Each dict `..._kinds` maps such markers to their meanings.
     """
-    ends = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
-    starts = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)  # `<|start|>assistant`
-    # In formats with message headers, reasoning is a separate message. Inside reasoning, the parser
-    # therefore searches only for the markers that start or end a message.
-    message_kinds = ends | starts
-    message_markers = Lexer(message_kinds)
-    # In formats with message headers, the header shows whether a message is a tool call. Therefore
-    # `{` in content does not start a tool call.
+    end_kinds = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
+    start_kinds = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
+    boundary_kinds = end_kinds | start_kinds
+    boundaries = Lexer(boundary_kinds)
+    # The header shows whether a message is a tool call, so `{` in content does not start one.
     calls = compile_calls(layout.tools, allows_unmarked=False)
-    content_kinds = calls.kinds | message_kinds
-    message_call = _compile_message_call(layout)  # Matches the arguments after a header.
+    content_kinds = calls.kinds | boundary_kinds
+    message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
-        reasoning_markers=message_markers,
-        reasoning_closes=_NO_MARKERS,  # No marker closes reasoning, because the message's end does.
+        # Reasoning is a separate message. It is closed by the end of the message, and not by a
+        # marker such as `</think>`.
+        reasoning_markers=boundaries,
+        reasoning_kinds=boundary_kinds,
+        reasoning_closes=_NO_MARKERS,
         content_markers=Lexer(content_kinds),
-        content_only_markers=Lexer(ends),  # Removed even if the rest of the output is content.
         content_kinds=content_kinds,
-        reasoning_kinds=message_kinds,
+        content_only_markers=Lexer(end_kinds),
         calls=calls,
         routes=tuple(CompiledHeader(route, layout, message_call) for route in layout.routes),
         message_call=message_call,
-        message_markers=message_markers,
+        message_markers=boundaries,
     )
 
 
@@ -121,40 +120,36 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    The result contains the markers that the parser searches for in each part of a message. Each
-    dict `..._kinds` maps the markers of one part to their meanings. Example: for a text such as
-    `<think>Hm</think>Hi<call>..</call><|end|>`, `reasoning_kinds` is `{"</think>":
-    CLOSE_REASONING, "<think>": OPEN_REASONING, "<call>": INTERRUPT, "<|end|>": END}`.
+    The result contains the markers that the parser searches for in each part of a message. A marker
+    such as `<|end_message|>` may have several meanings. In each part, the last of these meanings
+    applies:
+
+        part           markers
+        content only   the end of the turn, the markers around the content
+        content        tool calls, the end and the start of reasoning, the markers of "content only"
+        reasoning      the end of the turn, interrupting tool calls, the start of the content, the
+                       start and the end of reasoning
     """
     reasoning = layout.reasoning
     wrapper = layout.content  # The markers around the content, or None.
     calls = compile_calls(layout.tools, allows_unmarked=True)
     opens = marker_kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
     closes = marker_kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
-    # A model may start a tool call inside the reasoning, without writing `</think>` first.
     interrupts = marker_kinds(_interrupting_markers(reasoning, calls), MarkerKind.INTERRUPT)
     wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # A marker such as `<|end_message|>` may close reasoning, content and tool calls. In each of the
-    # three expressions below, the last dict that contains the marker determines its meaning.
-    # 1. Text that can only be content. Markers around the content, and end markers, are removed.
     content_only_kinds = ends | wrapper_opens | wrapper_closes
-    # 2. Content in which reasoning or a tool call may start. If a marker also belongs to case 1, it
-    #    is removed as in case 1, because it is never a part of the content.
     content_kinds = calls.kinds | closes | opens | content_only_kinds
-    # 3. Reasoning. If a marker can close the reasoning, this meaning takes precedence, so
-    #    `<|end_message|>` does not end the model's turn. `wrapper_closes` is omitted, because no
-    #    content is open inside the reasoning.
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
+        reasoning_kinds=reasoning_kinds,
         reasoning_closes=Lexer(closes),
         content_markers=Lexer(content_kinds),
-        content_only_markers=Lexer(content_only_kinds),
         content_kinds=content_kinds,
-        reasoning_kinds=reasoning_kinds,
+        content_only_markers=Lexer(content_only_kinds),
         calls=calls,
     )
 
@@ -169,10 +164,6 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
-        # One marker, such as `<|end|>`, closes both reasoning and tool calls. In
-        # `<think>Hm<call>..<|end|>`, it is therefore unclear whether `<call>` starts a tool call or
-        # is quoted in the reasoning. The parser treats `<call>` as reasoning. Only the markers in
-        # `interrupted_by` end the reasoning and start a tool call.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
@@ -182,8 +173,8 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
 def _shares_closing_marker(reasoning: Reasoning, calls: CompiledCalls) -> bool:
     """Return whether one marker, such as `<|end_message|>`, closes both reasoning and tool calls.
 
-    After the start of a tool call inside the reasoning, the text up to this marker would be
-    ambiguous: the marker ends either the tool call or the whole reasoning.
+    In `<think>Hm<call>..<|end_message|>`, it is then unclear whether `<call>` starts a tool call or
+    is quoted in the reasoning, because the last marker closes either of them.
     """
     reasoning_closes = set(visible_markers(reasoning.closes))
     call_closes = {marker for variant in calls.all for marker in variant.closing_markers}

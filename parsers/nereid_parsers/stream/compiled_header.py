@@ -40,15 +40,13 @@ class CompiledHeader:
         # The first fixed text of the header. If the output ends inside a header, this text
         # distinguishes the incomplete header from content.
         self._first_literal = first_literal(route.header)  # Such as `<|channel|>`.
-        ends_with_marker = bool(layout.header_end.strip())
-        if ends_with_marker:  # Such as `<|message|>` in `<|channel|>final<|message|>Hello`.
-            self._header_pattern = compile_pattern(route.header + layout.header_end)
-            self._final_whitespace = ""
-        else:  # Such as the line break in `>>>all\nHello`.
-            # The white space after this header must be exactly `header_end`. A compiled pattern
-            # would accept any white space, so `match` compares the white space separately.
-            self._header_pattern = compile_pattern(route.header)
-            self._final_whitespace = layout.header_end
+        header_end_is_marker = bool(layout.header_end.strip())
+        self._header_pattern = compile_pattern(
+            route.header + layout.header_end if header_end_is_marker else route.header
+        )
+        # The white space that must follow the header, such as the line break in `>>>all\nHello`. A
+        # compiled pattern would accept any white space, so `match` compares it separately.
+        self._final_whitespace = "" if header_end_is_marker else layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the text at `pos` starts with the header's first literal (`<|channel|>`).
@@ -74,24 +72,18 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # White space before a header has no meaning, unless white space also ends the header.
-        # Example: in `>>>\nHello`, the line break ends an empty header. If the line break were
-        # skipped, `Hello` could be read as the header.
+        # If white space ends the header, it is not skipped: the header in `>>>\nHello` is empty.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        # The pattern would accept any white space after the header, so the required white space,
-        # such as the line break after `>>>all`, is not a part of the pattern.
-        whitespace_mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
-        if whitespace_mismatch is not None:
-            return whitespace_mismatch
         header_end = match.end + len(self._final_whitespace)
-        if self.stage is Stage.CALLS:  # The message is a tool call.
-            body_mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
-            if body_mismatch is not None:
-                return body_mismatch
+        mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
+        if mismatch is None and self.stage is Stage.CALLS:
+            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
+        if mismatch is not None:
+            return mismatch
         fields = match.fields
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 

@@ -52,7 +52,7 @@ class ContentReader:
         # content. Example: `<tool_call>` has the kind OPEN_CALL, so `open_call("<tool_call>")` is
         # called.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
-            MarkerKind.START_MESSAGE: headers.start,
+            MarkerKind.START_MESSAGE: headers.read_start_marker,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
             MarkerKind.CLOSE_REASONING: reasoning.close_in_content,
             MarkerKind.OPEN_SECTION: calls.open_section,  # `<tool_calls>`, before all tool calls
@@ -85,8 +85,9 @@ class ContentReader:
             return None
         handle_marker = self._marker_handlers[self._format.content_kinds[marker]]
         next_state = handle_marker(marker)
-        has_meaning = next_state is not None  # A handler never waits for more text.
-        return next_state if has_meaning else self._write_as_content(marker)
+        if next_state is None:  # The marker has no meaning here.
+            return self._write_as_content(marker)
+        return next_state
 
     def _close_calls(self, marker: str) -> State | None:
         """Remove a closing marker that follows a tool call, such as `</call>` or `</calls>`.
@@ -150,10 +151,10 @@ class ContentReader:
             self._text_writer.write_content(self._buffer.take_until(text_end))
         if not marker:
             return None
-        starts_next_message = self._format.content_kinds[marker] is MarkerKind.START_MESSAGE
-        if starts_next_message:
-            return self._header_reader.start(marker)
-        return self._remove(marker)  # The marker ends the message. The next state is CONTENT.
+        if self._format.content_kinds[marker] is MarkerKind.START_MESSAGE:
+            return self._header_reader.read_start_marker(marker)
+        self._remove(marker)  # The marker ends the message.
+        return State.CONTENT
 
     def drop_incomplete_marker(self, state: State) -> None:
         """At the end of the message, remove an incomplete marker such as `<|message|><|te`.
@@ -161,9 +162,9 @@ class ContentReader:
         Examples for the marker `<|message|><|text|>`, which consists of two tags:
 
             end of the message   effect
-            `<|message|><|te`    is removed, because the first tag is complete.
-            `<|mess`             stays unread and becomes content, because ordinary text may contain
-                                 a part of a tag.
+            `<|message|><|te`    The text is removed, because the first tag is complete.
+            `<|mess`             The text stays unread and becomes content, because ordinary text
+                                 may contain a part of a tag.
 
         Args:
             state: The state in which the message has ended. Reasoning has other markers than

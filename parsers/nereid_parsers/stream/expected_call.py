@@ -83,8 +83,8 @@ class ExpectedCall:
                 Example: `{` is the start of the tool call `{"name": "f"}`.
         """
         variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
-        # The message has ended, but `is_final=False` is passed. If the result is NEED_MORE, more
-        # text could have completed the start of a tool call, so the start is incomplete.
+        # The message has ended. `is_final=False` tests whether more text could have completed the
+        # start of a tool call.
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
             for variant in variants
@@ -147,10 +147,9 @@ class CallStarts:
         offers_tools = bool(self._call_writer.tools.parameters)
         # Ordinary text does not contain special tokens such as `<|invoke|>`.
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
-        if offers_tools or is_special_token:
-            # A header such as `<invoke name=` shows that the text is a tool call.
-            return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
-        return None
+        if not offers_tools and not is_special_token:
+            return None
+        return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
         """Return the tool call that may start with `opening`, such as `{`, instead of a marker.
@@ -166,11 +165,11 @@ class CallStarts:
         """
         has_calls = self._call_writer.num_started > 0
         is_output_start = not has_content and not has_calls
-        # After content or another tool call, `{` is usually content. It can start a tool call only
-        # if the request offers tools and the format allows tool calls after content.
-        if not is_output_start and not self._allows_unmarked_later():
+        # After content or another tool call, `{` is usually content.
+        may_be_call = is_output_start or self._allows_unmarked_later()
+        if not may_be_call:
             return None
-        # The text is a tool call only if it names a function that the request offers.
+        # No marker confirms the tool call, so it must name a function that the request offers.
         return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
 
     def _allows_unmarked_later(self) -> bool:
@@ -188,12 +187,11 @@ class CallStarts:
         Example: after `{"name": "f", ..}`, the unread text `{"name": "g", ..}` may be another tool
         call, because it starts with `{`. For the unread text `Hello`, the result is None.
         """
-        variants = self._calls.unmarked  # The ways to write a tool call without a marker.
-        openings = (opening for variant in variants for opening in variant.body_openings())
-        may_be_call = any(buffer.starts_with(opening) for opening in openings)
-        if not may_be_call:
+        variants = self._calls.unmarked
+        openings = [opening for variant in variants for opening in variant.body_openings()]
+        if not any(buffer.starts_with(opening) for opening in openings):
             return None
         # If the text turns out not to be a tool call, its first character is written as content.
+        # No marker confirms the tool call, so it must name a function that the request offers.
         first_char = buffer.text[buffer.pos]
-        # The text is a tool call only if it names a function that the request offers.
         return ExpectedCall(variants, opening=first_char, is_confirmed=False)

@@ -25,8 +25,8 @@ class HeaderReader:
     """
 
     __slots__ = (
-        "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_has_read_marker",
-        "_text_writer",
+        "_buffer", "_call_reader", "_calls_must_come_first", "_format",
+        "_has_read_start_marker", "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
@@ -39,15 +39,15 @@ class HeaderReader:
         self._calls_must_come_first = context.calls_must_come_first
         # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
         # The first such marker may be in the prompt. The output then starts with a header.
-        self._has_read_marker = False
+        self._has_read_start_marker = False
 
-    def start(self, marker: str) -> State:
+    def read_start_marker(self, marker: str) -> State:
         """Read the start marker of a message, and return the state HEADER.
 
         The TextWriter stores the marker as pending text. The marker is removed from the output if a
         header follows.
         """
-        self._has_read_marker = True
+        self._has_read_start_marker = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))
         return State.HEADER
 
@@ -63,12 +63,11 @@ class HeaderReader:
             if more text is required.
         """
         buffer = self._buffer
-        # If no start marker has been read yet, the parser is at the start of the output.
-        is_output_start = not self._has_read_marker
+        is_output_start = not self._has_read_start_marker
         if is_output_start:
             marker = self._format.message_start
             if buffer.starts_with(marker):
-                return self.start(marker)
+                return self.read_start_marker(marker)
             may_become_marker = buffer.is_prefix_of(marker) and not buffer.is_final
             if may_become_marker:
                 return None
@@ -119,7 +118,7 @@ class HeaderReader:
                 header: reasoning, content or a tool call.
             head: The matched header.
         """
-        self._text_writer.drop_pending()  # The start marker, which is removed from every message.
+        self._text_writer.drop_pending()  # The pending text is the start marker of the message.
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_must_come_first:

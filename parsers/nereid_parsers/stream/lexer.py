@@ -65,10 +65,10 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         1. `<a><b>`
         2. an incomplete `<a><b>` at the end of the text, for example `<a><`
         3. `<a>`
-        4. an incomplete `<a><b>` or `<a>` at the end of the text, for example `<`
+        4. an incomplete `<a>` at the end of the text, for example `<`
 
-    In the text `x<a><`, the second regex matches, so the lexer waits for more text. In the order 1,
-    3, 2, the lexer would find `<a>`, although `b>` may follow.
+    In the text `x<a><`, the second regex matches, so the lexer waits until `b>` or other text
+    arrives. If the third regex preceded the second, the lexer would find `<a>`.
 
     Args:
         longest_first: The markers. Longer markers precede shorter markers.
@@ -78,26 +78,22 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         longer_markers = [
             longer for longer in longest_first if longer != marker and longer.startswith(marker)
         ]
-        # Add the regexes of incomplete longer markers before the regex of `marker`. In the
-        # docstring's example, regex 2 must precede regex 3. The last assignment of this function
-        # adds these regexes again, which does no harm.
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # Add the regexes of incomplete markers, such as regex 4 in the docstring's example. A marker of
-    # one character cannot be incomplete.
+    # A marker of one character cannot be incomplete.
     regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
-    return regexes
+    return list(dict.fromkeys(regexes))  # Several markers may have the same longer marker.
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that finds the first match of any of the `regexes` in a text.
+    r"""Return a function that finds the first match of any of the `regexes` in a text.
 
     The function receives a text and the position at which the search starts, and returns the match
     or None. If there are no markers, the result is None instead of a function.
 
-    Example: for the marker `<a>` and the regex `<a>`, the compiled regex is `(?=[<])(?:<a>)`. The
-    look-ahead `(?=[<])` makes the search faster, because it rejects most positions with one test of
-    a character.
+    Example: for the marker `<a>` and the regexes `<a>` and `<(?:a)?\Z`, the compiled regex is
+    `(?=[<])(?:<a>|<(?:a)?\Z)`. The look-ahead `(?=[<])` makes the search faster, because it rejects
+    most positions with one test of a character.
 
     Args:
         markers: The markers. Each match starts with the first character of a marker.
@@ -125,13 +121,11 @@ class Lexer:
         # markers. Markers of the same length are sorted by their text, so that the regex is always
         # the same.
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        # If no more text follows, the lexer uses `_find_marker`, which finds only complete markers.
-        # If there are no markers, `_find_marker` and `_find_marker_or_prefix` are None.
         exact_regexes = [re.escape(marker) for marker in longest_first]
-        self._find_marker = _search_function(longest_first, exact_regexes)
-        # Finds complete markers, and also an incomplete marker at the end of the text, such as
-        # `<thi`. The next piece of text may complete this marker.
         possible_regexes = _possible_regexes(longest_first)
+        # Two search functions, or None if there are no markers. The second one also finds an
+        # incomplete marker at the end of the text, such as `<thi`.
+        self._find_marker = _search_function(longest_first, exact_regexes)
         self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
@@ -148,16 +142,17 @@ class Lexer:
         """
         text = buffer.text
         search = self._find_marker if buffer.is_final else self._find_marker_or_prefix
-        match = search(text, buffer.pos) if search is not None else None  # None without markers.
+        if search is None:  # There are no markers.
+            return len(text), ""
+        match = search(text, buffer.pos)
         if match is None:
             return len(text), ""
-        marker_or_prefix = match.group()
         # A match at the end of the text may become a longer marker when more text arrives: `<` may
         # become `<a>`, and `<a>` may become `<a><b>`. The lexer then waits for more text.
         is_at_text_end = match.end() == len(text)
-        if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
+        if is_at_text_end and not buffer.is_final and self._is_proper_prefix(match.group()):
             return match.start(), ""
-        return match.start(), marker_or_prefix
+        return match.start(), match.group()
 
     def _is_proper_prefix(self, text: str) -> bool:
         """Return whether `text` is the beginning of a marker that is longer than `text`.

@@ -61,7 +61,7 @@ class Machine:
     """
 
     def __init__(
-        self, format: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
+        self, fmt: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
         """Create the readers and writers for one message, and enter the state CONTENT.
 
@@ -70,7 +70,7 @@ class Machine:
         because a tool call may follow content.
 
         Args:
-            format: The compiled format of the model's output.
+            fmt: The compiled format of the model's output.
             tools: The tools that the request offers.
             policy: The rules for cases that the format does not define.
             new_id: A function that generates an id for a tool call to which the model gave no id.
@@ -79,7 +79,7 @@ class Machine:
         self._buffer = TextBuffer()
         self._text_writer = TextWriter(self._events)
         self._call_writer = CallWriter(self._events, tools, policy, new_id)
-        context = ReaderContext(format, policy, self._buffer, self._text_writer)
+        context = ReaderContext(fmt, policy, self._buffer, self._text_writer)
         self._call_reader = CallReader(context, self._call_writer)
         self._between_calls_reader = BetweenCallsReader(
             context, self._call_reader, self._call_writer
@@ -125,25 +125,24 @@ class Machine:
     def start(self, start_point: StartPoint) -> None:
         """Enter the state in which the parser starts to read the model's output.
 
-        The state before this call is CONTENT. The new state depends on the end of the prompt:
+        The first case that applies decides:
 
-            end of the prompt        state
-            `<|assistant|>`          CONTENT
-            `<|assistant|><think>`   REASONING
-            `<|start|>assistant`     HEADER, because the header is incomplete
-            unknown                  UNCLASSIFIED, if reasoning may start without a marker
+            start point                            state
+            inside a header (`stage` is None)      HEADER
+            with a prefill, such as `<think>`      the state after the prefill, here REASONING
+            the prompt is not known                UNCLASSIFIED, if reasoning may start without a
+                                                   marker
+            in the reasoning                       REASONING or INLINE_REASONING
+            any other                              CONTENT
 
         Args:
             start_point: The part of the message (reasoning or content) at the end of the prompt.
-                `stage` is None inside a header. `prefill` is the beginning of the message that the
-                prompt contains, such as `<think>`, or "".
+                `prefill` is the beginning of the message that the prompt contains, or "".
         """
         starts_in_reasoning = start_point.stage is Stage.REASONING
         if start_point.stage is None:
             self._enter(State.HEADER)
-        elif start_point.prefill:  # `stage` is CONTENT, because the prefill decides.
-            # The prompt already contains the beginning of the answer (the "prefill"). Parsing the
-            # prefill changes the state, for example to REASONING if the prefill is `<think>`.
+        elif start_point.prefill:
             prefill_events = self.feed(start_point.prefill)
             self._forget_prompt(prefill_events)
         elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
@@ -152,31 +151,27 @@ class Machine:
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
-            # The output starts inside the reasoning, so it contains no opening marker.
-            # `start_opened` has the same effect as an opening marker, and returns REASONING or
-            # INLINE_REASONING.
             self._enter(self._reasoning_reader.start_opened())
+        else:
+            self._enter(State.CONTENT)
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the events for text that the prompt already contains, such as `<think>`.
+        """Discard the `events` of the text in the prompt, because the client knows this text.
 
-        The client receives only text that the model generates, with two exceptions, which the next
-        call of `feed` returns: the events of a tool call that the prompt starts and the output
-        continues, and the marker `<think>` if the client receives the reasoning as content.
+        The next call of `feed` returns only two kinds of events for text of the prompt:
 
-        Args:
-            events: All events of the text in the prompt.
+            end of the prompt       events
+            `<call>{"name": "f",`   the start of the tool call, which the output continues
+            `<think>`               the marker as content, if reasoning is returned as content
+
+        The last characters of the prompt may not have been written yet, because they may become a
+        marker (`<th`), or because `</think>` may follow (`<think>Hm<call>`). The TextWriter then
+        omits these characters later.
         """
         self._events += self._call_writer.renumbered_open_call(events)
         self._call_writer.restart_numbering()
-        if self._state is State.INLINE_REASONING:  # The client receives reasoning as content.
+        if self._state is State.INLINE_REASONING:
             self._reasoning_reader.write_opening_marker()
-        # The client must not receive text of the prompt. If the last characters of the prompt have
-        # not been written yet, the TextWriter must omit them later. There are two cases:
-        # - The prompt ends with `<th`. These characters are unread, because `ink>` may follow.
-        # - The prompt ends inside a possible tool call in the reasoning, as in
-        #   `<think>Hm<call>{"name"`. The text `<call>{"name"` is stored, because a later `</think>`
-        #   would show that this text is reasoning.
         num_unread_chars = len(self._buffer.unread())
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         self._text_writer.mark_prompt_end(num_unwritten_chars=num_unread_chars + num_stored_chars)
@@ -214,14 +209,13 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # Most of these methods handle one or more states of the parser, and do nothing in other
-        # states. The order is important, because a method may enter a state that a later method
-        # handles.
-        self._finish_unclassified_text()  # Puts stored text back into the buffer.
-        self._drop_incomplete_marker()  # Such as `<|message|><|te` at the end of the buffer.
-        self._run()  # Reads the remaining text, now that `is_final` is true. May enter any state.
-        self._finish_interrupted_reasoning()  # Reads stored text. May enter CALL_BODY.
-        self._finish_incomplete_calls()  # Leaves CALL_BODY, for example to BROKEN_CALL.
+        # Each `_finish_...` method handles certain states, and does nothing in other states. It may
+        # enter a state that a later method handles.
+        self._finish_unclassified_text()  # From UNCLASSIFIED to REASONING or CONTENT.
+        self._drop_incomplete_marker()
+        self._run()  # From any state to any state.
+        self._finish_interrupted_reasoning()  # From INTERRUPTED_REASONING to any state.
+        self._finish_incomplete_calls()  # From CALL_BODY to any other state.
         self._finish_broken_call_or_marker()
         self._text_writer.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()

@@ -55,6 +55,7 @@ _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
 # The field `{rest}` matches the rest of a line, which may be empty. All other fields match at least
 # one character.
 _REST_FIELD = "rest"
+_NAME_FIELD = "name"
 _MAX_WORDS_ON_SECOND_LINE = 2  # The limit for a line break inside the field `rest`.
 # Maps each field to the characters that the field cannot contain. The syntax is that of a regex
 # character class.
@@ -95,8 +96,7 @@ class FieldStep:
         # If the message ends directly after a function's name, the name may be cut off: `sum` may
         # be the beginning of `summary`. Such a name is rejected, so that no wrong function is
         # called. Other fields, such as the id, are accepted even if they may be cut off.
-        may_be_cut_off = is_at_text_end and self.name == "name"
-        # An empty text is valid only for the field `{rest}`, and a name must not be a number.
+        may_be_cut_off = is_at_text_end and self.name == _NAME_FIELD
         if may_be_cut_off or not self._is_valid(text[pos:end]):
             return NO_MATCH
         return end
@@ -110,7 +110,7 @@ class FieldStep:
             return True
         # Some models write the number of a tool call next to the function's name. A text of digits
         # is probably this number, so it is not accepted as a name.
-        is_call_number = self.name == "name" and value.isdigit()
+        is_call_number = self.name == _NAME_FIELD and value.isdigit()
         return bool(value) and not is_call_number
 
 
@@ -175,11 +175,11 @@ class Pattern:
         fields: dict[str, str] = {}
         for step in self.steps:
             end = step.match(text, pos, is_final)
-            if end < 0:  # The result is NEED_MORE or NO_MATCH, and not a position.
+            if end < 0:
                 return as_mismatch(end)
             if isinstance(step, FieldStep):
                 value = text[pos:end]
-                if step.name == "name" and fields.get("name", value) != value:
+                if step.name == _NAME_FIELD and fields.get(_NAME_FIELD, value) != value:
                     return NO_MATCH  # The pattern has the name twice, but the texts differ.
                 fields[step.name] = value
             pos = end
@@ -211,23 +211,19 @@ def skip_superfluous(text: str, pos: int) -> int:
 def marker_spellings(marker: str) -> tuple[str, ...]:
     r"""Return the spellings of a marker. They differ only in the white space inside the marker.
 
-    The first spelling is the marker itself. Examples of the other spellings:
+    The first spelling is the marker itself. There are three kinds of other spellings:
 
-        marker                 some of the other spellings
-        `<invoke name="`       `<invokename="`, `<invokeĠname="`
-        `<|start|>assistant`   `<|start|> assistant`, `<|start|>\nassistant`
-        `<think>`              none, because the marker is a single tag without white space
+        all spaces are omitted or written as `Ġ`   `<invokename="`, `<invokeĠname="`
+        other white space next to a tag            `<|start|> assistant`, `<|start|>\nassistant`
+        more white space instead of a space        `<invoke  name="`, `<invoke \nname="`
+
+    A single tag without white space, such as `<think>`, has no other spelling.
     """
     spellings = [marker]
-    if marker.startswith("<"):
-        # A model may omit all spaces of the marker, and a tokenizer may write the character `Ġ`
-        # instead of each space. Markers without a tag may be ordinary words, so their spaces are
-        # required.
+    if marker.startswith("<"):  # The spaces between ordinary words are required.
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
-    for gap in _TAG_GAP.finditer(marker):  # A place between a tag and the adjacent tag or word.
+    for gap in _TAG_GAP.finditer(marker):
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
-    # If the marker contains white space, a model may add a space to it, or write a line break and a
-    # space instead.
     for space in _WHITESPACE_IN_MARKER.finditer(marker):
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
@@ -257,8 +253,8 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern that is given as text, such as `<function={name}>`, to a `Pattern`.
 
-    The compiled pattern allows optional white space at three kinds of places: where the pattern has
-    white space, before and after a tag or a sign such as `=`, and between a literal and a field.
+    The compiled pattern allows optional white space between two parts of the pattern, such as a
+    literal and a field. Inside a literal, `_literal_steps` determines the places.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
     the literal `>`, with optional white space between them. The pattern matches `<call><f=sum>` and
@@ -272,7 +268,6 @@ def compile_pattern(source: str) -> Pattern:
         if isinstance(part, str):
             steps += _literal_steps(part)
         else:
-            # The text of a field ends where the next literal of the pattern starts.
             next_literal = _literal_at(parts, index + 1)
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
@@ -291,7 +286,7 @@ def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
     no white space between `f` and `=`, but this place is a "gap", where a model may insert white
     space. Gaps are before and after each tag, and between a word and a sign such as `=` or `:`.
     """
-    first_word, *words = _WHITESPACE_OR_GAP.split(literal)
+    first_word, *words = _WHITESPACE_OR_GAP.split(literal)  # A word is "" at outer white space.
     steps: list[LiteralStep | WhitespaceStep] = []
     if first_word:
         steps.append(LiteralStep(first_word))
@@ -316,8 +311,8 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         # The field `{rest}` may contain the first character of the next literal, but not the whole
         # literal. Every other field ends before this character.
         return _rest_regex(next_literal)
-    next_char = next_literal[:1]
     # White space in the pattern may be missing in the text, so it cannot show where the field ends.
+    next_char = next_literal[:1]
     stop_char = "" if next_char.isspace() else re.escape(next_char)
     excluded_chars = _EXCLUDED_CHARS[name]  # In the syntax of a character class: `\s<>`.
     return re.compile(f"[^{excluded_chars}{stop_char}]+")
@@ -326,9 +321,14 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
 def _rest_regex(next_literal: str) -> re.Pattern[str]:
     r"""Return the regex of the field `{rest}`, which matches any text before the next literal.
 
-    Example: for the literal `<sep>`, the regex matches ` to=f` in ` to=f<sep>`. A model may insert
-    one line break into a header, as in ` to=f\njson<sep>`, so the regex also matches a short second
-    line. A longer second line is content.
+    A model may insert one line break into a header, so the regex also matches a second line of at
+    most `_MAX_WORDS_ON_SECOND_LINE` words. Examples for the literal `<sep>`:
+
+        text                     matched text
+        ` to=f<sep>`             ` to=f`
+        ` to=f\njson<sep>`       ` to=f\njson`
+        ` to=f\nHere is a list`  ` to=f\nHere is `. The literal does not follow, so this text is not
+                                 a header.
 
     Args:
         next_literal: The fixed text after the field in the pattern. If it is "", the field matches
@@ -337,13 +337,10 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     stop = re.escape(next_literal.strip())
     if not stop:
         return re.compile(".*")
-    rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
+    first_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
     spaces = r"[^\S\n]*"  # White space without line breaks.
     words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    # The second line consists only of words and spaces, so it cannot contain `stop`, which is a tag
-    # in all formats.
-    second_line = rf"\n{words}{spaces}"
-    return re.compile(f"{rest_of_line}(?:{second_line})?")
+    return re.compile(rf"{first_line}(?:\n{words}{spaces})?")
 
 
 def tag_parts(marker: str) -> list[str]:

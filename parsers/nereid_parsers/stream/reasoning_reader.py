@@ -133,7 +133,7 @@ class ReasoningReader:
             case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
             case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
-                return self._header_reader.start(marker)
+                return self._header_reader.read_start_marker(marker)
             case MarkerKind.WRAP_CONTENT:  # Such as `<response>`.
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.

@@ -46,8 +46,9 @@ _MAX_INT8 = 127
 def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors show the variant
     """Return the layouts of the weights in a bitsandbytes checkpoint.
 
-    A layout lists the tensors of one weight, and contains the function that decodes them. The data
-    type of the tensor `.weight` shows whether a weight has 8 bits (I8) or 4 bits (U8).
+    A layout lists the tensors of one weight, and contains the function that decodes them. A weight
+    with 8 bits has a tensor `.weight` of int8 numbers ("I8"). A weight with 4 bits has a tensor
+    `.weight` of bytes ("U8").
     """
     eight_bits = Layout(
         main=".weight",
@@ -110,15 +111,16 @@ def _decode_four_bits(
     block_size = int(state["blocksize"])
     packed_codes = tensors[".weight"].flatten()  # two codes in each byte
     factors = _block_factors(tensors, state)  # one factor for each block of `block_size` weights
-    if shape.numel() > min(2 * len(packed_codes), len(factors) * block_size):
+    num_decodable = min(2 * len(packed_codes), len(factors) * block_size)
+    if shape.numel() > num_decodable:
         raise ValueError(
             f"the packed weight or its factors are too short for the shape {tuple(shape)}"
         )
     number_by_code = tensors[_MAP].float()
     weight = torch.empty(shape.numel(), dtype=dtype)
     # Decode the weight in parts, because float32 numbers for the whole weight would need much
-    # memory. A part consists of whole blocks. Each block has an even number of weights, so the two
-    # codes in a byte always belong to the same part.
+    # memory. `start` and `part_size` are even, because `_read_state` accepts only even block sizes.
+    # Therefore, the two codes in a byte always belong to the same part.
     part_size = max(1, PART_NUMBERS // block_size) * block_size
     for start in range(0, len(weight), part_size):
         part = weight[start : start + part_size]

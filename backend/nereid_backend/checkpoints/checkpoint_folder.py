@@ -11,8 +11,8 @@ def checkpoint_folder(model: str) -> str:
     """Return the folder of the checkpoint that the setting `model` selects.
 
     If the setting is the path of a GGUF file (llama.cpp's format, a single file), return a folder
-    in Nereid's cache folder that describes the file. The folder is created if it does not exist.
-    Any other path is returned unchanged.
+    that contains the model's config and tokenizer, and a link to the file. The folder is created in
+    Nereid's cache folder if it does not exist. Any other path is returned unchanged.
 
     Raises:
         ModelError: if the GGUF file is damaged or not supported.
@@ -22,6 +22,4 @@ def checkpoint_folder(model: str) -> str:
     # Only GGUF files need the gguf library.
     from nereid_backend.checkpoints.gguf.gguf_folder import create_gguf_folder
 
-    # The weights are loaded from the returned folder, so this folder contains a link to the GGUF
-    # file.
     return str(create_gguf_folder(Path(model), link_name=GGUF_LINK))

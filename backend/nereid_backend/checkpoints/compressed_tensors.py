@@ -59,6 +59,9 @@ _FORMATS = (
     "mixed-precision",
     "dense",
 )
+# If weight_zero_point is missing, all zero points are 0. If weight_g_idx (the group of each input)
+# is missing, the inputs of each group are consecutive.
+_OPTIONAL_TENSORS = (".weight_zero_point", ".weight_g_idx")
 
 
 def compressed_tensors_format(settings: Settings) -> Format:
@@ -77,47 +80,48 @@ def compressed_tensors_format(settings: Settings) -> Format:
     weight_settings = [scheme.get("weights") or {} for scheme in schemes]
     # A checkpoint can contain weights of several layouts. The names and the data types of a
     # weight's tensors show which layout the weight has, so all layouts are returned.
-    integers = _integer_layouts(_common_group_size(weight_settings))
+    group_size = _common_group_size(weight_settings)
+    integers = (_packed_layout(group_size), _int8_layout(group_size))
     float8 = float8_layouts(_block_shape(weight_settings))
     # The tensors that contain the scales of activations are ignored, because the engine does not
     # quantise activations.
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
 
 
-def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
-    """Return two layouts of weights: integers that are packed into 32-bit words, and int8 integers.
+def _packed_layout(group_size: int | None) -> Layout:
+    """Return the layout of weights whose integers are packed into 32-bit words.
 
-    A layout lists the name suffixes of a weight's tensors: `main` contains the integers, `others`
-    must exist, too, and `optional` may be missing. The inputs of a weight are divided into groups,
-    and each group has one scale. `group_size` is the number of inputs in a group; None if the
-    checkpoint has no common group size.
+    `group_size` is the number of inputs with one scale; None if the settings contain several sizes.
     """
-    # If weight_zero_point is missing, all zero points are 0. If weight_g_idx (the group index of
-    # each input) is missing, the inputs of each group are consecutive.
-    optional = (".weight_zero_point", ".weight_g_idx")
-    packed = Layout(
+    return Layout(
         main=".weight_packed",
         # weight_shape contains the number of outputs and the number of inputs of the unpacked
         # weight.
         others=(".weight_scale", ".weight_shape"),
         decode=partial(_decode_packed, group_size=group_size),
-        optional=optional,
+        optional=_OPTIONAL_TENSORS,
         main_dtypes=("I32",),
         # A 32-bit word usually contains eight 4-bit integers. The number 8 is used only to estimate
         # the size of the model, so it need not be exact.
         numbers_per_element=8,
         has_integers=True,
     )
-    int8 = Layout(
+
+
+def _int8_layout(group_size: int | None) -> Layout:
+    """Return the layout of weights whose integers are stored as int8.
+
+    `group_size` is the number of inputs with one scale; None if the settings contain several sizes.
+    """
+    return Layout(
         main=".weight",
         others=(".weight_scale",),
         decode=partial(_decode_int8, group_size=group_size),
-        optional=optional,
+        optional=_OPTIONAL_TENSORS,
         main_dtypes=("I8",),
         numbers_per_element=1,
         has_integers=True,
     )
-    return packed, int8
 
 
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
@@ -210,7 +214,9 @@ def _decode_packed(
         # Each word contains the zeros of several rows, so the shape is [words, groups]. The tensor
         # is transposed, because `unpack_integers` expects the words in the last dimension.
         zeros = _to_signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
-    return _create_integer_weight(values, zeros, tensors, group_size, bits)
+    return _create_integer_weight(
+        values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits
+    )
 
 
 def _decode_int8(
@@ -226,14 +232,16 @@ def _decode_int8(
     """
     values = tensors[".weight"]
     zeros = tensors.get(".weight_zero_point")  # None if all zeros are 0
-    # `_create_integer_weight` reads only the scales and the groups from `tensors`.
-    return _create_integer_weight(values, zeros, tensors, group_size, bits=8)
+    return _create_integer_weight(
+        values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits=8
+    )
 
 
 def _create_integer_weight(
     values: Tensor,
+    scales: Tensor,
     zeros: Tensor | None,
-    tensors: Mapping[str, Tensor],
+    group_of_input: Tensor | None,
     group_size: int | None,
     bits: int,
 ) -> IntegerWeight:
@@ -243,17 +251,17 @@ def _create_integer_weight(
 
     Args:
         values: the integers, int8 [out_features, in_features].
-        zeros: the zeros; None if all zeros are 0. The shape is [out_features, groups],
-            [out_features], or a single number.
-        tensors: the tensors of the weight. Only the scales, whose shape is one of the shapes of
-            `zeros`, and the groups of the inputs are read.
+        scales: the scales, [out_features, groups], [out_features] or a single number.
+        zeros: the zeros, in one of the shapes of `scales`; None if all zeros are 0.
+        group_of_input: [in_features], the index of each input's group; None if the inputs of each
+            group are consecutive.
         group_size: the group size in the settings; None if the settings contain several group
             sizes. If this number does not match the number of scales, the group size is computed
             from the number of scales.
         bits: the number of bits of an integer.
     """
     num_rows, num_inputs = values.shape
-    scales = by_row(tensors[".weight_scale"], num_rows)  # [out_features, groups]
+    scales = by_row(scales, num_rows)  # [out_features, groups]
     num_groups = scales.shape[1]
     # The settings contain one group size, but some layers may have a different group size. The
     # number of scales in the file determines the actual group size.
@@ -263,23 +271,16 @@ def _create_integer_weight(
         # The file may contain one zero point for a whole row. Repeat this zero point for each group
         # of the row.
         zeros = by_row(zeros, num_rows).expand(-1, num_groups)
-    # With activation order, the inputs of a group are not consecutive, and `group_of_input`
-    # contains the group of each input. Without activation order, `group_of_input` is None.
-    group_of_input = _group_of_input(tensors, num_groups)
+    if group_of_input is not None:
+        _check_groups(group_of_input, num_groups)
+        group_of_input = group_of_input.long()
     return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
 
 
-def _group_of_input(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
-    """Return the index of each input's group; None if the inputs of each group are consecutive.
-
-    The result is int64 [in_features].
-    """
-    group_of_input = tensors.get(".weight_g_idx")
-    if group_of_input is None:
-        return None
+def _check_groups(group_of_input: Tensor, num_groups: int) -> None:
+    """Raise a ValueError if an input belongs to a group that does not exist."""
     if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
         raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")
-    return group_of_input.long()
 
 
 def _to_signed(values: Tensor, bits: int) -> Tensor:

@@ -61,9 +61,9 @@ def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
     `block` is the number of rows and the number of columns of a block. Each block has one scale.
     `block` is None if the weights are not divided into blocks.
     """
-    layer_layouts = [_float8_layout(".weight", suffix, block) for suffix in _SCALES]
-    # The name of a tensor with the weights of several experts does not end with ".weight".
-    expert_layouts = [_float8_layout("", suffix, block) for suffix in _EXPERT_SCALES]
+    layer_layouts = [_float8_layout(".weight", scale, block) for scale in _SCALES]
+    # A tensor with the weights of several experts has the name of the weight without a suffix.
+    expert_layouts = [_float8_layout(main="", scale=scale, block=block) for scale in _EXPERT_SCALES]
     return (*layer_layouts, *expert_layouts)
 
 

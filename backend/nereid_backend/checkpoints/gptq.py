@@ -114,6 +114,11 @@ def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bo
         has_offset: whether `packed` contains zero - 1 instead of zero.
     """
     if has_offset:
+        # The programs that create GPTQ checkpoints subtract these words from the packed zeros. For
+        # a zero of 0, this subtraction borrows from the next integer in the word. Therefore, the
+        # words are added before the zeros are unpacked. Example: the 4-bit zeros 0 and 3 form the
+        # byte 0x30. The file contains 0x30 - 0x11 = 0x1F, which unpacks to 15 and 1. Adding 1 to
+        # these two integers would give 16 and 2, but 0x1F + 0x11 = 0x30 is correct.
         packed = packed + _words_of_ones(bits, packed.shape[1])
     return unpack_integers(packed, bits, num_outputs).T
 
@@ -138,12 +143,6 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
     """Return `num_words` 32-bit words in which every packed integer has the value 1.
 
     Example: with 4 bits, each word is 0x11111111.
-
-    The programs that create GPTQ checkpoints subtract these words from the packed zeros. For a zero
-    of 0, this subtraction borrows from the next integer in the word. Therefore, the words must be
-    added to the packed zeros before these are unpacked. Example: the 4-bit zeros 0 and 3 form the
-    byte 0x30. The file contains 0x30 - 0x11 = 0x1F, which unpacks to 15 and 1. Adding 1 to these
-    two integers would give 16 and 2, but 0x1F + 0x11 = 0x30 is correct.
     """
     words = [0] * num_words
     # Set the lowest bit of each packed integer. `position` counts bits across all words, because an

@@ -286,20 +286,17 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
         return True
     decoded = weight.decode()
     if isinstance(decoded, IntegerWeight):
-        # If the panels of the CPU kernels cannot store these integers exactly, `_store_integers`
-        # returns False, and the layer stores floating point numbers.
-        return _store_integers(layer, decoded)
+        return _try_store_integers(layer, decoded)
     _check_shape(decoded.shape, layer)
     layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)
     return False
 
 
-def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store an integer weight in a layer. Return False if the weight was dequantised instead.
+def _try_store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
+    """Store an integer weight in a layer. Return whether the layer stores the weight as integers.
 
-    The class of the layer becomes `GroupedLinear`, which stores the integers in panels. A panel is
-    a block of a weight matrix that is contiguous in memory, and its scales and zeros are float16.
-    If panels cannot store the weight exactly, the layer gets the dequantised weight.
+    If the CPU kernels cannot read the weight, the layer stores the dequantised weight instead.
+    Otherwise, the class of the layer becomes `GroupedLinear`, which stores the integers.
 
     Mutates: `layer`.
     """
@@ -335,14 +332,15 @@ def _fits_panels(weight: IntegerWeight) -> bool:
     if weight.input_groups is not None:
         # The kernels support only groups of consecutive inputs.
         return False
-    # The kernels process UNIT inputs together. These inputs must have the same scale, so they must
-    # belong to the same group.
+    # The kernels multiply UNIT consecutive inputs at a time. These inputs must have the same scale,
+    # so they must belong to the same group.
     in_features = weight.values.shape[1]
     has_several_groups = weight.group_size < in_features
     if has_several_groups and weight.group_size % UNIT:
         return False
-    fits_zeros = weight.zeros is None or _fits_half(weight.zeros)
-    return fits_zeros and _fits_half(weight.scales)
+    if weight.zeros is not None and not _fits_half(weight.zeros):
+        return False
+    return _fits_half(weight.scales)
 
 
 def _fits_half(numbers: Tensor) -> bool:

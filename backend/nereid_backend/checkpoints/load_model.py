@@ -2,7 +2,8 @@
 """Chooses the transformers class of a model, and loads the weights of the model."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,15 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # Check that the class of the model uses the attention interface. For a class in transformers,
-    # the caller has already checked this with `takes_attention_by_name`. A class in a Python file
-    # of the checkpoint can be checked only now, because the file is imported when the model is
-    # loaded.
+    return model if _uses_registered_attention(model, config) else None
+
+
+def _uses_registered_attention(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    """Return whether a loaded model calls attention functions of transformers' registry."""
+    # For a class in transformers, `takes_attention_by_name` has answered this before the model was
+    # loaded. A class in a Python file of the checkpoint can be checked only now.
     is_class_of_transformers = model_class(config) is not None
-    if is_class_of_transformers or model._can_set_attn_implementation():
-        return model
-    return None
+    return is_class_of_transformers or model._can_set_attn_implementation()
 
 
 def load_model(  # noqa: PLR0913 - as `load_checkpoint`
@@ -145,9 +147,9 @@ def _with_placeholders(
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     transformers loads the placeholders, which are tensors that take almost no memory.
-    `fill_placeholders` then stores the integers in the layers. If `rounded_bits` is not None, the
-    weights of linear layers are rounded to integers with this number of bits, and therefore
-    replaced, too. transformers must have a class for the model; see `_check_class_exists`.
+    `fill_placeholders` then stores the integers in the layers. If `rounded_bits` is not None, all
+    weights of linear layers are rounded to integers with this number of bits first. transformers
+    must have a class for the model.
     """
     class_of_model = model_class(config)
     assert class_of_model is not None, "`load_model` has checked that the class exists"
@@ -155,9 +157,10 @@ def _with_placeholders(
     # model take no memory.
     with torch.device("meta"):
         empty_model = class_of_model(config)
-    if rounded_bits is not None:
-        weights = round_weights(weights, empty_model, rounded_bits)
-    return use_placeholders(weights, empty_model, dtype)
+    if rounded_bits is None:
+        return use_placeholders(weights, empty_model, dtype)
+    rounded_weights = round_weights(weights, empty_model, rounded_bits)
+    return use_placeholders(rounded_weights, empty_model, dtype)
 
 
 def _from_pretrained(
@@ -189,21 +192,20 @@ def _from_pretrained(
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except ModelError:
-        # transformers reads quantised weights through `LazyWeight`. If a weight cannot be read,
-        # `LazyWeight` raises a ModelError. This error is already an error of this package, so it is
-        # not converted.
+        # transformers reads quantised weights through `LazyWeight`, which raises a ModelError
+        # itself if a weight cannot be read.
         raise
     except Exception as error:
         attention = arguments["attn_implementation"]
-        raise _convert_error(error, folder, config, attention) from error
+        raise _loading_error(error, folder, config, attention) from error
     _check_missing_weights(folder, sorted(report["missing_keys"]))
     return model  # type: ignore[no-any-return]
 
 
-def _convert_error(
+def _loading_error(
     error: Exception, folder: Path, config: PretrainedConfig, attention: str
 ) -> Exception:
-    """Convert an exception of transformers' `from_pretrained` to an error of this package.
+    """Return the error of this package for an exception of transformers' `from_pretrained`.
 
     If the model's class refuses the attention implementation, the result is an _OwnAttentionError.
     `load_with_attention` catches this error, and the model is loaded again with its own attention.
@@ -258,12 +260,12 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
     """
     architectures = getattr(config, "architectures", None)
     class_name = architectures[0] if architectures else ""
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        class_for_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-        if class_for_images.__name__ == class_name:
-            return class_for_images
-    with suppress(KeyError):  # AutoModelForCausalLM has no class for the config
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    class_for_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if class_for_images is not None and class_for_images.__name__ == class_name:
+        return class_for_images
+    class_for_text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if class_for_text is not None:
+        return class_for_text
     named_class: Any = getattr(transformers, class_name, None)
     is_model = isinstance(named_class, type) and issubclass(named_class, PreTrainedModel)
     if is_model and named_class.can_generate() and not config.is_encoder_decoder:
@@ -300,20 +302,26 @@ def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
 
     `progress` is called with one line of text every few seconds.
     """
-
-    def create_bar(
-        bar_class: object, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> Iterator[Any]:
-        """Return an iterator over some items, which transformers uses instead of a progress bar.
-
-        transformers only iterates over the bars that it creates while it reads weights.
-        """
-        del bar_class, options  # the class and the appearance of the bar, which is not shown
-        items = args[0]
-        return report_items(items, "reading weights", progress)
-
-    previous_hook = transformers_logging.set_tqdm_hook(create_bar)
+    previous_hook = transformers_logging.set_tqdm_hook(partial(_report_bar, progress))
     try:
         yield
     finally:
         transformers_logging.set_tqdm_hook(previous_hook)
+
+
+def _report_bar(
+    progress: Callable[[str], None],
+    _bar_class: object,
+    args: tuple[Any, ...],
+    _options: dict[str, Any],
+) -> Iterator[Any]:
+    """Return an iterator that transformers uses in place of a progress bar.
+
+    transformers calls this hook whenever it would create a progress bar. While it reads weights, it
+    only iterates over the bar.
+
+    Args:
+        progress: called with one line of text every few seconds.
+        args: the positional arguments of the bar. The first argument contains the items.
+    """
+    return report_items(args[0], "reading weights", progress)

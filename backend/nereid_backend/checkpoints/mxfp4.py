@@ -31,7 +31,7 @@ FLOAT4_VALUES = (*_POSITIVE, *(-number for number in _POSITIVE))
 
 def mxfp4_format(settings: Settings) -> Format:  # noqa: ARG001 - the layout has no variants
     """Return the layout of an MXFP4 checkpoint."""
-    layout = Layout("_blocks", ("_scales",), _decode, target="", numbers_per_element=2)
+    layout = Layout("_blocks", ("_scales",), _decode_mxfp4, target="", numbers_per_element=2)
     return Format((layout,))
 
 
@@ -40,11 +40,12 @@ def float4_numbers(packed: Tensor) -> Tensor:
     return torch.tensor(FLOAT4_VALUES)[unpack_nibbles(packed).long()]
 
 
-def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Convert the weights of some experts to floating-point numbers of the type `dtype`.
+def _decode_mxfp4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Convert the MXFP4 weights of some experts to floating-point numbers of the type `dtype`.
 
-    Each group of 32 numbers has one exponent: weight = number * 2 ** exponent. The file stores
-    exponent + _EXPONENT_BIAS. The result has the shape [experts, in_features, out_features].
+    The tensor `_blocks` contains 4-bit numbers, and the tensor `_scales` contains exponent +
+    _EXPONENT_BIAS for each group of 32 numbers: weight = number * 2 ** exponent. The weight of each
+    expert is transposed, so the result has the shape [experts, in_features, out_features].
     """
     blocks = tensors["_blocks"]  # [experts, out_features, groups, 16], two numbers in each byte
     scales = tensors["_scales"]  # [experts, out_features, groups]

@@ -63,32 +63,28 @@ def hash_tokenizer_files(folder: str) -> TokenizerFiles:
 def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
     """Raise a ModelError if two checkpoints have different tokenizers or chat templates.
 
-    Only files that both checkpoints contain are compared. If the new checkpoint has vocabulary
-    files, but the old checkpoint has none of them, the new checkpoint is refused. If the new
-    checkpoint contains no tokenizer files, it is accepted, because some training programs save only
-    weights.
+    Only files that both checkpoints contain are compared. A new checkpoint without tokenizer files
+    is accepted, because some training programs save only weights. `_check_common_vocabulary`
+    refuses checkpoints whose vocabularies cannot be compared.
 
     Args:
         old: maps the tokenizer files of the served checkpoint to their hashes.
         new: maps the tokenizer files of the new checkpoint to their hashes.
     """
-    for name in old.keys() & new.keys():
+    for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             raise ModelError(
                 f"the file {name} of the new checkpoint differs from the file that the server has "
                 f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
             )
-    # The loop compares only files that exist in both checkpoints. If the checkpoints have different
-    # vocabulary files, the loop has therefore not compared the vocabularies.
     _check_common_vocabulary(old, new)
 
 
 def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
-    """Raise a ModelError if two checkpoints have different kinds of vocabulary files.
+    """Raise a ModelError if the new checkpoint has vocabulary files, but none that the old one has.
 
     The tokenizers of such checkpoints cannot be compared. Example: the old checkpoint has only
-    tokenizer.json, and the new checkpoint has only vocab.txt. A new checkpoint without vocabulary
-    files is accepted.
+    tokenizer.json, and the new checkpoint has only vocab.txt.
     """
     new_vocabularies = [name for name in _VOCABULARIES if name in new]
     has_common_vocabulary = any(name in old for name in new_vocabularies)

@@ -92,8 +92,8 @@ def _decode_float8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
     """Decode the 4-bit integers of a weight (torchao's class Int4Tensor).
 
-    In the checkpoint, weight = integer * scale + zero. In an IntegerWeight, weight = (integer -
-    zero) * scale. The zeros are therefore converted.
+    In the checkpoint, weight = integer * scale + zero_point. In an IntegerWeight, weight =
+    (integer - zero) * scale. Therefore, zero = -zero_point / scale.
     """
     stored_scales = tensors[_SCALE]
     if stored_scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -111,8 +111,8 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     is_constant = scales == 0
     values = values.masked_fill(is_constant.repeat_interleave(group_size, dim=1), 0)
     scales = scales.masked_fill(is_constant, 1.0)
-    zeros = -tensors[_ZERO].T.float() / scales
-    return IntegerWeight(values, scales, zeros, group_size, bits=4)
+    zero_points = tensors[_ZERO].T.float()  # [out_features, groups]
+    return IntegerWeight(values, scales, -zero_points / scales, group_size, bits=4)
 
 
 def _unpack_signed_nibbles(packed: Tensor) -> Tensor:

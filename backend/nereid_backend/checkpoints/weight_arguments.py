@@ -23,18 +23,22 @@ def weight_arguments(
 ) -> dict[str, Any]:
     """Return the arguments with which transformers' from_pretrained loads a checkpoint's weights.
 
-    If the checkpoint is not quantised, the arguments contain its folder, and transformers reads the
-    files. If the checkpoint is quantised or describes a GGUF file (llama.cpp's format), the
-    arguments contain a dict of weights. Each weight is read and dequantised when transformers needs
-    it. The config in the arguments then lacks the field quantization_config, because transformers
-    would otherwise create the layers of a quantisation library.
+    There are three cases:
+
+    - GGUF file (llama.cpp's format): the arguments contain a dict of weights. Each weight is read
+      and dequantised when transformers needs it.
+    - Unquantised checkpoint: the arguments contain its folder, and transformers reads the files.
+    - Quantised checkpoint: the arguments contain a dict of weights, and a config without the field
+      quantization_config. With this field, transformers would create the layers of a quantisation
+      library.
 
     Args:
         folder: the folder of the checkpoint.
         config: the config of the checkpoint.
         dtype: the data type of the weights in the model.
-        is_lazy: whether the arguments for an unquantised checkpoint contain a dict of weights, too.
-            The caller can then replace weights in the dict, for example by rounded weights.
+        is_lazy: whether the arguments for an unquantised checkpoint are the same as for a quantised
+            checkpoint. The caller can then replace weights in the dict, for example by rounded
+            weights.
 
     Raises:
         ModelError: if the weights are missing or damaged.

@@ -2,6 +2,7 @@
 """Counts the weights of a checkpoint. Only the headers of the files are read."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,18 +51,22 @@ def count_weights(folder: Path) -> WeightCounts:
     """
     weights = _weights(folder)
     # The model is not created, so only the name of a weight shows whether it can belong to a linear
-    # layer. `linear` contains all weights except embeddings and experts. The two lists after it
-    # contain no vectors, such as the weights of norms, because a vector is neither quantised nor a
-    # matrix.
-    linear = [weight for name, weight in weights.items() if _can_be_linear(name)]
-    quantised_linear = [weight for weight in linear if weight.has_integers]
-    unquantised_linear = [weight for weight in linear if _is_unquantised_matrix(weight)]
+    # layer. Vectors, such as the weights of norms, are neither quantised nor matrices, so the two
+    # lists below contain no vectors.
+    candidates = [weight for name, weight in weights.items() if _can_be_linear(name)]
+    quantised_linear = [weight for weight in candidates if weight.has_integers]
+    unquantised_linear = [weight for weight in candidates if _is_unquantised_matrix(weight)]
     return WeightCounts(
-        num_weights=sum(weight.num_elements for weight in weights.values()),
-        num_quantised_linear=sum(weight.num_elements for weight in quantised_linear),
+        num_weights=_num_elements(weights.values()),
+        num_quantised_linear=_num_elements(quantised_linear),
         integer_bytes=sum(weight.integer_bytes for weight in quantised_linear),
-        num_unquantised_linear=sum(weight.num_elements for weight in unquantised_linear),
+        num_unquantised_linear=_num_elements(unquantised_linear),
     )
+
+
+def _num_elements(weights: Iterable[LazyWeight]) -> int:
+    """Return the total number of elements of some weights."""
+    return sum(weight.num_elements for weight in weights)
 
 
 def _is_unquantised_matrix(weight: LazyWeight) -> bool:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_nibbles
+from nereid_backend.checkpoints.integer_weight import IntegerWeight
 
 # The 16 numbers that the integers of IQ4_NL and IQ4_XS represent (source: ggml-common.h).
 _LEVELS = torch.tensor(
@@ -61,13 +61,13 @@ def _unpack_4_bit(packed: Tensor, run_length: int) -> Tensor:
     return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
 
 
-def _unpack_2_bit(packed: Tensor) -> Tensor:
+def _unpack_2_bit(packed: Tensor, run_length: int) -> Tensor:
     """Unpack 2-bit integers. [blocks, bytes] becomes [blocks, 4 * bytes].
 
-    Each run of 32 bytes contains 128 integers. The first 32 integers are the lowest 2 bits of these
-    bytes, the next 32 integers are the next 2 bits, and so on.
+    Each run of `run_length` bytes contains `4 * run_length` integers. The first quarter of the
+    integers are the lowest 2 bits of these bytes, the next quarter are the next 2 bits, and so on.
     """
-    runs = packed.reshape(len(packed), -1, 1, 32)
+    runs = packed.reshape(len(packed), -1, 1, run_length)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
     return ((runs >> shifts) & 3).flatten(1)
 
@@ -110,10 +110,10 @@ def _weight_with_minimums(
 ) -> IntegerWeight:
     """Create an IntegerWeight. Each of its weights equals `scale * value - minimum`.
 
-    Each group of consecutive weights has one scale and one minimum. In an IntegerWeight, weight =
-    (value - zero) * scale. The weights are equal if zero = minimum / scale. Example: the scale 0.5
-    and the minimum 4 give the zero 8. `bits_in_memory` is the size of a value, 4 or 8, because the
-    CPU kernels support only these sizes.
+    Each group of consecutive weights has one scale and one minimum. An IntegerWeight has a zero in
+    place of the minimum: scale * value - minimum = (value - minimum / scale) * scale, so the zero
+    is minimum / scale. `bits_in_memory` is the size of a value, 4 or 8, because the CPU kernels
+    support only these sizes.
     """
     values = values.view(num_rows, -1)  # [rows, inputs]
     scales = scales.view(num_rows, -1)  # [rows, groups]
@@ -194,18 +194,21 @@ def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
 def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """Unpack blocks of Q2_K: weight = scale * q - minimum.
 
-    A block has 256 weights in 16 groups of 16. Each of the bytes 0 to 15 contains two 4-bit numbers
-    of a group. The low half, times the float16 number at byte 80, is the scale of the group. The
-    high half, times the float16 number at byte 82, is its minimum. Bytes 16 to 79 contain the
-    integers q of 2 bits. In memory, the integers have 4 bits, the smallest size that the CPU
-    kernels support.
+    A block has 256 weights in 16 groups of 16. The scale of a group is block_scale * group_scale,
+    and the minimum is block_minimum * group_minimum. A block contains these bytes:
+
+        0 to 15    the low half of byte i is the scale of group i, and the high half its minimum
+        16 to 79   the integers q of 2 bits
+        80 to 81   the block scale, float16
+        82 to 83   the block minimum, float16
+
+    In memory, the integers have 4 bits, the smallest size that the CPU kernels support.
     """
-    pairs = blocks[:, :16]
-    scales = _read_float16(blocks, 80) * (pairs & 15)
-    minimums = _read_float16(blocks, 82) * (pairs >> 4)
-    return _weight_with_minimums(
-        _unpack_2_bit(blocks[:, 16:80]), scales, minimums, num_rows, bits_in_memory=4
-    )
+    group_scales, group_minimums = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    values = _unpack_2_bit(blocks[:, 16:80], run_length=32)
+    scales = _read_float16(blocks, 80) * group_scales
+    minimums = _read_float16(blocks, 82) * group_minimums
+    return _weight_with_minimums(values, scales, minimums, num_rows, bits_in_memory=4)
 
 
 def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -224,11 +227,12 @@ def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
                      belong to group 4 * j + i
         108 to 109   the block scale, float16
     """
-    values = _unpack_2_bit(blocks[:, 32:96]) | (_unpack_bit_planes(blocks[:, :32]) << 2)
-    low_bits = _unpack_4_bit(blocks[:, 96:104], run_length=8)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
-    group_scales = low_bits | (high_bits << 4)
+    high_bits = _unpack_bit_planes(blocks[:, :32])
+    low_2_bits = _unpack_2_bit(blocks[:, 32:96], run_length=32)
+    values = low_2_bits | (high_bits << 2)
+    scale_low_4_bits = _unpack_4_bit(blocks[:, 96:104], run_length=8)
+    scale_high_2_bits = _unpack_2_bit(blocks[:, 104:108], run_length=4)
+    group_scales = scale_low_4_bits | (scale_high_2_bits << 4)
     scales = _read_float16(blocks, 108) * (group_scales.float() - 32)  # [blocks, 16]
     # The differences `q - 4` are integers from -4 to 3, which fit into 4 bits.
     return _weight_with_zero_point(values, scales, num_rows, zero_point=4, bits_in_memory=4)
@@ -269,7 +273,7 @@ def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     bytes 208 and 209 the block scale, float16.
     """
     low_bits = _unpack_4_bit(blocks[:, :128], run_length=64)
-    values = low_bits | (_unpack_2_bit(blocks[:, 128:192]) << 4)
+    values = low_bits | (_unpack_2_bit(blocks[:, 128:192], run_length=32) << 4)
     scales = _read_float16(blocks, 208) * _as_int8(blocks[:, 192:208])
     return _weight_with_zero_point(values, scales, num_rows, zero_point=32, bits_in_memory=8)
 
@@ -302,10 +306,9 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
         8 to 135   the integers q, 16 bytes for each group: the low halves of the bytes contain the
                    first 16 integers, and the high halves contain the other 16 integers
     """
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
-    high_bits = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
-    low_bits = unpack_nibbles(blocks[:, 4:8])
-    group_scales = low_bits | (high_bits << 4)
+    scale_high_2_bits = _unpack_2_bit(blocks[:, 2:4], run_length=1)
+    scale_low_4_bits = _unpack_4_bit(blocks[:, 4:8], run_length=1)
+    group_scales = scale_low_4_bits | (scale_high_2_bits << 4)
     scales = _read_float16(blocks, 0) * (group_scales.float() - 32)  # [blocks, 8]
     # `_LEVELS` contains int8 numbers, so the weight needs 8 bits and no zero point.
     values = _LEVELS[_unpack_4_bit(blocks[:, 8:], run_length=16).int()]
@@ -317,21 +320,19 @@ def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
     A block has 8 groups. The scale of a group is its 6-bit number `scale` times the float16 number
     at byte 0, and the minimum is its 6-bit number `min` times the float16 number at byte 2. Bytes 4
-    to 15 contain the 6-bit numbers. In this table, the 12 bytes are called a to l:
+    to 15 contain the 6-bit numbers:
 
         Groups   Number   Bits of the number, from the lowest to the highest
-        0 to 3   scale    the low 6 bits of a to d
-        0 to 3   min      the low 6 bits of e to h
-        4 to 7   scale    the low 4 bits of i to l, then the high 2 bits of a to d
-        4 to 7   min      the high 4 bits of i to l, then the high 2 bits of e to h
+        0 to 3   scale    the low 6 bits of bytes 4 to 7
+        0 to 3   min      the low 6 bits of bytes 8 to 11
+        4 to 7   scale    the low 4 bits of bytes 12 to 15, then the high 2 bits of bytes 4 to 7
+        4 to 7   min      the high 4 bits of bytes 12 to 15, then the high 2 bits of bytes 8 to 11
     """
-    a_to_d = blocks[:, 4:8]
-    e_to_h = blocks[:, 8:12]
-    i_to_l = blocks[:, 12:16]
-    last_scales = (i_to_l & 15) | ((a_to_d >> 6) << 4)
-    last_mins = (i_to_l >> 4) | ((e_to_h >> 6) << 4)
-    scales = torch.cat((a_to_d & 63, last_scales), dim=1)
-    mins = torch.cat((e_to_h & 63, last_mins), dim=1)
+    bytes_4_to_7, bytes_8_to_11, bytes_12_to_15 = torch.split(blocks[:, 4:16], 4, dim=1)
+    last_scales = (bytes_12_to_15 & 15) | ((bytes_4_to_7 >> 6) << 4)
+    last_mins = (bytes_12_to_15 >> 4) | ((bytes_8_to_11 >> 6) << 4)
+    scales = torch.cat((bytes_4_to_7 & 63, last_scales), dim=1)
+    mins = torch.cat((bytes_8_to_11 & 63, last_mins), dim=1)
     return _read_float16(blocks, 0) * scales, _read_float16(blocks, 2) * mins
 
 

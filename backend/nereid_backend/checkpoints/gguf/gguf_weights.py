@@ -133,14 +133,13 @@ class GgufWeight:
     def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
         """Dequantise the blocks of the weight, and subtract `offset` from each number.
 
-        The file contains the weights of some norms plus 1; `offset` is then 1, and otherwise 0.
         `blocks` is uint8 [blocks, bytes of a block]. The result has the data type `self.dtype` and
         the shape [num_rows, num_columns].
         """
         result = torch.empty(num_rows, num_columns, dtype=self.dtype)
         blocks_per_row = len(blocks) // num_rows
         # The rows are converted in parts, so that only the float32 numbers of one part are in
-        # memory.
+        # memory. The parts are views of `result` and `blocks`.
         rows_per_part = max(1, PART_NUMBERS // num_columns)
         result_parts = torch.split(result, rows_per_part)
         block_parts = torch.split(blocks, rows_per_part * blocks_per_row)
@@ -152,15 +151,15 @@ class GgufWeight:
     def _read_blocks(self) -> Tensor:
         """Read the blocks of the weight from the file. A block contains some quantised numbers.
 
-        `expert` is None, or the index of the expert whose weight is read. The result is uint8
+        If `self.expert` is not None, only the blocks of this expert are read. The result is uint8
         [blocks, bytes of a block].
         """
         start, num_bytes = self.tensor.start, self.tensor.num_bytes
         if self.expert is not None:
             # The tensor contains the weights of all experts, one after the other.
             num_experts = self.tensor.shape[0]
-            num_bytes = self.tensor.num_bytes // num_experts
-            start = self.tensor.start + self.expert * num_bytes
+            num_bytes //= num_experts
+            start += self.expert * num_bytes
         content = np.fromfile(self.path, dtype=np.uint8, count=num_bytes, offset=start)
         if len(content) < num_bytes:
             raise ModelError(
@@ -188,14 +187,7 @@ def gguf_weights(
         UnsupportedModelError: if the name of a tensor is unknown.
     """
     weights: dict[str, GgufWeight] = {}
-    architecture = ARCHITECTURES[file.architecture]
-    # Rotary embeddings rotate pairs of numbers within a head. In some architectures, llama.cpp
-    # stores the two rows of a pair next to each other, but transformers stores them half a head
-    # apart. In these architectures, the rows of the query and key weights must be reordered. The
-    # dict maps each of these weights to its number of heads.
-    num_heads_of_reordered = {}
-    if architecture.has_rotated_pairs:
-        num_heads_of_reordered = {"attn_q": num_heads, "attn_k": num_kv_heads}
+    num_heads_of_reordered = _heads_of_reordered_weights(file, num_heads, num_kv_heads)
     for tensor in file.tensors.values():
         if tensor.name in _CONFIG_TENSORS:
             continue  # The tensor is part of the model's config, and not a weight.
@@ -203,18 +195,40 @@ def gguf_weights(
         if _ANY_EXPERT in name:  # the tensor contains the weights of several experts
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
-        # In architectures with sandwich norms (norms before and after attention), each norm
-        # multiplies by `1 + w`. llama.cpp stores `1 + w`, but transformers needs `w`.
-        has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
         layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(
             file.path,
             tensor,
             dtype,
             num_heads=num_heads_of_reordered.get(layer_part),
-            offset=1.0 if has_offset else 0.0,
+            offset=_offset(name, file),
         )
     return weights
+
+
+def _heads_of_reordered_weights(
+    file: GgufFile, num_heads: int, num_kv_heads: int
+) -> dict[str, int]:
+    """Return the number of heads of each weight whose rows must be reordered.
+
+    Rotary embeddings rotate pairs of numbers within a head. In some architectures, llama.cpp stores
+    the two rows of a pair next to each other, but transformers stores them half a head apart. In
+    these architectures, the rows of the query and key weights must be reordered.
+    """
+    if ARCHITECTURES[file.architecture].has_rotated_pairs:
+        return {"attn_q": num_heads, "attn_k": num_kv_heads}
+    return {}
+
+
+def _offset(name: str, file: GgufFile) -> float:
+    """Return the number that must be subtracted from each element of a weight.
+
+    In architectures with sandwich norms (norms before and after attention), each norm multiplies by
+    `1 + w`. llama.cpp stores `1 + w`, but transformers needs `w`. `name` is the name in
+    transformers.
+    """
+    has_sandwich_norms = ARCHITECTURES[file.architecture].has_sandwich_norms
+    return 1.0 if has_sandwich_norms and name.endswith("norm.weight") else 0.0
 
 
 def _expert_weights(
@@ -261,14 +275,15 @@ def _layer_part_name(part: str, file: GgufFile) -> str | None:
 
     Examples: "attn_q" gives "self_attn.q_proj", and "ffn_up_exps" gives "mlp.experts.*.up_proj".
     """
+    # Sandwich norms are norms before and after attention.
     has_sandwich_norms = ARCHITECTURES[file.architecture].has_sandwich_norms
     names = _SANDWICH_LAYER_NAMES if has_sandwich_norms else _LAYER_NAMES
     if part in names:
         return names[part]
-    experts = _EXPERTS.fullmatch(part)
-    if experts is None:
+    match = _EXPERTS.fullmatch(part)
+    if match is None:
         return None
-    projection = experts[1]  # "gate", "up" or "down"
+    projection = match[1]  # "gate", "up" or "down"
     return f"mlp.experts.{_ANY_EXPERT}.{projection}_proj"
 
 

@@ -7,7 +7,8 @@ Attention computes the two decodes together and the prefill separately.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,9 +79,11 @@ class _PackedChunks:
         """Pack the tokens of all chunks into one row. A chunk is the tokens of one sequence.
 
         Example: the chunks start at 20 and 0, and have 1 and 3 tokens. The positions are
-        [20, 0, 1, 2]. `rows` contains the row of each chunk's sequence in the block tables.
-        `StepPlan` lists all chunks of one token first. Each of them counts as a decode, even if it
-        is a part of a prompt, because attention computes both in the same way.
+        [20, 0, 1, 2]. If each chunk needs the logits of its last token, `logits_index` is [0, 3].
+
+        `rows` contains the row of each chunk's sequence in the block tables. `StepPlan` lists all
+        chunks of one token first. They are called decodes here, even if a chunk is a part of a
+        prompt, because attention computes all chunks of one token in the same way.
         """
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.num_tokens for chunk in chunks])
@@ -99,6 +102,13 @@ class _PackedChunks:
     def prefills(self) -> list[Chunk]:
         """The chunks of several tokens."""
         return self.chunks[self.num_decodes :]
+
+
+class _Decodes(NamedTuple):
+    """The decodes of one length group; see the attributes `lens` and `tokens` of `DecodeGroup`."""
+
+    lens: Tensor
+    tokens: Tensor | None
 
 
 class BatchBuilder:
@@ -162,32 +172,26 @@ class BatchBuilder:
         """
         step = _PackedChunks.from_chunks(plan.chunks, self._tables.update(plan))
         length_groups = group_by_length(step.positions[: step.num_decodes] + 1, self._block_size)
+        layer_groups = range(self._tables.num_groups)
         arrays = [
             _input_ids(plan.chunks, step.num_decodes),
             step.positions,
-            self._tables.slots(step.positions, step.token_rows),
             step.logits_index if len(step.logits_index) else np.zeros(1, np.int64),
             _pending_tokens(plan),
-            *self._decode_arrays(step, length_groups),
-            *self._prefill_blocks(step),
-            *self._arrays_of_other_layer_groups(step, length_groups),
-            *self._kernel_arrays(plan.chunks, length_groups),
+            *_lens_and_tokens(length_groups),
         ]
+        for layer_group in layer_groups:
+            arrays += self._layer_group_arrays(step, length_groups, layer_group)
+        arrays += self._kernel_arrays(plan.chunks, length_groups)
         # One operation copies all arrays to the device. Below, the tensors are taken from the
         # iterator in the order of the arrays.
         tensors = iter(upload_all(arrays, device))
-        input_ids, position_ids, slots, logits_index, pending = itertools.islice(tensors, 5)
-        attention = AttentionBatch(
-            slots=slots,
-            num_decodes=step.num_decodes,
-            decodes=self._decode_groups(length_groups, tensors),
-            prefills=_prefills(step.prefills, step.num_decodes, tensors),
-            block_size=self._block_size,
-        )
-        attention.other_groups = tuple(
-            _with_blocks_of_layer_group(attention, tensors)
-            for _ in range(1, self._tables.num_groups)
-        )
+        input_ids, position_ids, logits_index, pending = itertools.islice(tensors, 4)
+        decodes = _read_decodes(length_groups, tensors)
+        attention, *other_groups = [
+            self._attention_of_layer_group(step, decodes, tensors) for _ in layer_groups
+        ]
+        attention.other_groups = tuple(other_groups)
         if self._layout is not None:
             attention.kernel_metadata = PackedRows(self._layout, list(tensors))
         if plan.pending:
@@ -202,55 +206,53 @@ class BatchBuilder:
             num_logits=len(step.logits_index),
         )
 
-    def _decode_arrays(
-        self, step: _PackedChunks, length_groups: list[LengthGroup]
+    def _layer_group_arrays(
+        self, step: _PackedChunks, length_groups: list[LengthGroup], layer_group: int
     ) -> list[Integers]:
-        """Return one flat list with the block tables, lengths and indices of all groups of decodes.
+        """Return the cache slots and the block tables of a step for one group of attention layers.
 
-        `_decode_groups` reads the list in the same order after one operation has copied all arrays
-        of the step to the device. Example with two groups: [blocks 0, lengths 0, indices 0,
-        blocks 1, lengths 1, indices 1]. If all decodes form one group, the indices are a slice,
-        which needs no array: [blocks 0, lengths 0].
-        """
-        arrays = []
-        for indices, lens in length_groups:
-            arrays += [self._tables.blocks(step.rows[indices], lens.max()), lens]
-            if not isinstance(indices, slice):  # A slice would contain all decodes of the step.
-                arrays.append(indices)
-        return arrays
-
-    def _prefill_blocks(self, step: _PackedChunks, layer_group: int = 0) -> list[Integers]:
-        """For one group of layers, return the block table of each prefill, [1, num_blocks]."""
-        block_tables = []
-        for index, chunk in enumerate(step.prefills, step.num_decodes):
-            rows = step.rows[index : index + 1]
-            num_tokens = chunk.start + chunk.num_tokens
-            block_tables.append(self._tables.blocks(rows, num_tokens, layer_group))
-        return block_tables
-
-    def _arrays_of_other_layer_groups(
-        self, step: _PackedChunks, length_groups: list[LengthGroup]
-    ) -> list[Integers]:
-        """Return the slots and the block tables of every layer group except the first.
-
-        In some models, the attention layers are divided into groups, and a sequence has other
-        blocks in each group of layers. `_with_blocks_of_layer_group` reads the arrays of one layer
-        group in the same order. Example for a layer group, with two length groups and one prefill:
-        [slots, blocks of length group 0, blocks of length group 1, blocks of the prefill].
+        In some models, a sequence has other blocks in each group of layers. Example for two length
+        groups and one prefill: [slots of all tokens, block tables of length group 0, block tables
+        of length group 1, block table of the prefill].
 
         Args:
             step: the tokens of the step.
             length_groups: the decodes of the step, in groups of similar lengths.
+            layer_group: the number of the group of layers.
         """
-        arrays = []
-        for layer_group in range(1, self._tables.num_groups):
-            slots = self._tables.slots(step.positions, step.token_rows, layer_group)
-            decode_blocks = [
-                self._tables.blocks(step.rows[indices], lens.max(), layer_group)
-                for indices, lens in length_groups
-            ]
-            arrays += [slots, *decode_blocks, *self._prefill_blocks(step, layer_group)]
-        return arrays
+        slots = self._tables.slots(step.positions, step.token_rows, layer_group)
+        decode_blocks = [
+            self._tables.blocks(step.rows[indices], lens.max(), layer_group)
+            for indices, lens in length_groups
+        ]
+        prefill_blocks = [
+            self._tables.blocks(
+                step.rows[index : index + 1], chunk.start + chunk.num_tokens, layer_group
+            )
+            for index, chunk in enumerate(step.prefills, step.num_decodes)
+        ]
+        return [slots, *decode_blocks, *prefill_blocks]
+
+    def _attention_of_layer_group(
+        self, step: _PackedChunks, decodes: list[_Decodes], tensors: Iterator[Tensor]
+    ) -> AttentionBatch:
+        """Build the attention metadata of a step for one group of attention layers.
+
+        Args:
+            step: the tokens of the step.
+            decodes: the decodes of each length group. They are equal in all groups of layers.
+            tensors: yields the arrays that `_layer_group_arrays` returned, on the device.
+        """
+        return AttentionBatch(
+            slots=next(tensors),
+            num_decodes=step.num_decodes,
+            decodes=[
+                DecodeGroup(tokens, next(tensors), lens, self._block_size)
+                for lens, tokens in decodes
+            ],
+            prefills=_prefills(step.prefills, step.num_decodes, tensors),
+            block_size=self._block_size,
+        )
 
     def _kernel_arrays(
         self, chunks: list[Chunk], length_groups: list[LengthGroup]
@@ -272,13 +274,13 @@ class BatchBuilder:
         decode_shapes = [
             (len(lens), self._num_blocks(int(lens.max()))) for _, lens in length_groups
         ]
-        # Each decode has one token, and the decodes come before the prefills. The number of decodes
-        # is therefore also the index of the first prefill in the chunks, and the index of the first
-        # prefill token in the tokens of the step.
+        # The decodes come before the prefills in the chunks and in the tokens of the step. Each
+        # decode has one token.
         num_decodes = sum(len(lens) for _, lens in length_groups)
-        token_index = num_decodes
+        first_prefill = num_decodes  # an index into the chunks
+        token_index = num_decodes  # an index into the tokens of the step
         prefills = []
-        for chunk in chunks[num_decodes:]:
+        for chunk in chunks[first_prefill:]:
             num_blocks = self._num_blocks(chunk.start + chunk.num_tokens)
             prefills.append(PrefillShape(token_index, chunk.num_tokens, chunk.start, num_blocks))
             token_index += chunk.num_tokens
@@ -287,25 +289,6 @@ class BatchBuilder:
     def _num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks that contain `num_tokens` tokens of a sequence."""
         return (num_tokens + self._block_size - 1) // self._block_size
-
-    def _decode_groups(
-        self, length_groups: list[LengthGroup], tensors: Iterator[Tensor]
-    ) -> list[DecodeGroup]:
-        """Build one `DecodeGroup` for each group of decodes, from tensors on the device.
-
-        `tensors` yields the tensors in the order of the arrays that `_decode_arrays` returns: for
-        each group the block tables, the lengths and the indices of its decodes. If the indices are
-        a slice (all decodes form one group), they have no tensor.
-        """
-        decode_groups = []
-        for indices, _ in length_groups:
-            blocks = next(tensors)
-            lens = next(tensors)
-            # Each decode has one token, and the decodes come before all other tokens of the step.
-            # The index of a decode is therefore also the index of its token.
-            token_index = None if isinstance(indices, slice) else next(tensors)
-            decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
-        return decode_groups
 
 
 def _joined_ranges(starts: Integers, counts: Integers) -> Integers:
@@ -336,10 +319,9 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     """Return the ids of all tokens that a step computes, [num_tokens] int64.
 
     The first `num_decodes` chunks are decodes (chunks of one token). If the previous step is still
-    sampling the token of a decode, the id of this token is 0, and the caller copies the sampled
-    token to its index on the device.
+    sampling the token of a decode, its id in the result is 0.
     """
-    # A list comprehension is faster than a loop with temporary variables.
+    # A list comprehension is faster than a loop, and most steps consist only of decodes.
     token_ids = [
         chunk.sequence.token_ids[chunk.start] if chunk.start < len(chunk.sequence.token_ids) else 0
         for chunk in chunks[:num_decodes]
@@ -349,33 +331,33 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     return np.array(token_ids, dtype=np.int64)
 
 
-def _with_blocks_of_layer_group(
-    attention: AttentionBatch, tensors: Iterator[Tensor]
-) -> AttentionBatch:
-    """Return a copy of `attention` with the slots and block tables of another group of layers.
+def _lens_and_tokens(length_groups: list[LengthGroup]) -> list[Integers]:
+    """Return the lengths of the decodes in each length group, and the indices of their tokens.
 
-    Each group of attention layers has its own block tables and slots. All other metadata is equal
-    in all groups of layers.
-
-    Args:
-        attention: the metadata for the first group of layers.
-        tensors: yields the slots of the tokens, then the block tables of each item of
-            `attention.decodes`, and then the block table of each prefill.
+    Each decode has one token, and the decodes come before all other tokens of a step, so the index
+    of a decode is also the index of its token. Example with two length groups: [lengths 0, tokens
+    0, lengths 1, tokens 1]. If all decodes form one group, the indices are a slice, which needs no
+    array: [lengths 0]. `_read_decodes` reads the arrays after they are copied to the device.
     """
-    slots = next(tensors)
-    # Do not use `replace` here. It would also copy the results that a DecodeGroup has cached for
-    # its blocks, but the new group has other blocks.
-    decodes = [
-        DecodeGroup(
-            tokens=group.tokens,
-            blocks=next(tensors),
-            lens=group.lens,
-            block_size=group.block_size,
-        )
-        for group in attention.decodes
-    ]
-    prefills = [replace(prefill, blocks=next(tensors)) for prefill in attention.prefills]
-    return AttentionBatch(slots, attention.num_decodes, decodes, prefills, attention.block_size)
+    arrays = []
+    for indices, lens in length_groups:
+        arrays.append(lens)
+        if not isinstance(indices, slice):
+            arrays.append(indices)
+    return arrays
+
+
+def _read_decodes(length_groups: list[LengthGroup], tensors: Iterator[Tensor]) -> list[_Decodes]:
+    """Return the decodes of each length group.
+
+    `tensors` yields the arrays that `_lens_and_tokens` returned, on the device.
+    """
+    decodes = []
+    for indices, _ in length_groups:
+        lens = next(tensors)
+        tokens = None if isinstance(indices, slice) else next(tensors)
+        decodes.append(_Decodes(lens, tokens))
+    return decodes
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:

@@ -66,23 +66,19 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
         "qwen3"           "none"        the reasoning of qwen3; tool calls stay in the content
         ""                "none"        None: the reasoning and the tool calls stay in the content
 
-    The order of the two settings does not matter. `report` is called if the settings do not name
-    the format, so that the operator learns which format is used.
+    The order of the two settings does not matter. In the first, second and fourth case, `report` is
+    called with the reason for the result.
     """
-    reasoning = settings.reasoning_parser
-    tools = settings.tool_parser
-    is_one_turned_off = NO_FORMAT in (reasoning, tools)
-    if not is_one_turned_off:
+    names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
+    if NO_FORMAT not in names.values():
         template = read_chat_template(settings)
-        fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
+        fmt, reason = _derive_format(Path(settings.model), template, **names)
         report(f"chat format: {reason}")
         return fmt
-    names_reasoning_format = reasoning not in (NO_FORMAT, "")
-    if names_reasoning_format:
-        return get_format(reasoning=reasoning)
-    names_tool_format = tools not in (NO_FORMAT, "")
-    if names_tool_format:
-        return get_format(tools=tools)
+    # At least one part is turned off, so at most one part has the name of a format.
+    named = {part: name for part, name in names.items() if name not in (NO_FORMAT, "")}
+    if named:
+        return get_format(**named)
     report("chat format: none, because reasoning_parser or tool_parser is none")
     return None
 
@@ -113,7 +109,7 @@ def _derive_format(
         if result is None:
             result = _derive_without_cache(model, template, reasoning, tools)
             with contextlib.suppress(OSError):  # The result can be used even if the disk is full.
-                file.truncate(0)
+                file.truncate(0)  # Remove an incomplete result of a process that was killed.
                 file.write(pickle.dumps(result))
         return result
 

@@ -153,6 +153,7 @@ def _read_initialize_arguments(path: Path) -> dict[str, str]:
     Example: the line `parameters { key: "dtype" value: { string_value: "float32" } }` returns
     {"model_config": '{"parameters": {"dtype": {"string_value": "float32"}}}', ...}.
     """
+    # Only whole lines are comments here, because the text of a value may contain "#".
     text_without_comments = _COMMENT_LINE.sub("", path.read_text(encoding="utf-8"))
     pairs = _PARAMETER.findall(text_without_comments)
     parameters = {key: {"string_value": value} for key, value in pairs}

@@ -171,29 +171,38 @@ class FeedbackWriter:
         except OSError as error:
             raise _address_error(os.strerror(error.errno or 0)) from None
         self._words = memory.cast("Q")
-        # The executor signs its messages with this random key (see `attach_and_verify`).
+        # The memory begins with the random key with which the executor signs its messages.
         self._key = bytes(memory[:_KEY_BYTES])
         self.address = address
 
     def attach_and_verify(self, message: bytes) -> bytes:
         """Map the shared memory of an executor, and verify the executor's signature of a message.
 
-        Return the packed StepState in the message. The message also contains the address of the
-        executor's memory, and the key that checks the signature is at the beginning of this memory.
-        A client cannot send the address of a memory with another key: `attach` accepts only a
-        memory file that a process of the server's own user has created.
+        Return the packed StepState in the message.
 
         Args:
-            message: the address, a line feed, the signature, and the packed StepState (the return
-                value of `FeedbackReader.sign`).
+            message: the address of the memory, a line feed, the signature, and the packed StepState
+                (the return value of `FeedbackReader.sign`).
 
         Raises:
-            RequestError: the step was not signed by an executor.
+            RequestError: the address is not that of an executor's memory, or the executor did not
+                sign the step.
 
         Mutates: after a restart of the executor, this object maps the memory of the new executor.
         """
         address, _, signed_state = message.partition(b"\n")
         self.attach(address.decode("ascii", "replace"))
+        return self._verify(signed_state)
+
+    def _verify(self, signed_state: bytes) -> bytes:
+        """Return the packed StepState that follows a signature of 16 bytes.
+
+        The key of the signature comes from the mapped memory. A client cannot choose this memory,
+        because `attach` accepts only a memory file that a process of the server's own user created.
+
+        Raises:
+            RequestError: the signature was not made with the key.
+        """
         signature = signed_state[:_SIGNATURE_BYTES]
         state = signed_state[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, _signature(self._key, state)):
@@ -247,8 +256,9 @@ def _map_memory(address: str) -> memoryview:
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise _address_error("the text has the wrong form")
-    process, number, name = match.groups()
-    memory_file = _open_memory_file(f"/proc/{process}/fd/{number}", name)
+    pid, fd, name = match.groups()
+    # A memfd has no path in a folder. Other processes can open it only through /proc.
+    memory_file = _open_memory_file(f"/proc/{pid}/fd/{fd}", name)
     try:
         return memoryview(mmap.mmap(memory_file, 0))
     finally:
@@ -274,6 +284,7 @@ def _open_memory_file(path: str, name: str) -> int:
     try:
         link = f"/proc/self/fd/{reference}"
         is_own = os.fstat(reference).st_uid == os.geteuid()
+        # Linux reports the path of every memfd in this form.
         has_name = os.readlink(link) == f"/memfd:{name} (deleted)"
         if not (is_own and has_name):
             raise _address_error("the file is not the shared memory of an executor")

@@ -64,6 +64,18 @@ class _Change:
     refusal: NereidError | None = None
     death: NereidError | None = None
 
+    @property
+    def error(self) -> NereidError | None:
+        """The error of a change with which all engine processes are done; None if it succeeded.
+
+        One refusal is sufficient for an error. A death is an error only if no process has made the
+        change.
+        """
+        if self.refusal is not None or self.is_made:
+            return self.refusal
+        assert self.death is not None, "an engine process answers, refuses or dies"
+        return self.death
+
 
 class AdapterCalls:
     """Stores the unanswered requests about adapters and weights, and the names of all adapters.
@@ -138,7 +150,7 @@ class AdapterCalls:
         if change is None:
             return None
         change.is_made = True  # The request succeeds even if all other processes die now.
-        return self._stop_waiting_for(replica, call_id, change)
+        return self._answer_if_complete(replica, call_id, change)
 
     def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused to change its adapters or weights.
@@ -150,7 +162,7 @@ class AdapterCalls:
         if change is None:
             return None
         change.refusal = error
-        return self._stop_waiting_for(replica, call_id, change)
+        return self._answer_if_complete(replica, call_id, change)
 
     def record_death(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died. Return the responses that can be sent now.
@@ -170,8 +182,9 @@ class AdapterCalls:
         for call_id, change in list(self._waiting.items()):
             if replica in change.pending_replicas:
                 change.death = error
-                answers.append(self._stop_waiting_for(replica, call_id, change))
-        return [answer for answer in answers if answer is not None]
+                if answer := self._answer_if_complete(replica, call_id, change):
+                    answers.append(answer)
+        return answers
 
     def listing(self) -> Tensors:
         """Return the output tensors of a response that lists the adapters.
@@ -216,12 +229,11 @@ class AdapterCalls:
         self._waiting.clear()
         return senders
 
-    def _stop_waiting_for(self, replica: int, call_id: str, change: _Change) -> Answer | None:
-        """Record that an engine process has made a change, has refused the change, or has died.
+    def _answer_if_complete(self, replica: int, call_id: str, change: _Change) -> Answer | None:
+        """Record that an engine process is done with a change: it answered, refused or died.
 
-        Return None if other engine processes are not done yet. Otherwise, remove the change from
-        the waiting changes, and return the client's response: an error if a process has refused the
-        change or no process has made the change, otherwise the names of all adapters.
+        If all engine processes are done now, return the client's response: an error, or the names
+        of all adapters. Return None if other engine processes are not done yet.
 
         Args:
             replica: the number of the process.
@@ -232,12 +244,8 @@ class AdapterCalls:
         if change.pending_replicas:
             return None
         del self._waiting[call_id]
-        if change.refusal is not None:
-            return change.sender, change.refusal
-        if not change.is_made:
-            # No process has made or refused the change, so all processes have died.
-            assert change.death is not None, "an engine process answers, refuses or dies"
-            return change.sender, change.death
+        if change.error is not None:
+            return change.sender, change.error
         self._add_to_history(change.message)
         return change.sender, self.listing()
 
@@ -246,14 +254,16 @@ class AdapterCalls:
 
         The message replaces the earlier message about the same adapter or about the weights.
         """
-        kind, name_or_folder = message[:2]
-        if kind != _RELOAD:
-            self._history[name_or_folder] = message
-        elif name_or_folder:
-            # A message without a folder means that the engine processes read the weights again from
-            # the folder that is already in use. A restarted process reads this folder in any case,
-            # so the message need not be stored.
-            self._history[_WEIGHTS_KEY] = message
+        kind, *values = message
+        if kind == _RELOAD:
+            # An empty folder means that the engine processes read the weights again from the folder
+            # that is already in use. A restarted process reads this folder in any case.
+            folder = values[0]
+            if folder:
+                self._history[_WEIGHTS_KEY] = message
+        else:
+            adapter_name = values[0]
+            self._history[adapter_name] = message
 
 
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:

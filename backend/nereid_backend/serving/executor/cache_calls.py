@@ -106,7 +106,7 @@ class CacheCalls:
         if call is None:
             return None
         call.answers.append(values)
-        return self._stop_waiting_for(replica, call_id, call)
+        return self._answer_if_complete(replica, call_id, call)
 
     def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused a request about the prefix cache.
@@ -118,7 +118,7 @@ class CacheCalls:
         if call is None:
             return None
         call.error = error
-        return self._stop_waiting_for(replica, call_id, call)
+        return self._answer_if_complete(replica, call_id, call)
 
     def record_death(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died. Return the responses that can be sent now.
@@ -138,12 +138,11 @@ class CacheCalls:
         self._waiting.clear()
         return senders
 
-    def _stop_waiting_for(self, replica: int, call_id: str, call: _Call) -> Answer | None:
-        """Record that an engine process has answered or refused a request, or has died.
+    def _answer_if_complete(self, replica: int, call_id: str, call: _Call) -> Answer | None:
+        """Record that an engine process is done with a request: it answered, refused or died.
 
-        Return None if the request waits for other engine processes. Otherwise, remove the request
-        from the waiting requests, and return the client's response: the combined answers, or an
-        error if no process has answered.
+        If all engine processes are done now, return the client's response: the combined answers, or
+        an error if no process has answered. Return None if other engine processes are not done yet.
 
         Args:
             replica: the number of the process.

@@ -19,6 +19,7 @@ The following messages are sent in addition to those of every child process (pro
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ class EngineService:
         # A replacement of the weights that was requested, but must wait until all running requests
         # have ended; None if there is none. While a replacement waits, new messages are added to
         # `_held_messages` as pairs of a kind and a list of values.
-        self._reload: _Reload | None = None
+        self._pending_reload: _Reload | None = None
         self._held_messages: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
@@ -91,16 +92,17 @@ class EngineService:
         The weights can be replaced only when no request runs. Until then, store all messages for
         later, except messages that abort a running request.
         """
-        aborts_running_request = kind == "abort" and values[0] in self._num_unfinished_sequences
-        if self._reload is not None and not aborts_running_request:
+        is_abort_of_running = kind == "abort" and values[0] in self._num_unfinished_sequences
+        if self._pending_reload is not None and not is_abort_of_running:
             self._held_messages.append((kind, values))
-        elif kind == "abort":
-            request_id, index = values
-            self._engine.abort(request_id, index)
-        elif kind == "reload_weights":
-            self._begin_reload(_Reload(*values))
-        else:
-            self._handle_request(kind, values)
+            return
+        match kind, *values:
+            case "abort", request_id, index:
+                self._engine.abort(request_id, index)
+            case "reload_weights", call_id, path, mode:
+                self._begin_reload(_Reload(call_id, path, mode))
+            case _:
+                self._handle_request(kind, values)
 
     def _handle_request(self, kind: str, values: list[Any]) -> None:
         """Pass a request to the engine. If an error occurs, refuse only this request."""
@@ -127,8 +129,8 @@ class EngineService:
         """
         engine = self._engine
         match kind, *values:
-            case "add", *request:
-                self._add(*request)
+            case "add", request_id, token_ids, params, num_sequences, *images:
+                self._add(request_id, token_ids, params, num_sequences, *images)
             case "cache", call_id, operation, arguments:
                 self._send(["cache", call_id, engine.sessions.call(operation, arguments)])
             case "load_lora", call_id, name, path:
@@ -176,7 +178,7 @@ class EngineService:
 
     def _begin_reload(self, reload: _Reload) -> None:
         """Replace the weights as soon as no request runs. Until then, hold back new messages."""
-        self._reload = reload
+        self._pending_reload = reload
         if reload.mode == "refuse":
             self._refuse_running_requests()
         self._reload_if_idle()
@@ -194,10 +196,10 @@ class EngineService:
         While the replacement waited, new messages were stored in `_held_messages`. These messages
         are handled after the replacement.
         """
-        if self._reload is None or self._engine.has_work():
+        if self._pending_reload is None or self._engine.has_work():
             return
-        reload = self._reload
-        self._reload = None
+        reload = self._pending_reload
+        self._pending_reload = None
         self._replace_weights(reload)
         # Start a new list before the messages are handled, because a message can request another
         # replacement of the weights. `handle` then stores all later messages in the new list.
@@ -220,8 +222,7 @@ class EngineService:
 
         If a replacement of the weights waits and the engine has no more work, replace the weights.
         """
-        # Each call of `step` creates new lists `compiled` and `started`, so no item of these lists
-        # is sent twice.
+        # `step` also replaces the lists `compiled` and `started`, so no item is sent twice.
         updates = self._engine.step()
         # Send the events before the updates, so that the start of a request is reported before the
         # first tokens of the request.
@@ -265,26 +266,30 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
             server and the number of the process. None means that all processes use the settings of
             the server.
     """
+    serve(functools.partial(_load_service, make, prepare))
 
-    def load(
-        settings: dict[str, Any], send: Send, progress: Callable[[str], None]
-    ) -> EngineService:
-        """Load the model, and return the object that handles the messages to this process.
 
-        Args:
-            settings: the settings of the engine, and the number of this process ("replica").
-            send: sends a message to the stub.
-            progress: reports a slow operation with a line of text.
-        """
-        # EngineConfig has no field for the number of the process, so the number is removed from
-        # `settings`. All other settings are fields of EngineConfig.
-        replica = settings.pop("replica", 0)
-        config = EngineConfig(**settings)
-        if prepare is not None:
-            config = prepare(config, replica)
-        return EngineService(make(config, progress), send)
+def _load_service(
+    make: MakeEngine,
+    prepare: PrepareReplica | None,
+    settings: dict[str, Any],
+    send: Send,
+    progress: Callable[[str], None],
+) -> EngineService:
+    """Load the model, and return the object that handles the messages to this process.
 
-    serve(load)
+    Args:
+        make: see `serve_engine`.
+        prepare: see `serve_engine`.
+        settings: the fields of EngineConfig, and the number of this process ("replica").
+        send: sends a message to the stub.
+        progress: reports a slow operation with a line of text.
+    """
+    fields = {name: value for name, value in settings.items() if name != "replica"}
+    config = EngineConfig(**fields)
+    if prepare is not None:
+        config = prepare(config, settings.get("replica", 0))
+    return EngineService(make(config, progress), send)
 
 
 if __name__ == "__main__":

@@ -82,11 +82,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         # `_selector` chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
         # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
-        # engine process runs, `_engine_calls` refuses these requests with the error message
-        # `self.outage`. `self.respond` would count each refusal as a refused text generation. The
-        # base class's `respond` does not count refusals, so it is used here.
-        respond_uncounted = super().respond
-        self._engine_calls = EngineCalls(self.processes, respond_uncounted, lambda: self.outage)
+        # engine process runs, it refuses these requests with the error message `self.outage`. These
+        # refusals are not counted, because only refused text generations are.
+        self._engine_calls = EngineCalls(
+            self.processes, self._respond_uncounted, lambda: self.outage
+        )
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
 
@@ -100,12 +100,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         settings = self._settings
         # The streams with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # The time of the next inspection of all streams, as a value of time.monotonic(). With the
-        # initial value 0, the first inspection is due at once.
+        # All streams are inspected at the first call of `do_periodic_work` after
+        # `_next_inspection`. This call is made at the latest at `_inspection_deadline`. Both are
+        # values of time.monotonic(). With the initial value 0, an inspection is due at once.
         self._next_inspection = 0.0
-        # The earliest time at which a stream without unsent output needs a heartbeat (a message
-        # without tokens), or exceeds a time limit.
-        self._next_timed_event = 0.0
+        self._inspection_deadline = 0.0
         # The object that determines the time between two messages of a stream.
         self._pacer = Pacer(settings.responses_per_second)
         # The object that detects disconnected clients.
@@ -139,18 +138,15 @@ class ExecutorModel(SupervisedModel[Stream]):
             return
         envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
-        # `envelope.n` is the number of sequences of the request.
         replica = self._select_replica(token_ids, envelope.n)
         try:
             stream = self._admission.open(envelope, len(token_ids) // _TOKEN_BYTES, sender)
         except CapacityError:
-            # The request is refused, so the selector must no longer count its sequences as
-            # sequences of this engine process.
+            # The selector must no longer count the sequences of the refused request.
             self._selector.release(replica, envelope.n)
             raise
-        message = ["add", stream.request_id, token_ids, envelope.params, envelope.n]
-        if envelope.images:
-            message.append(envelope.images)
+        images = [envelope.images] if envelope.images else []
+        message = ["add", stream.request_id, token_ids, envelope.params, envelope.n, *images]
         self.add_request(stream.request_id, stream, message, replica)
 
     def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
@@ -207,12 +203,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
-        # `_inspect_all_streams` computes two points in time. Before `_next_inspection`, another
-        # inspection would cost too much time. Before `_next_timed_event`, no inspection is needed,
-        # because no heartbeat is due and no time limit expires. The next inspection is therefore
-        # due at the later of these two points in time.
-        next_inspection = max(self._next_inspection, self._next_timed_event)
-        next_call = min(now + _IDLE_POLL_S, next_inspection)
+        next_call = min(now + _IDLE_POLL_S, self._inspection_deadline)
         # Check a stream with unsent tokens when the time `stream.next_check` is reached.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
@@ -221,45 +212,47 @@ class ExecutorModel(SupervisedModel[Stream]):
         return max(next_call - now, 0.0)
 
     def _inspect_all_streams(self, now: float) -> None:
-        """Check all streams for disconnected clients, stop strings, time limits and heartbeats."""
+        """Check all streams for disconnected clients, stop strings, time limits and heartbeats.
+
+        Mutates: `_next_inspection`, and `_inspection_deadline`: the time at which a heartbeat (a
+        message without tokens) is due or a time limit expires, but not before `_next_inspection`.
+        """
         streams = list(self.requests.values())
         self._next_inspection = now + len(streams) * _INSPECTION_INTERVAL_S_PER_STREAM
         self._lost_clients.observe(streams, now)
-        self._next_timed_event = math.inf
+        next_event = math.inf
         for stream in streams:
             self._aborts.abort_unwanted(stream)
             if not self._end_if_overdue(stream, now):
                 due = self._send_if_due(stream, now)
-                next_event = min(due, stream.timing.next_deadline)
-                self._next_timed_event = min(self._next_timed_event, next_event)
+                next_event = min(next_event, due, stream.timing.next_deadline)
+        self._inspection_deadline = max(self._next_inspection, next_event)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
-        """If the next step (a message with new tokens) is due and may be sent, send the step.
+        """Send the next step of a stream (a message to the postprocessor) if the step is due.
 
         The step contains the unsent tokens. A step without tokens is a heartbeat. When the
         postprocessor gets a heartbeat, it checks whether the client is still connected.
 
         Returns:
-            The time at which this method must be called again if the stream gets no new output, as
-            a value of time.monotonic(). After a step was sent, this is the time of the next
-            heartbeat. New output causes an earlier call.
+            The time of the next call, as a value of time.monotonic():
+            - If the step is not due yet: the time at which it is due.
+            - If the postprocessor has not processed enough earlier steps: a short time from now.
+            - If the step was sent: the time of the next heartbeat. New output causes an earlier
+              call.
         """
-        # `interval_s` is the shortest time between two steps with output. `heartbeat_s` is the
-        # shortest time between two heartbeats. These times grow with the number of streams, because
-        # the server can send only a limited number of messages per second.
+        # The shortest times between two steps with output and between two heartbeats. These times
+        # grow with the number of streams, because the server can send only a limited number of
+        # messages per second.
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # `stream.unconsumed_steps` lists the steps that the postprocessor has not processed. If
-        # there are too many of these steps, the stream must not send another step. Remove the steps
-        # that the postprocessor has processed since the last check.
+        # `stream.may_send` needs an up-to-date list of the steps that are not processed yet.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
             return due
         if not stream.may_send():
-            # The postprocessor has not processed the earlier messages of this stream yet. Check the
-            # stream again soon.
             return now + max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
         self._send_step(stream, now)
         return now + heartbeat_s
@@ -274,6 +267,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Send a final response. If it is a CapacityError, count the request as refused."""
         if isinstance(result, CapacityError):
             self._statistics.counts["requests_refused_total"] += 1
+        self._respond_uncounted(sender, result)
+
+    def _respond_uncounted(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
+        """Send a final response. Do not count a CapacityError as a refused request."""
         super().respond(sender, result)
 
     def end_all(self, error: NereidError) -> None:
@@ -429,9 +426,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1
-        # `self.respond` would count a CapacityError as a refused request. This request was not
-        # refused, but has exceeded a time limit. Therefore call the method of the base class.
-        super().respond(stream.sender, error)
+        # This request was not refused, even if the error is a CapacityError.
+        self._respond_uncounted(stream.sender, error)
         self._remove(stream)
         return True
 

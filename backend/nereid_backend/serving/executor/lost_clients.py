@@ -62,10 +62,10 @@ class LostClientDetector:
         """Return whether the server has dropped a step of `stream`. If so, the client is gone.
 
         A step is a message to the postprocessor. The steps of all streams are numbered together,
-        and the server delivers the steps in this order. Example: the postprocessor has processed
-        step 8, which may belong to another stream, but not step 7, which belongs to this stream.
-        Then the server has dropped step 7. Steps also count as dropped if the postprocessor has
-        processed no step of this stream for `patience_s` seconds.
+        and the server delivers the steps in this order. A step was dropped if the postprocessor has
+        processed a later step of any stream. Example: the postprocessor has processed step 8, but
+        not step 7. Steps also count as dropped if the postprocessor has processed no step of this
+        stream for `patience_s` seconds.
 
         Mutates: removes processed steps from `stream.unconsumed_steps`.
         """
@@ -98,10 +98,9 @@ class LostClientDetector:
         """
         steps = stream.unconsumed_steps
         num_consumed = self._feedback.consumed(stream.slot, stream.serial)
-        # `stream.num_sent_steps - len(steps)` steps have already been removed. Continue until
-        # `num_consumed` steps have been removed.
-        while steps and stream.num_sent_steps - len(steps) < num_consumed:
+        num_removed_before = stream.num_sent_steps - len(steps)
+        num_to_remove = min(num_consumed - num_removed_before, len(steps))
+        for _ in range(num_to_remove):
             self._newest_consumed = max(self._newest_consumed, steps.popleft())
-            stream.stalled_s = 0.0
-        if not steps:
+        if num_to_remove > 0 or not steps:
             stream.stalled_s = 0.0

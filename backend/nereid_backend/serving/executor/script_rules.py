@@ -73,12 +73,19 @@ def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
     for all sequences of a request, or a list with one output for each sequence.
     """
     text = entry.get("text")
-    ids = entry.get("token_ids")
     if text is not None:
         texts = text if isinstance(text, list) else [text]
-        outputs = [tuple(encode(text_of_sequence)) for text_of_sequence in texts]
+        outputs = [encode(text_of_sequence) for text_of_sequence in texts]
     else:
-        rows = ids if ids and isinstance(ids[0], list) else [ids or []]
-        outputs = [tuple(row) for row in rows]
+        outputs = _as_list_of_outputs(entry.get("token_ids") or [])
     other_fields = {key: entry[key] for key in entry.keys() - {"text", "token_ids"}}
-    return Rule(token_ids=tuple(outputs), **other_fields)
+    return Rule(token_ids=tuple(tuple(output) for output in outputs), **other_fields)
+
+
+def _as_list_of_outputs(token_ids: list[Any]) -> list[list[int]]:
+    """Return the outputs in the key `token_ids` of an entry, as one list for each output.
+
+    Examples: one output [5, 6] becomes [[5, 6]]. Two outputs [[5], [6, 7]] are returned unchanged.
+    """
+    contains_several_outputs = bool(token_ids) and isinstance(token_ids[0], list)
+    return token_ids if contains_several_outputs else [token_ids]

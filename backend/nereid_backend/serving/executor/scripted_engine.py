@@ -92,16 +92,12 @@ class ScriptedEngine:
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
         self._queue: dict[str, ScriptedRequest] = {}
-        # `started` contains the id and the start time of each request that the last call of `step`
-        # has started. `compiled` contains the request id, the start time and the end time of each
-        # finished grammar compilation. Scripted output needs no grammar, so `compiled` is empty.
+        # `StepEngine` describes the items. `compiled` is empty, because no grammar is compiled.
         self.started: list[tuple[str, float]] = []
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
-        # The scripted engine has no prefix cache, so it has no sessions. The constructor of
-        # PrefixSessions requires a BlockPool, but without a prefix cache, this BlockPool is never
-        # used.
+        # Without a prefix cache (None), there are no sessions, and the BlockPool is never used.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
 
     def _encode(self, text: str) -> list[int]:
@@ -136,18 +132,17 @@ class ScriptedEngine:
         if images is not None:
             raise RequestError("image: the scripted engine does not accept images.")
         prompt = list(prompt_token_ids)
-        max_new_tokens = self.info.max_model_len - len(prompt)
-        if max_new_tokens < 1:
+        max_tokens = self.info.max_model_len - len(prompt)
+        if max_tokens < 1:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, but the limit is {self.info.max_model_len} "
                 "(max_model_len)"
             )
         rule = self._find_rule(self._tokenizer.decode(prompt, skip_special_tokens=False))
-        limit = max_new_tokens
         if params.max_tokens is not None:
-            limit = min(limit, params.max_tokens)
+            max_tokens = min(max_tokens, params.max_tokens)
         self._queue[request_id] = ScriptedRequest(
-            prompt, params, rule, limit, self.info.eos_token_ids
+            prompt, params, rule, max_tokens, self.info.eos_token_ids
         )
 
     def _find_rule(self, prompt_text: str) -> Rule:

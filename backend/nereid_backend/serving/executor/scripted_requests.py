@@ -26,20 +26,20 @@ class ScriptedSequence:
         is_aborted: whether the next update ends the sequence.
     """
 
-    def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
+    def __init__(self, rule: Rule, index: int, eos_token_ids: tuple[int, ...]) -> None:
         """Create a sequence without tokens.
 
         Args:
             rule: the rule of the script that matches the prompt.
             index: the index of the sequence in its request.
-            ending: the end-of-sequence token; empty if the checkpoint has no such token.
+            eos_token_ids: the end-of-sequence token; empty if the checkpoint has no such token.
         """
         self.index = index
         self.rule = rule
-        # A rule of the script contains either one output for all sequences of a request, or one
-        # output for each sequence.
+        # A rule contains either one output for all sequences of a request, or one output for each
+        # sequence. If there are fewer outputs than sequences, the outputs are used in turn.
         output = rule.token_ids[index % len(rule.token_ids)]
-        self._tokens = output + ending if rule.ends else output
+        self._tokens = output + eos_token_ids if rule.ends else output
         self.num_tokens = 0
         # The time at which the next update is due, as a value of time.monotonic(). The first update
         # is due immediately.

@@ -239,10 +239,12 @@ class Stream:
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """Return the time at which the stream's next step is due, as a value of time.monotonic().
 
-        A step is a message to the postprocessor. The last step is due immediately, and so is the
-        first step if it has output. After a heartbeat, the first output waits like any other. At
-        the returned time, the caller must check with `may_send` whether the postprocessor has
-        processed enough earlier steps.
+        A step is a message to the postprocessor.
+        - The last step, and a first step that has output, are due immediately.
+        - If the postprocessor has not processed enough earlier steps, `may_send` is false, and the
+          result is the time at which the caller must check `may_send` again.
+        - Any other step with output is due `interval_s` after the previous step.
+        - A step without output (a heartbeat) is due `heartbeat_s` after the previous step.
 
         Args:
             interval_s: the number of seconds between two steps with output.

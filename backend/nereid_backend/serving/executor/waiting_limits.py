@@ -51,15 +51,15 @@ class WaitingLimits:
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self._requests = SharedLimit(max_requests)
-        self._tokens = SharedLimit(max_tokens)
+        self._request_limit = SharedLimit(max_requests)
+        self._token_limit = SharedLimit(max_tokens)
         self._lock = threading.Lock()
         self._start_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
 
     @property
     def num_waiting(self) -> int:
         """The number of waiting requests."""
-        return self._requests.used
+        return self._request_limit.used
 
     def enter(self, timing: RequestTiming) -> None:
         """Add a request to the waiting requests.
@@ -74,8 +74,8 @@ class WaitingLimits:
             reason = self._refusal_reason(timing, wait_s)
             if reason is not None:
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
-            self._requests.add(timing.client_id, 1)
-            self._tokens.add(timing.client_id, timing.num_prompt_tokens)
+            self._request_limit.add(timing.client_id, 1)
+            self._token_limit.add(timing.client_id, timing.num_prompt_tokens)
 
     def leave(self, timing: RequestTiming, started: float | None) -> None:
         """Remove a request from the waiting requests.
@@ -86,11 +86,11 @@ class WaitingLimits:
                 while it was waiting.
         """
         with self._lock:
-            self._requests.remove(timing.client_id, 1)
-            self._tokens.remove(timing.client_id, timing.num_prompt_tokens)
+            self._request_limit.remove(timing.client_id, 1)
+            self._token_limit.remove(timing.client_id, timing.num_prompt_tokens)
             if started is not None:
                 self._start_times.append(started)
-            if not self._requests.used:
+            if not self._request_limit.used:
                 # The queue is empty, so the next requests do not wait. The measured rate is valid
                 # only while requests wait, so the measurements are deleted.
                 self._start_times.clear()
@@ -111,34 +111,48 @@ class WaitingLimits:
         The reason does not end with a full stop. `wait_s` is the estimated time that the request
         would wait in the queue; None if this time is unknown.
         """
-        client = timing.client_id
-        num_tokens = timing.num_prompt_tokens
-        # Example: " (3 of them from this client)"; "" if the client is unknown.
-        count_of_client = self._count_of_client(client)
-        if not self._requests.allows(client, 1):
-            return (
-                f"{self._requests.used} requests are waiting{count_of_client}, and the limit is "
-                f"{self._requests.limit} (max_num_waiting)"
-            )
-        # A limit of 0 means no limit. If no other request is waiting, a request may wait regardless
-        # of the number of its tokens. Otherwise, a long prompt could never be accepted.
-        token_limit_applies = self._tokens.limit and self._requests.used
-        if token_limit_applies and not self._tokens.allows(client, num_tokens):
-            return (
-                f"requests with {self._tokens.used} prompt tokens are waiting{count_of_client}, "
-                f"and this request has {num_tokens} more, but the limit is {self._tokens.limit} "
-                "(max_waiting_tokens)"
-            )
-        # Refuse the request now if its time limit would probably expire in the queue. The real wait
-        # may be longer than the estimate, so even an estimate slightly below the time limit is too
-        # long.
-        limit_s = min(timing.queue_timeout_s, timing.timeout_s)
-        if wait_s is not None and wait_s > _SAFETY_FACTOR * limit_s:
-            return (
-                f"{self._requests.used} requests are waiting, so this request would wait for about "
-                f"{wait_s:.1f} s, but its limit is {limit_s:g} s (queue_timeout, timeout)"
-            )
-        return None
+        return (
+            self._too_many_requests(timing.client_id)
+            or self._too_many_tokens(timing.client_id, timing.num_prompt_tokens)
+            or self._too_long_wait(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
+        )
+
+    def _too_many_requests(self, client: str) -> str | None:
+        """Return an error if a new request of `client` would exceed the limit on requests."""
+        if self._request_limit.allows(client, 1):
+            return None
+        return (
+            f"{self._request_limit.used} requests are waiting{self._count_of_client(client)}, and "
+            f"the limit is {self._request_limit.limit} (max_num_waiting)"
+        )
+
+    def _too_many_tokens(self, client: str, num_tokens: int) -> str | None:
+        """Return an error if a request with `num_tokens` tokens would exceed the limit on tokens.
+
+        If no other request is waiting, a request may have any number of tokens. Otherwise, a long
+        prompt could never be accepted. A limit of 0 means no limit.
+        """
+        has_limit = self._token_limit.limit > 0 and self._request_limit.used > 0
+        if not has_limit or self._token_limit.allows(client, num_tokens):
+            return None
+        return (
+            f"requests with {self._token_limit.used} prompt tokens are waiting"
+            f"{self._count_of_client(client)}, and this request has {num_tokens} more, but the "
+            f"limit is {self._token_limit.limit} (max_waiting_tokens)"
+        )
+
+    def _too_long_wait(self, limit_s: float, wait_s: float | None) -> str | None:
+        """Return an error if the time limit of a request would probably expire in the queue.
+
+        The real wait may be longer than the estimate `wait_s`, so even an estimate slightly below
+        the time limit `limit_s` is too long.
+        """
+        if wait_s is None or wait_s <= _SAFETY_FACTOR * limit_s:
+            return None
+        return (
+            f"{self._request_limit.used} requests are waiting, so this request would wait for "
+            f"about {wait_s:.1f} s, but its limit is {limit_s:g} s (queue_timeout, timeout)"
+        )
 
     def _count_of_client(self, client: str) -> str:
         """Return the part of an error message that says how many waiting requests a client has.
@@ -146,7 +160,9 @@ class WaitingLimits:
         Only waiting requests are counted. Example: " (3 of them from this client)". If the client
         is unknown, `client` is "", and the result is "", too.
         """
-        return f" ({self._requests.used_by(client)} of them from this client)" if client else ""
+        if not client:
+            return ""
+        return f" ({self._request_limit.used_by(client)} of them from this client)"
 
     def _estimated_wait_s(self, now: float, client: str) -> float | None:
         """Estimate how many seconds a new request of a client would wait in the queue.
@@ -160,15 +176,21 @@ class WaitingLimits:
         # begins with the oldest measured start, so this start itself is not counted.
         passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
         num_starts = len(self._start_times) - 1
-        num_before = self._requests.used
-        if client:
-            # The engine starts one request of each client in turn. Example: the client of the new
-            # request has 2 waiting requests, and 3 clients have waiting requests. Before the new
-            # request, the engine starts at most 2 requests of each client, so at most 3 * 2 = 6
-            # requests.
-            num_own = self._requests.used_by(client)
-            num_before = min(num_before, num_own * self._requests.num_clients)
-        return num_before * passed_s / num_starts
+        return self._max_requests_before(client) * passed_s / num_starts
+
+    def _max_requests_before(self, client: str) -> int:
+        """Return the largest number of waiting requests that start before the client's next one.
+
+        The engine starts one request of each client in turn. Example: this client has 2 waiting
+        requests, and 3 clients have waiting requests. Before the new request, the engine starts at
+        most 2 requests of each client, so at most 3 * 2 = 6 requests. If the client is unknown
+        (""), all waiting requests start before.
+        """
+        num_waiting = self._request_limit.used
+        if not client:
+            return num_waiting
+        num_own = self._request_limit.used_by(client)
+        return min(num_waiting, num_own * self._request_limit.num_clients)
 
 
 def _retry_sentence(wait_s: float | None) -> str:

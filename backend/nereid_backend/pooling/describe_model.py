@@ -25,6 +25,17 @@ from nereid_backend.text.prompt_encoder import PromptEncoder
 # wait short. Between limits of 512 and 4096 tokens, the throughput of a CPU changes by at most 3 %.
 _DEFAULT_TOKENS_ON_CPU = 1024
 _DEFAULT_TOKENS_ON_GPU = 16384
+# For two kinds of models, the field of the config that contains the size of the output vectors.
+_SIZE_FIELDS = {TOWERS: "projection_dim", RETRIEVAL: "embedding_dim"}
+# For each kind of model that does not pool token vectors, the description of its method.
+_POOLING_OF_LOADER = {
+    MASKED: "splade",
+    CAUSAL: "yes or no",
+    IMAGE_CAUSAL: "yes or no",
+    SEQUENCE: "the model's head",
+    TOKENS: "the model's head",
+    TOWERS: "the model's projection",
+}
 
 
 def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: float) -> PoolingInfo:
@@ -42,6 +53,9 @@ def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: flo
     encoder = loaded.encoder
     is_on_cpu = encoder.device.type == "cpu"
     default_batch_tokens = _DEFAULT_TOKENS_ON_CPU if is_on_cpu else _DEFAULT_TOKENS_ON_GPU
+    has_scores = spec.task != "embed"
+    accepts_images = spec.takes_messages or spec.loader in (TOWERS, RETRIEVAL)
+    max_token_bytes = PromptEncoder(encoder.tokenizer).max_token_bytes
     return PoolingInfo(
         model=config.model,
         architecture=spec.architecture,
@@ -49,16 +63,16 @@ def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: flo
         kinds=spec.kinds,
         dimension=_dimension(loaded),
         max_model_len=loaded.max_model_len,
-        max_token_bytes=PromptEncoder(encoder.tokenizer).max_token_bytes,
+        max_token_bytes=max_token_bytes,
         vocab_size=encoder.vocab_size,
         pooling=_describe_pooling(loaded),
         normalizes=loaded.normalizes,
-        activation=spec.activation if spec.task != "embed" else "none",
+        activation=spec.activation if has_scores else "none",
         path=_method_for_batches(loaded),
         labels=_labels(spec),
         prompts=dict(spec.prompts),
         default_prompt_name=spec.default_prompt_name,
-        accepts_images=spec.takes_messages or spec.loader in (TOWERS, RETRIEVAL),
+        accepts_images=accepts_images,
         device=str(encoder.device),
         dtype=str(encoder.dtype).removeprefix("torch."),
         max_batch_tokens=config.max_batch_tokens or default_batch_tokens,
@@ -90,12 +104,10 @@ def _dimension(loaded: LoadedModel) -> int:
     config: Any = loaded.encoder.model.config
     if spec.task != "embed":
         return 0
-    if spec.loader == TOWERS:  # a model with a text tower and an image tower, such as CLIP
-        return int(config.projection_dim)
+    if spec.loader in _SIZE_FIELDS:
+        return int(getattr(config, _SIZE_FIELDS[spec.loader]))
     if spec.loader == MASKED:  # a sparse vector has one weight for each entry of the vocabulary
         return loaded.encoder.vocab_size
-    if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
-        return int(config.embedding_dim)
     # All other models pass the token vectors through the layers `tokens`, pool the token vectors of
     # each text, and pass the pooled vectors through the layers `vector`. If a model has no dense
     # output, its token vectors are not pooled.
@@ -119,15 +131,8 @@ def _describe_pooling(loaded: LoadedModel) -> str:
     "cls+mean" for a model that concatenates the vectors of two pooling methods.
     """
     spec = loaded.spec
-    # `spec.loader` is the kind of model. checkpoint_spec.py describes the kinds.
-    if spec.loader == MASKED:  # a masked language model, whose logits determine sparse weights
-        return "splade"
-    if spec.loader in (CAUSAL, IMAGE_CAUSAL):  # a reranker that generates "yes" or "no"
-        return "yes or no"
-    if spec.loader in (SEQUENCE, TOKENS):  # a classifier of texts or of tokens
-        return "the model's head"
-    if spec.loader == TOWERS:  # a model with a text encoder and an image encoder, such as CLIP
-        return "the model's projection"
+    if spec.loader in _POOLING_OF_LOADER:
+        return _POOLING_OF_LOADER[spec.loader]
     if spec.kinds == ("multi_vector",):  # the output consists of the token vectors themselves
         return "none"
     return "+".join(loaded.poolers)

@@ -14,7 +14,7 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import choose_device
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward
 from nereid_backend.pooling.forward.choose_head import choose_head
-from nereid_backend.pooling.forward.image_text_towers import prepack_and_check_towers
+from nereid_backend.pooling.forward.image_text_towers import prepack_towers
 from nereid_backend.pooling.forward.pooling_forward import Head
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.length_limit import length_limit
@@ -164,7 +164,8 @@ def _choose_methods(
     """
     name = spec.architecture
     if spec.loader == TOWERS:
-        difference = prepack_and_check_towers(encoder, name, max_len)
+        # The text tower returns one vector for each text, and always computes padded batches.
+        difference = prepack_towers(encoder, name, max_len)
         return _Methods(forward=None, head=None, self_check_difference=difference)
     if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         # These models compute all inputs one by one. Batches are not used, so there is no

@@ -77,9 +77,9 @@ class PoolingModel:
         prompts = _vision_language_prompts(loaded)
         # The object that runs a vision-language model on one input at a time; None for other
         # models.
-        self._image_forward: ImageForward | None = None
-        if prompts is not None:
-            self._image_forward = ImageForward(loaded.encoder, loaded.spec)
+        self._image_forward = (
+            ImageForward(loaded.encoder, loaded.spec) if prompts is not None else None
+        )
         self.preparer = ItemPreparer(
             loaded.spec,
             self.info,
@@ -198,10 +198,8 @@ class PoolingModel:
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if loaded.spec.loader == MASKED:  # a SPLADE model
-            # A SPLADE model gives each vocabulary entry one weight. For each token of the text,
-            # relu is applied to the entry's logit, and then log1p is applied `num_log1p` times. The
-            # weight is the maximum or the sum of these results over all tokens (`strategy` is "max"
-            # or "sum").
+            # The weight of a vocabulary entry is the maximum or the sum ("max" or "sum") over all
+            # tokens. `splade_outputs` describes the formula.
             strategy, num_log1p = loaded.spec.splade
             logits = token_logits(loaded.encoder, hidden)
             return splade_outputs(logits, batch, strategy, num_log1p)
@@ -238,7 +236,8 @@ class PoolingModel:
         """
         # The number of tokens before the mask tokens; None for texts that are not expanded.
         attended_lens = [prepared.num_attended for prepared in items]
-        if attended_lens[0] is None:
+        are_expanded_queries = attended_lens[0] is not None
+        if not are_expanded_queries:
             return forward.forward(batch)
         lens = tuple(length for length in attended_lens if length is not None)
         encoder = self._loaded.encoder

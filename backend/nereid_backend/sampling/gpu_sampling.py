@@ -93,16 +93,16 @@ def why_unusable(device: torch.device) -> str | None:
     makes this comparison once for each device.
     """
     try:
-        num_wrong_tokens = num_differing(device)
+        num_wrong = num_wrong_rows(device)
     except Exception as error:  # noqa: BLE001
         # A compiler or a driver may raise any exception. After an exception, the kernel is not
         # used, and torch samples the tokens.
         return f"{type(error).__name__}: {first_line(error)}"
     # A small number of differences is accepted, because rounding can change the order of tokens
     # with similar probabilities.
-    if num_wrong_tokens > _MAX_DIFFERING:
+    if num_wrong > _MAX_DIFFERING:
         return (
-            f"{num_wrong_tokens} of {_NUM_CHECKED_ROWS} tokens differ from the reference "
+            f"{num_wrong} of {_NUM_CHECKED_ROWS} tokens differ from the reference "
             "implementation's tokens"
         )
     return None
@@ -138,7 +138,7 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
 
 
 @torch.inference_mode()
-def num_differing(device: torch.device) -> int:
+def num_wrong_rows(device: torch.device) -> int:
     """Run the kernel on a test batch, and return the number of rows with a wrong result.
 
     The reference implementation `sample_rows` samples the same batch on the CPU. A row is correct

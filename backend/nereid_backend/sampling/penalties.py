@@ -200,12 +200,12 @@ def apply_penalties(
     """
     device = logits.device
     penalties = np.array(
-        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
+        [(row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params],
         dtype=np.float32,
     )
-    # The three penalties are uploaded together, because one upload is faster than three. Each
-    # penalty becomes a column, [n, 1].
-    repetition, frequency, presence = upload(penalties, device).unsqueeze(2).unbind(1)
+    # The three penalties are uploaded together, because one upload is faster than three. The array
+    # [n, 3] is divided into three columns [n, 1].
+    repetition, frequency, presence = upload(penalties, device).split(1, dim=1)
     token_ids = upload(ids, device)
     num_occurrences = upload(counts, device)
     is_in_output = num_occurrences > 0

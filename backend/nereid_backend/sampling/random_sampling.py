@@ -74,7 +74,8 @@ class SamplingBatch:
 
         Args:
             positions: the positions whose tokens are sampled.
-            rows: [num_positions], the sampling parameters that `SamplingTable.read` returned.
+            rows: [num_positions] of the dtype `sampling_table.ROW`, the sampling parameters of the
+                positions.
         """
         # The seed of a request and the number of its output tokens determine the random number, so
         # the number does not depend on the other requests of the step.

@@ -294,9 +294,8 @@ class MaskFiller:
         `start` overwrites.
 
         Returns:
-            The jobs that fill the masks: one job that fills all masks when `join` calls its method
-            `result`, or the futures of several threads, whose method `result` waits for a thread.
-            The list is empty if no position has a grammar.
+            The jobs that fill the masks: either one job that runs when `join` calls `result`, or
+            the futures of several threads. The list is empty if no position has a grammar.
         """
         # The guide of a sequence is the state of its grammar.
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]

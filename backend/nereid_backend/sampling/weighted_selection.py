@@ -84,6 +84,7 @@ def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
     last_block_width = width - last_block * _BLOCK
     columns = block * _BLOCK + torch.arange(last_block_width, device=weights.device)
     block_weights = weights.gather(1, columns)
+    # For any block except the last, the columns from `_BLOCK` on belong to the next block.
     is_last_block = block == last_block
     block_weights[:, _BLOCK:] *= is_last_block
     return block_weights

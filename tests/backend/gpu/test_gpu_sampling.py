@@ -171,7 +171,7 @@ def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(nam
 
 
 def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(device, monkeypatch):
-    assert gpu_sampling.num_differing(device) == 0
+    assert gpu_sampling.num_wrong_rows(device) == 0
     plain = gpu_sampling.sample
 
     def wrong(logits, raw, settings):

@@ -249,12 +249,12 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
 def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     """Return whether each token attends only to itself and to earlier tokens.
 
-    The last token of a text is changed. If the vectors of the other tokens stay the same, no token
-    attends to later tokens.
+    The last token of the last text is changed. If the vectors of the text's other tokens stay the
+    same, no token attends to later tokens.
 
     Args:
         encoder: the model.
-        batch: the texts. The last text is changed.
+        batch: the texts.
         expected: the token vectors of the texts, [num_tokens, hidden_size].
     """
     text = batch.split()[-1]
@@ -266,7 +266,8 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
     # Use the median of the errors, because a mixture-of-experts model may choose other experts for
     # a few tokens when the batch changes.
-    errors = row_errors(changed[:-1], expected[-length:-1])
+    expected_of_text = expected[-length:]
+    errors = row_errors(changed[:-1], expected_of_text[:-1])
     return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
 
 
@@ -316,6 +317,7 @@ def _sliding_windows(
     try:
         forward.run(batch, attention)
     except MODEL_ERRORS:
+        # The test of the method "packed" fails with the same error, and reports the error.
         return set()
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)

@@ -7,7 +7,7 @@ from torch import Tensor
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
-from nereid_backend.pooling.forward.pooling_forward import Head
+from nereid_backend.pooling.forward.pooling_forward import Head, HeadMethod
 from nereid_backend.pooling.forward.self_check_texts import (
     MODEL_ERRORS,
     TOLERANCE,
@@ -47,7 +47,7 @@ def choose_head(
     expected = _whole_model_logits(encoder, chosen, batch)
     # The name of a method states which token vectors are passed to the head. "first" and "last" are
     # tested before "all", because they pass only one token vector for each text.
-    methods = ("tokens",) if per_token else ("first", "last", "all")
+    methods: tuple[HeadMethod, ...] = ("tokens",) if per_token else ("first", "last", "all")
     for method in methods:
         head = Head(encoder, method, per_token)
         if _find_output_error(head, hidden, batch, expected) is None:

@@ -37,8 +37,9 @@ class GroupAttention:
         Each text is divided into blocks of consecutive queries. The blocks limit the memory for the
         scores, and each block skips the keys outside its sliding window.
 
-        Shapes: query [count, num_heads, length, key_dim], key and value [count, num_kv_heads,
-        length, dim]; returns [count, num_heads, length, value_dim].
+        Shapes: query [count, num_heads, length, key_dim], key [count, num_kv_heads, length,
+        key_dim], value [count, num_kv_heads, length, value_dim]; returns [count, num_heads, length,
+        value_dim].
         """
         length = query.shape[2]
         block_len = self._choose_block_len(query)
@@ -105,7 +106,7 @@ class GroupAttention:
     def _mask(
         self, first_query: int, num_queries: int, num_keys: int, device: torch.device
     ) -> Tensor:
-        """Return the mask for a block of queries, bool [num_queries, num_keys].
+        """Return the mask for a block of queries, bool [num_queries, num_keys]. Cache the mask.
 
         True means that the query can attend to the key. Example: with causal attention, first_query
         1, two queries and three keys, the mask is [[True, True, False], [True, True, True]].
@@ -116,18 +117,25 @@ class GroupAttention:
             num_keys: the number of keys.
             device: the device of the mask.
         """
+        # The device is no part of the key, because a cache is used for one forward pass only.
         cache_key = (first_query, num_queries, num_keys, self.options.window)
         mask = self.masks.get(cache_key)
         if mask is None:
             positions = torch.arange(first_query, first_query + num_queries, device=device)
-            # The position of the query minus the position of the key.
             distance = positions[:, None] - torch.arange(num_keys, device=device)
-            mask = torch.ones_like(distance, dtype=torch.bool)
-            if self.options.window is not None:
-                mask = distance.abs() < self.options.window
-            if self.options.is_causal:
-                mask &= distance >= 0
-            self.masks[cache_key] = mask
+            mask = self.masks[cache_key] = self._mask_of_distances(distance)
+        return mask
+
+    def _mask_of_distances(self, distance: Tensor) -> Tensor:
+        """Return a bool mask of the shape of `distance`. True means that a query sees a key.
+
+        `distance` contains the position of each query minus the position of each key.
+        """
+        mask = torch.ones_like(distance, dtype=torch.bool)
+        if self.options.window is not None:
+            mask = distance.abs() < self.options.window
+        if self.options.is_causal:
+            mask &= distance >= 0
         return mask
 
     def _attend_block(
@@ -139,8 +147,9 @@ class GroupAttention:
         `mask` is None only for a block that contains all queries of the texts, so that torch's
         `is_causal` hides exactly the later keys.
 
-        Shapes: query [count, num_heads, num_queries, key_dim], key and value [count, num_kv_heads,
-        num_keys, dim], mask bool [num_queries, num_keys].
+        Shapes: query [count, num_heads, num_queries, key_dim], key [count, num_kv_heads, num_keys,
+        key_dim], value [count, num_kv_heads, num_keys, value_dim], mask bool [num_queries,
+        num_keys].
         """
         if self._needs_explicit_scores():  # a softcap or sinks, which torch does not support
             return self._attend_with_explicit_scores(query, key, value, mask)

@@ -4,6 +4,7 @@
 The vectors of texts and images are comparable.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -62,10 +63,11 @@ def num_image_tokens(encoder: Encoder) -> int:
 
 
 @torch.inference_mode()
-def prepack_and_check_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """Pack the model's linear layers, and check that padded batches give the right text vectors.
+def prepack_towers(encoder: Encoder, name: str, max_len: int) -> float:
+    """Pack the model's linear layers, and check that the packed layers give the right text vectors.
 
-    The vector of a text must not change if the text is computed in a padded batch.
+    The vectors of texts in a padded batch are compared with those of the original layers for each
+    text alone.
 
     Mutates: the layout of the model's linear layers, for the CPU kernels.
 
@@ -94,12 +96,10 @@ def prepack_and_check_towers(encoder: Encoder, name: str, max_len: int) -> float
             f"{name}: the vectors are not finite numbers, so the weights are broken. Download the "
             "checkpoint again."
         )
-    # The expected vectors were computed with the original linear layers, so the comparison also
-    # detects errors in the packed layers.
     prepack_linears(encoder.model)
     difference = relative_difference(text_vectors(encoder, batch), expected)
     tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
-    if not difference <= tolerance:  # If the difference is NaN, this condition is true, too.
+    if math.isnan(difference) or difference > tolerance:
         raise UnsupportedModelError(
             f"{name} is not supported: the vectors of texts in a padded batch differ from the "
             f"vectors of the same texts computed one by one. The relative difference is "

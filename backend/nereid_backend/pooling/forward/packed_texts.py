@@ -60,7 +60,7 @@ class TokenBatch:
     def of(
         cls,
         sequences: Sequence[Sequence[int]],
-        types: Sequence[Sequence[int] | None],
+        type_ids: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
         """Create a batch that concatenates the token ids of several texts.
@@ -70,19 +70,19 @@ class TokenBatch:
 
         Args:
             sequences: the token ids of each text.
-            types: the type ids of each text. In a pair of texts, the type id of a token is 0 in the
-                first text, and 1 in the second text. None means that a text has no type ids.
+            type_ids: the type ids of each text. In a pair of texts, the type id of a token is 0 in
+                the first text, and 1 in the second text. None means that a text has no type ids.
             device: the device of the batch.
         """
         flat_ids = [token_id for ids in sequences for token_id in ids]
         token_ids = torch.tensor(flat_ids, dtype=torch.int64).to(device)
         lens = tuple(len(ids) for ids in sequences)
-        if all(text_types is None for text_types in types):
+        if all(ids is None for ids in type_ids):
             return cls(token_ids, None, lens)
-        flat_types: list[int] = []
-        for length, text_types in zip(lens, types, strict=True):
-            flat_types += [0] * length if text_types is None else text_types
-        return cls(token_ids, torch.tensor(flat_types, dtype=torch.int64).to(device), lens)
+        flat_type_ids: list[int] = []
+        for length, ids in zip(lens, type_ids, strict=True):
+            flat_type_ids += [0] * length if ids is None else ids
+        return cls(token_ids, torch.tensor(flat_type_ids, dtype=torch.int64).to(device), lens)
 
     @property
     def starts(self) -> list[int]:
@@ -184,8 +184,9 @@ class PackedAttention:
     ) -> Tensor:
         """Compute the attention of one layer. Tokens attend only to tokens of the same text.
 
-        Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
-        num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
+        Shapes: query [1, num_heads, num_tokens, key_dim], key [1, num_kv_heads, num_tokens,
+        key_dim], value [1, num_kv_heads, num_tokens, value_dim]; returns [1, num_tokens, num_heads,
+        value_dim].
         """
         options = self._read_options(module, query, kwargs)
         if options.window is not None:
@@ -202,8 +203,9 @@ class PackedAttention:
     ) -> Tensor:
         """Compute the attention of one layer with Nereid's CPU kernels.
 
-        Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
-        num_tokens, dim]; returns [num_tokens, num_heads, value_dim].
+        Shapes: query [1, num_heads, num_tokens, key_dim], key [1, num_kv_heads, num_tokens,
+        key_dim], value [1, num_kv_heads, num_tokens, value_dim]; returns [num_tokens, num_heads,
+        value_dim].
         """
         if self._native_texts is None:
             lens = [group.text_len for group in self.groups for _ in range(group.num_texts)]
@@ -217,8 +219,9 @@ class PackedAttention:
 
         One call of torch's attention computes a group: neighbouring texts of the same length.
 
-        Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
-        num_tokens, dim]; returns [num_tokens, num_heads, value_dim].
+        Shapes: query [1, num_heads, num_tokens, key_dim], key [1, num_kv_heads, num_tokens,
+        key_dim], value [1, num_kv_heads, num_tokens, value_dim]; returns [num_tokens, num_heads,
+        value_dim].
         """
         attention = GroupAttention(options, masks=self._masks)  # all layers share the masks
         parts = []
@@ -240,8 +243,8 @@ class PackedAttention:
 
         Args:
             module: the attention layer of transformers.
-            query: the queries. If the layer does not set a scale for the scores, the size of the
-                queries determines the scale.
+            query: the queries, [1, num_heads, num_tokens, key_dim]. If the layer sets no scale for
+                the scores, the scale is computed from `key_dim`.
             kwargs: the options that transformers passes to the attention of a layer.
 
         Raises:
@@ -249,6 +252,7 @@ class PackedAttention:
         """
         if kwargs.get("position_bias") is not None:
             raise ValueError("its attention adds a position bias")
+        # transformers passes None or another value if a layer has no sliding window or no softcap.
         window = kwargs.get("sliding_window")
         softcap = kwargs.get("softcap")
         return TextAttention(

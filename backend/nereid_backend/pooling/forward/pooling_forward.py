@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder, accepts
+
+HeadMethod = Literal["first", "last", "all", "whole", "tokens"]
+"""The token vectors that a classification head gets.
+
+"first" and "last" mean the vector of each text's first or last token. "all" means all vectors,
+padded. "whole" means that the head cannot be separated from the base, so the whole model is run on
+a padded batch. "tokens" means that the head classifies each token by its vector alone.
+"""
 
 # Logits over the vocabulary are computed for at most `_LOGIT_TOKENS` tokens at a time.
 _LOGIT_TOKENS = 256
@@ -102,23 +110,19 @@ class Head:
 
     Attributes:
         encoder: the model.
-        method: the token vectors that the head gets. "first" and "last" mean the vector of each
-            text's first or last token. "all" means all vectors, padded. "whole" means that the head
-            cannot be separated from the base, so the whole model is run on a padded batch. "tokens"
-            means that the head classifies each token by its vector alone.
+        method: the token vectors that the head gets; see `HeadMethod`.
         is_per_token: whether the head classifies single tokens instead of whole texts.
     """
 
     encoder: Encoder
-    method: str
+    method: HeadMethod
     is_per_token: bool = False
 
     def logits(self, hidden: Tensor | None, batch: TokenBatch) -> Tensor:
         """Return the logits of each text, [num_texts, num_labels].
 
         If the head classifies single tokens, return the logits of each token,
-        [num_tokens, num_labels]. The attribute `method` names the token vectors that the head gets:
-        "first", "last", "all" or "tokens". With "whole", the whole model is run instead.
+        [num_tokens, num_labels].
 
         Args:
             hidden: the token vectors [num_tokens, hidden_size]. They can be None if `method` is
@@ -128,11 +132,13 @@ class Head:
         if self.method == "whole":
             return self._logits_of_whole_model(batch)
         assert hidden is not None, "only the method `whole` needs no token vectors"
-        if self.method == "tokens":
-            return self._logits_of_tokens(hidden, batch)
-        if self.method == "all":
-            return self._logits_of_padded(hidden, batch)
-        return self._logits_of_one_token(hidden, batch)  # the first or the last token
+        match self.method:
+            case "first" | "last":
+                return self._logits_of_one_token(hidden, batch)
+            case "all":
+                return self._logits_of_padded(hidden, batch)
+            case "tokens":
+                return self._logits_of_tokens(hidden, batch)
 
     def _logits_of_whole_model(self, batch: TokenBatch) -> Tensor:
         """Compute the logits by running the whole model, including its classification head."""
@@ -204,10 +210,11 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
     slice's first token, and the logits of the slice [n, vocab_size].
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
+        # The first axis is that of the texts: the model gets all tokens of the slice as one text.
         rows = hidden[start : start + _LOGIT_TOKENS][None]
-        # In transformers, the head cannot be called alone. Therefore call the whole model, while
-        # the base model returns `rows` instead of computing token vectors. The token ids then have
-        # no effect. Only their shape is checked.
+        # In transformers, the head cannot be called alone. Therefore the whole model is called, and
+        # its base model is replaced by a function that returns `rows`. The token ids then have no
+        # effect. Only their shape is checked.
         ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
         with replace_base_output(encoder, rows):
             yield start, encoder.model(input_ids=ids).logits[0]
@@ -230,8 +237,8 @@ def replace_base_output(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     output = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=rows, pooler_output=pooled
     )
-    # This attribute hides the method `forward` of the class, so calls of the base model return
-    # `output`. The `finally` block below deletes the attribute.
+    # A hook of torch could replace the output, but not skip the computation. This attribute hides
+    # the method `forward` of the class until the `finally` block below deletes the attribute.
     base.forward = lambda *_, **__: output
     try:
         yield

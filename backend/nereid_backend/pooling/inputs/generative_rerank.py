@@ -9,7 +9,8 @@ an instruction, the query and the document. This is the format in the model card
 (June 2025).
 """
 
-from typing import Any, Literal
+from enum import Enum, auto
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -22,11 +23,6 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
-# The format in which prompts contain a query and a document. "pair": the tokenizer joins the query
-# and the document, and there is no prompt. "roles": the chat template renders two messages with the
-# roles "query" and "document". "user message": one message contains an instruction, the query and
-# the document.
-_Format = Literal["pair", "roles", "user message"]
 # Two texts that do not occur in any template. A template is rendered with these texts as the query
 # and the document. If one of the texts is missing in the result, the template does not support the
 # roles "query" and "document".
@@ -39,6 +35,17 @@ _UNKNOWN_ROLES = ("role7query", "role7document")
 # The first attempt can fail, because the end of the document is tokenised together with the text
 # that follows.
 _SPARE_TOKENS = (0, 4, 16)
+
+
+class _Format(Enum):
+    """The format in which prompts contain a query and a document."""
+
+    PAIR = auto()
+    """The tokenizer joins the query and the document. There is no prompt."""
+    ROLES = auto()
+    """The chat template renders two messages with the roles "query" and "document"."""
+    USER_MESSAGE = auto()
+    """One message contains an instruction, the query and the document."""
 
 
 class GenerativeReranker:
@@ -77,34 +84,30 @@ class GenerativeReranker:
         self._template_kwargs = template_kwargs
         self._has_parts = has_parts
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
-        # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
-        # their files.
-        self._format = self._choose_format(is_for_sentence_transformers=answers is not None)
-        # In the format "pair", the tokenizer joins the two texts and truncates them. In the formats
-        # "roles" and "user message", one prompt contains the two texts, and the method `tokens`
-        # removes the end of the document.
-        self.truncation_side = tokenizer.truncation_side if self._format == "pair" else "right"
+        # Only the files of checkpoints for sentence-transformers contain the two token ids.
+        is_for_sentence_transformers = answers is not None
+        self._format = self._choose_format(
+            is_for_sentence_transformers=is_for_sentence_transformers
+        )
+        # The tokenizer truncates a pair. In a prompt, `tokens` removes the end of the document.
+        is_pair = self._format is _Format.PAIR
+        self.truncation_side = tokenizer.truncation_side if is_pair else "right"
 
     def _choose_format(self, *, is_for_sentence_transformers: bool) -> _Format:
         """Return the format in which prompts contain the query and the document.
 
-        "roles" means that the chat template renders two messages with the roles "query" and
-        "document". "user message" means that one message contains an instruction, the query and the
-        document; without a chat template, the texts of the messages are joined. "pair" means that
-        there is no prompt, and the tokenizer joins the query and the document.
+        Without a chat template, the tokenizer of a checkpoint for sentence-transformers joins the
+        query and the document. With a template that supports the roles "query" and "document",
+        these roles are used. In all other cases, one user message contains the two texts.
         """
         if not self._tokenizer.chat_template:
-            return "pair" if is_for_sentence_transformers else "user message"
-        # If a checkpoint for sentence-transformers has a template that renders the roles "query"
-        # and "document", these roles are used. For other checkpoints, this is not enough: many
-        # templates render any role name, although they were not written for queries and documents.
-        # The template of such a checkpoint must also render these two roles differently from
-        # unknown roles.
-        if not self._renders_roles():
-            return "user message"
-        if not is_for_sentence_transformers and self._renders_unknown_roles_equally():
-            return "user message"
-        return "roles"
+            return _Format.PAIR if is_for_sentence_transformers else _Format.USER_MESSAGE
+        supports_roles = self._renders_roles()
+        if supports_roles and not is_for_sentence_transformers:
+            # Many templates render any role name, although they were not written for queries and
+            # documents. For these checkpoints, the roles must therefore have an effect.
+            supports_roles = not self._renders_unknown_roles_equally()
+        return _Format.ROLES if supports_roles else _Format.USER_MESSAGE
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -125,8 +128,7 @@ class GenerativeReranker:
             RequestError: the prompt is longer than the limit even without the document.
         """
         query, document = pair
-        if self._format == "pair":
-            # The checkpoint has no chat template. The tokenizer joins the query and the document.
+        if self._format is _Format.PAIR:
             return self._encode_pair(query, document, limit)
         ids = self._encode(self._render(query, document, instruction))
         if limit is None or len(ids) <= limit:
@@ -154,8 +156,8 @@ class GenerativeReranker:
         num_without_document = len(self._encode(self._render(query, "", instruction)))
         document_ids = self._encode(document)
         # In the prompt, the end of the document is tokenised together with the text that follows.
-        # The prompt can therefore be a few tokens too long. In this case, shorten the document by 4
-        # tokens. If the prompt is still too long, shorten the document by 16 tokens instead.
+        # The prompt can therefore be a few tokens too long. The next attempt then keeps fewer
+        # tokens of the document.
         for num_spare in _SPARE_TOKENS:
             num_kept = limit - num_without_document - num_spare
             if num_kept <= 0:
@@ -190,13 +192,16 @@ class GenerativeReranker:
     ) -> tuple[list[dict[str, str]], dict[str, Any]]:
         """Return the messages and the variables from which the chat template builds the prompt.
 
-        Example: the query "a", the document "b" and no instruction return the messages [{"role":
-        "query", "content": "a"}, {"role": "document", "content": "b"}] if the template supports
-        these roles. An instruction becomes a system message before these two messages. If the
-        template does not support the roles, a system message contains the task, and one user
-        message contains the instruction, the query and the document.
+        If the template supports the roles "query" and "document", the variables are those in the
+        checkpoint's files. Example: the query "a" and the document "b" return the messages
+        [{"role": "query", "content": "a"}, {"role": "document", "content": "b"}]. An instruction
+        becomes a system message before these messages.
+
+        Otherwise, a system message contains the task, one user message contains the instruction,
+        the query and the document, and the variables are {"add_generation_prompt": True,
+        "enable_thinking": False}.
         """
-        if self._format == "roles":  # The template supports the roles "query" and "document".
+        if self._format is _Format.ROLES:
             return _role_messages(_ROLES, query, document, instruction), self._template_kwargs
         # This format and these variables of the chat template come from the model card of
         # Qwen3-Reranker. The variables in the checkpoint's files are not used, because they are

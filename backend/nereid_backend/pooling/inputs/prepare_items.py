@@ -139,12 +139,7 @@ class ItemPreparer:
             RequestError: an item is wrong. If there are several items, the message contains the
                 index of the wrong item.
         """
-        # A check is fast, but the preparation of an item can be slow. Check all items before the
-        # first item is prepared, so that no time is wasted if a later item is wrong.
-        checked: list[PoolingItem] = []
-        for index, item in enumerate(items):
-            with _error_index(index, len(items)):
-                checked.append(self._checker.check_and_complete(item))
+        checked = self._check_all(items)
         # Items such as images are prepared one by one. All other items are collected in `texts`,
         # because one call of the tokenizer for many texts is faster than many calls. The keys of
         # `prepared` and `texts` are the indices of the items.
@@ -161,6 +156,18 @@ class ItemPreparer:
             with _error_index(index, len(items)):
                 prepared[index] = self._prepare_text(texts[index], ids, types)
         return [prepared[index] for index in range(len(items))]
+
+    def _check_all(self, items: Sequence[PoolingItem]) -> list[PoolingItem]:
+        """Validate all items, and fill in their missing fields.
+
+        A check is fast, but the preparation of an item can be slow. All items are checked before
+        the first item is prepared, so that no time is wasted if a later item is wrong.
+        """
+        checked: list[PoolingItem] = []
+        for index, item in enumerate(items):
+            with _error_index(index, len(items)):
+                checked.append(self._checker.check_and_complete(item))
+        return checked
 
     def _prepare_alone(self, item: PoolingItem) -> Prepared | None:
         """Prepare an item that cannot be tokenised together with others, such as an image.
@@ -244,10 +251,10 @@ class ItemPreparer:
         """
         # For single texts, the tokenizer gets one list. For pairs, the tokenizer gets two lists:
         # the first text of each pair, and the second text of each pair.
-        texts = [_texts_of(item) for item in items.values()]
-        lists = [list(column) for column in zip(*texts, strict=True)]
+        texts_of_items = [_texts_of(item) for item in items.values()]
+        texts_by_position = [list(texts) for texts in zip(*texts_of_items, strict=True)]
         encoded: Any = self._tokenizer(
-            *lists,
+            *texts_by_position,
             return_attention_mask=False,
             return_token_type_ids=self._wants_types,
             verbose=False,
@@ -303,24 +310,29 @@ class ItemPreparer:
             raise RequestError(
                 "input: the text is empty and has no tokens. Send at least one character."
             )
-        prompt_len = 0  # the number of tokens that are left out of the pooling
-        if item.prompt and not self._spec.include_prompt:
-            # At least one token must be pooled.
-            prompt_len = min(self._prompt_len(item.prompt), len(ids) - 1)
         expanded = self._rules.expand(item, ids, types)
         needs_offsets = item.kind == "token_classify"
+        # The offsets are truncated like `ids`.
+        offsets = self._offsets(item, limit) if needs_offsets else None
         return Prepared(
             item,
             token_ids=expanded.token_ids,
             type_ids=expanded.type_ids,
-            prompt_len=prompt_len,
+            prompt_len=self._num_unpooled_tokens(item, len(ids)),
             num_tokens=len(expanded.token_ids),
             num_attended=expanded.num_attended,
-            # True if the output contains no vectors for punctuation and similar words. In most
-            # models, this is true only for documents.
             skips_words=self._rules.skips_words(item),
-            offsets=self._offsets(item, limit) if needs_offsets else None,  # truncated like `ids`
+            offsets=offsets,
         )
+
+    def _num_unpooled_tokens(self, item: PoolingItem, num_tokens: int) -> int:
+        """Return the number of the prompt's tokens that are left out of the pooling.
+
+        At least one of the `num_tokens` tokens of the item must be pooled.
+        """
+        if not item.prompt or self._spec.include_prompt:
+            return 0
+        return min(self._prompt_len(item.prompt), num_tokens - 1)
 
     def _truncated_tokens(
         self, item: PoolingItem, limit: int

@@ -52,7 +52,8 @@ def describe_embedding(
 
     There are four types of models: SPLADE models with sparse output, vision-language models for
     retrieval such as ColPali, models with a text tower and an image tower such as CLIP, and models
-    that return or pool token vectors. The type determines the fields `kinds` and `loader`.
+    that return or pool token vectors. The first type in this order that matches is chosen. The type
+    determines the fields `kinds` and `loader`.
 
     Args:
         base: the fields that every task has.
@@ -107,17 +108,12 @@ def _describe_token_vectors(
     )
     base = replace(base, token_modules=token_modules)
     # Checkpoints of Stanford's ColBERT library do not list modules. All models of this library have
-    # multi-vector output.
+    # multi-vector output. In other checkpoints, a list of modules without the module Pooling means
+    # multi-vector output. Without a list of modules, the token vectors are pooled.
     is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
-    has_pooling = find_config(later_modules, "Pooling") is not None
-    has_modules_without_pooling = bool(later_modules) and not has_pooling
-    if is_stanford_colbert or has_modules_without_pooling:
+    has_pooling = not later_modules or find_config(later_modules, "Pooling") is not None
+    if is_stanford_colbert or not has_pooling:
         return _describe_multi_vector(base, root, later_modules)
-    if read_settings(base.folder).get("query_expansion"):
-        raise UnsupportedModelError(
-            f"{base.folder}: query_expansion requires a checkpoint with one vector for each token, "
-            "but this checkpoint pools its token vectors."
-        )
     return _describe_dense(base, settings, root, later_modules)
 
 
@@ -132,13 +128,7 @@ def _describe_multi_vector(
     saved = read_json(root / SAVED_FILE)
     is_colbert = base.architecture == STANFORD_ARCHITECTURE or has_pylate_model_type(saved)
     _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
-    token_modules = base.token_modules
-    if is_colbert:
-        # ColBERT applies linear layers to the token vectors, and then scales the results to unit
-        # length. The checkpoint's files do not state this completely, so the modules are built
-        # here, and not taken from `base`.
-        dense = tuple(module for module in later_modules if module.kind == "Dense")
-        token_modules = (*dense, ModuleSpec("Normalize", root, {}))
+    token_modules = _colbert_modules(root, later_modules) if is_colbert else base.token_modules
     # The settings file is in the folder of the transformers model. In some checkpoints, this folder
     # is a subfolder of `root`.
     settings = read_settings(base.folder)
@@ -154,6 +144,16 @@ def _describe_multi_vector(
         prompts=rules.with_markers(base.prompts),
         max_seq_length=rules.longest_limit(base.max_seq_length),
     )
+
+
+def _colbert_modules(root: Path, later_modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that ColBERT applies to the token vectors.
+
+    ColBERT applies the linear layers among `later_modules`, and then scales the results to unit
+    length. The files of a checkpoint do not name the scaling.
+    """
+    dense = tuple(module for module in later_modules if module.kind == "Dense")
+    return (*dense, ModuleSpec("Normalize", root, {}))
 
 
 def _check_multi_vector_modules(
@@ -199,30 +199,43 @@ def _describe_dense(
         settings: the settings. The setting `pooling` replaces the pooling method of the checkpoint.
         root: the folder of the checkpoint.
         later_modules: the modules that follow the transformers model. The list may be empty.
+
+    Raises:
+        UnsupportedModelError: the checkpoint expands queries, or its pooling is not supported.
     """
+    if read_settings(base.folder).get("query_expansion"):
+        raise UnsupportedModelError(
+            f"{base.folder}: query_expansion requires a checkpoint with one vector for each token, "
+            "but this checkpoint pools its token vectors."
+        )
     pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
     pooling = pooling_modules[0] if pooling_modules else None
     # Whether pooling includes the tokens of the prompt. The default is True.
     includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
-    vector_modules = tuple(
-        module for module in later_modules if not module.maps_tokens and module.kind != "Pooling"
-    )
-    # Whether vectors are scaled to length 1. None if the files do not determine this. In this case,
-    # the vectors of causal models are scaled, and the vectors of other models are not (see
-    # `_choose_pooling` in load_model.py).
-    normalizes = ends_with_normalize(later_modules) if pooling is not None else None
-    if normalizes:
-        # Leave out the last module, which scales the vectors. Requests may truncate vectors, and
-        # vectors must be scaled after the truncation. `dense_outputs` therefore scales the vectors.
-        vector_modules = vector_modules[:-1]
+    # Whether vectors are scaled to length 1. None means the default for the model.
+    normalizes = None if pooling is None else ends_with_normalize(later_modules)
     return replace(
         base,
         kinds=_kinds_of_files(root),
         poolers=(settings.pooling,) if settings.pooling else _poolers_of(pooling),
         include_prompt=includes_prompt,
-        vector_modules=vector_modules,
+        vector_modules=_vector_modules(later_modules, leaves_out_last=bool(normalizes)),
         normalizes=normalizes,
     )
+
+
+def _vector_modules(
+    later_modules: list[ModuleSpec], *, leaves_out_last: bool
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that convert pooled vectors.
+
+    If the last module scales the vectors to length 1, the caller leaves it out. Requests may
+    truncate vectors, and vectors must be scaled after the truncation, by `dense_outputs`.
+    """
+    modules = tuple(
+        module for module in later_modules if not module.maps_tokens and module.kind != "Pooling"
+    )
+    return modules[:-1] if leaves_out_last else modules
 
 
 def _kinds_of_files(root: Path) -> tuple[str, ...]:

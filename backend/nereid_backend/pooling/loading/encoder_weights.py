@@ -167,29 +167,41 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
             passes the weights as a dict.
 
     Raises:
-        ValueError: transformers has no class for this retrieval model.
-        UnsupportedModelError: transformers has no class for the encoder of the model.
+        UnsupportedModelError: transformers has no class for the model or its encoder.
     """
-    if spec.loader == RETRIEVAL:  # a vision-language model for retrieval, such as ColPali
-        # transformers has no auto class for retrieval models, so look up the class by its name.
-        retrieval_class = getattr(transformers, spec.architecture, None)
-        if retrieval_class is None:
-            raise ValueError(f"transformers has no class {spec.architecture}")
-        return retrieval_class.from_pretrained  # type: ignore[no-any-return]
+    if spec.loader == RETRIEVAL:
+        return _retrieval_loading_function(spec)
     auto_class = _AUTO[spec.loader]
+    # If `auto_class` does not support the config, this function raises a ValueError that lists the
+    # supported configs.
+    load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
     has_head = spec.loader != BASE
-    # An auto class is not sufficient in two cases. If the model has no head, the pooler must be
-    # left out, but auto classes cannot leave out the pooler. If the weights are in a dict, auto
-    # classes cannot load them.
-    is_auto_class_sufficient = has_head and reads_folder
-    model_class = None if is_auto_class_sufficient else _model_class(auto_class, spec)
+    if has_head and reads_folder:
+        return load_with_auto_class
+    # An auto class cannot leave out the pooler of a model without a head, and cannot load weights
+    # from a dict. The class of the model can do both.
+    model_class = _model_class(auto_class, spec)
     if model_class is None:
-        # If `auto_class` does not support this config, the returned function raises a ValueError
-        # that lists the supported configs.
-        return partial(auto_class.from_pretrained, trust_remote_code=False)
+        return load_with_auto_class
     if has_head:
         return model_class.from_pretrained  # type: ignore[no-any-return]
     return _loading_function_without_head(spec, model_class)
+
+
+def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:
+    """Return a function that loads a vision-language model for retrieval, such as ColPali.
+
+    transformers has no auto class for these models, so the class is looked up by its name.
+
+    Raises:
+        UnsupportedModelError: transformers has no class for the model.
+    """
+    retrieval_class = getattr(transformers, spec.architecture, None)
+    if retrieval_class is None:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: transformers has no class {spec.architecture}"
+        )
+    return retrieval_class.from_pretrained  # type: ignore[no-any-return]
 
 
 def _loading_function_without_head(

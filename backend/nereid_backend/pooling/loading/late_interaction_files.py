@@ -226,16 +226,27 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     if has_pylate_model_type(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
     # A file without PyLate's model type can contain PyLate's keys, too. PyLate's defaults for
-    # markers and query expansion apply to every file with at least one of these keys.
-    has_pylate_keys = not _PYLATE_KEYS.isdisjoint(saved)
-    if not has_pylate_keys:
-        return values
-    # A marker precedes each query or document. An empty text means that there is no marker.
-    values["markers"] = [
-        (QUERY, saved.get("query_prefix") or ""),
-        (DOCUMENT, saved.get("document_prefix") or ""),
-    ]
-    # The key `query_expansion` of sentence-transformers has priority over PyLate's keys.
+    # markers and query expansion apply to every file that contains one of these keys.
+    if not _PYLATE_KEYS.isdisjoint(saved):
+        values |= _pylate_markers_and_expansion(saved)
+    return values
+
+
+def _pylate_markers_and_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rules for markers and query expansion of a file that contains PyLate's keys.
+
+    The key `query_expansion` of sentence-transformers has priority over PyLate's keys. If it
+    exists, the result contains no rule for query expansion.
+
+    Example: {"query_prefix": "[Q] ", "do_query_expansion": false} returns {"markers": [("query",
+    "[Q] "), ("document", "")]}. An empty marker means that there is no marker.
+    """
+    values: dict[str, Any] = {
+        "markers": [
+            (QUERY, saved.get("query_prefix") or ""),
+            (DOCUMENT, saved.get("document_prefix") or ""),
+        ]
+    }
     expands_queries = saved.get("do_query_expansion") is not False
     if expands_queries and "query_expansion" not in saved:
         values["query_expansion"] = _pylate_expansion_rule(saved)

@@ -4,6 +4,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from nereid_backend.pooling.loading.checkpoint_spec import MASKED, CheckpointSpec
 from nereid_backend.pooling.loading.late_interaction_files import (
     STANFORD_ARCHITECTURE,
@@ -61,41 +63,47 @@ def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> Ou
         UnsupportedModelError: the activation of a layer is not supported.
     """
     device = encoder.device
-    token_layers = [load_layer(module, device) for module in spec.token_modules]
+    sparse = load_linear(root / SPARSE_FILE, device) if _has_sparse_layer(spec) else None
+    # If the model has only multi-vector output, the token vectors themselves are the output.
+    has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
+    multi_vector = load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
+    return OutputLayers(
+        tokens=_load_token_layers(root, spec, device),
+        vector=[load_layer(module, device) for module in spec.vector_modules],
+        sparse=sparse,
+        multi_vector=multi_vector,
+        ids_without_output=_ids_without_output(spec, encoder),
+    )
+
+
+def _load_token_layers(root: Path, spec: CheckpointSpec, device: torch.device) -> list[Layer]:
+    """Load the layers that convert token vectors to token vectors."""
+    layers = [load_layer(module, device) for module in spec.token_modules]
     if spec.architecture == STANFORD_ARCHITECTURE:
         # A checkpoint of Stanford's ColBERT library does not list modules. Its projection is a
         # linear layer, which is stored with the weights of the encoder. This layer comes before the
         # scaling to length 1.
-        token_layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
-    # In a SPLADE model, the layers for masked language modelling compute the sparse output. The
-    # loader of such a model is MASKED.
-    has_sparse_layer = "sparse" in spec.kinds and spec.loader != MASKED
-    sparse = load_linear(root / SPARSE_FILE, device) if has_sparse_layer else None
-    # If the model has only multi-vector output, the token vectors themselves are the output.
-    has_multi_vector_layer = "multi_vector" in spec.kinds and "dense" in spec.kinds
-    multi_vector = load_linear(root / MULTI_VECTOR_FILE, device) if has_multi_vector_layer else None
-    # Some tokens have no output: the sparse layer gives them no weight, and the multi-vector output
-    # contains no vector for them.
-    ids_without_output = _ids_without_output(spec, encoder, has_sparse_layer=has_sparse_layer)
-    return OutputLayers(
-        tokens=token_layers,
-        vector=[load_layer(module, device) for module in spec.vector_modules],
-        sparse=sparse,
-        multi_vector=multi_vector,
-        ids_without_output=ids_without_output,
-    )
+        layers.insert(0, load_projection(root, STANFORD_PROJECTION, device))
+    return layers
 
 
-def _ids_without_output(
-    spec: CheckpointSpec, encoder: Encoder, *, has_sparse_layer: bool
-) -> frozenset[int]:
-    """Return the ids of the tokens that the sparse and multi-vector outputs leave out.
+def _has_sparse_layer(spec: CheckpointSpec) -> bool:
+    """Return whether the checkpoint has a separate layer that computes sparse output.
 
-    If the model has a sparse layer, the result contains special tokens. If the files of a
-    multi-vector model name further tokens, such as punctuation, the result contains these tokens.
+    In a SPLADE model (MASKED), the layers for masked language modelling compute this output.
+    """
+    return "sparse" in spec.kinds and spec.loader != MASKED
+
+
+def _ids_without_output(spec: CheckpointSpec, encoder: Encoder) -> frozenset[int]:
+    """Return the ids of the tokens that have no weight in sparse and no vector in other output.
+
+    If the model has a sparse layer, the result contains the tokenizer's CLS, EOS, SEP, PAD and UNK
+    tokens. If the files of a multi-vector model name further tokens, such as punctuation, the
+    result contains these tokens.
     """
     ids_without_output: set[int] = set()
-    if has_sparse_layer:
+    if _has_sparse_layer(spec):
         special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
         ids_without_output = {token_id for token_id in special_ids if token_id is not None}
     words = spec.late_interaction.skip_words

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -169,16 +170,19 @@ def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
     # The name comes from the checkpoint, and importing an arbitrary package could run any code.
     # Therefore only classes of torch are allowed.
     is_in_torch = package == "torch.nn" or package.startswith("torch.nn.modules.")
-    activation_class = getattr(nn, class_name, None) if is_in_torch else None
+    error = UnsupportedModelError(
+        f"{module.folder}: the activation {name} is not supported, because it is not a module "
+        "of torch.nn that can be created without arguments."
+    )
+    if not is_in_torch:
+        raise error
+    activation_class: Any = getattr(nn, class_name, None)
     if activation_class is nn.Identity:
         return None
     try:
-        activation = activation_class() if activation_class is not None else None
-    except TypeError:  # the constructor requires arguments
-        activation = None
+        activation = activation_class()
+    except TypeError:  # The class does not exist, or its constructor requires arguments.
+        raise error from None
     if not isinstance(activation, nn.Module):
-        raise UnsupportedModelError(
-            f"{module.folder}: the activation {name} is not supported, because it is not a module "
-            "of torch.nn that can be created without arguments."
-        )
+        raise error
     return activation

@@ -130,8 +130,7 @@ class EngineCalls:
                 error,
             )
             return
-        # Either `_adapter_calls` or `_cache_calls` stores the request. The other object has no
-        # entry for `call_id`, and returns None.
+        # Only one of the two objects stores a request with this id. The other object returns None.
         for calls in (self._adapter_calls, self._cache_calls):
             if answer := calls.record_refusal(call_id, process.index, error):
                 self._respond(*answer)

@@ -109,32 +109,30 @@ class EngineMetrics:
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
         labels = {"model_name": _ensemble_of(executor)}
-        families = MetricFamilies()
         self._labels = labels
-        self._families = families  # The metrics exist as long as this object exists.
+        # The metrics exist as long as this object exists.
+        self._families = MetricFamilies()
         self._num_publish_calls = 0
 
-        # The following attributes store gauges. If the value of a gauge has changed, the next call
-        # of `publish` publishes the value.
-        self._num_requests = families.gauge(
+        self._num_requests = self._families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
         self._published_num_requests: int | None = None  # None before the first call
-        # The gauges of each engine process, with their last published values.
-        self._gauges_of_engines = _create_gauges_of_engines(families, labels, num_engines)
+        self._gauges_of_engines = _create_gauges_of_engines(self._families, labels, num_engines)
 
         # Counters and histograms, by name. To save time, these metrics are published only in some
         # of the calls of `publish`.
-        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
-        self._histograms = _create_histograms(families, labels)
+        self._counters = {
+            name: self._families.counter(name, text) for name, text in _COUNTERS.items()
+        }
+        self._histograms = _create_histograms(self._families, labels)
         # Each update of a sequence adds one value to this histogram. Passing each value to the
-        # server separately would take too much time, so the executor counts the values, and
-        # publishes the counts.
-        self._token_gaps = families.histogram_counters(
+        # server would take too much time, so the executor counts the values, and publishes counts.
+        self._token_gaps = self._families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )
         # One counter for each finish reason.
-        self._finish_reasons = families.counter(
+        self._finish_reasons = self._families.counter(
             "request_success_total", "Ended sequences by finish reason"
         )
 

@@ -93,24 +93,24 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _init_loop_state(self, model_name: str) -> None:
         """Create the attributes that only the loop's thread uses.
 
-        Triton constructs a model without arguments, so `initialize` calls this method when the
-        settings are read and the engine processes run. A stream is the state of one request in the
-        executor. `model_name` is the name of this Triton model, for the labels of the metrics.
+        The constructor cannot create them, because Triton calls it without arguments. `initialize`
+        calls this method after reading the settings and starting the engine processes. `model_name`
+        is the name of this Triton model, for the labels of the metrics.
         """
         settings = self._settings
-        # The streams with unsent output, by request id.
+        # The streams (requests in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
         # All streams are inspected at the first call of `do_periodic_work` after
         # `_next_inspection`. This call is made at the latest at `_inspection_deadline`. Both are
         # values of time.monotonic(). With the initial value 0, an inspection is due at once.
         self._next_inspection = 0.0
         self._inspection_deadline = 0.0
-        # The object that determines the time between two messages of a stream.
+        # Determines the time between two messages of a stream.
         self._pacer = Pacer(settings.responses_per_second)
-        # The object that detects disconnected clients.
+        # Detects disconnected clients.
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
-        # This object aborts requests in the engine, for example when a client has disconnected.
+        # Aborts requests in the engine, for example when a client has disconnected.
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
@@ -166,14 +166,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
-        """Handle a message of an engine process.
-
-        The kinds are: "updates" (new tokens of sequences), "started" (requests that have left the
-        queue), "compiled" (times of grammar compilations), "stats" (statistics of the engine),
-        "refused" (an error for a request), "adapters" (an answer to a request about adapters or
-        weights) and "cache" (an answer to a request about the prefix cache). The engine process
-        sends no other kind.
-        """
+        """Handle a message of an engine process. engine_process.py describes the messages."""
         match kind, *values:
             case "updates", rows:
                 for row in rows:
@@ -448,9 +441,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         if not state.is_last:
             return
         if stream.has_finished_sequence:
-            # The engine process works, because it has finished a sequence that was not aborted. The
-            # setting max_engine_restarts limits the restart attempts since the last such success,
-            # so reset the counter.
+            # The engine process works, because it has finished a sequence that was not aborted.
+            # Only later restart attempts count toward the setting max_engine_restarts.
             self.owner(stream.request_id).num_attempts = 0
         self._remove(stream)
 

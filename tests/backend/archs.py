@@ -152,7 +152,7 @@ def summary(results: dict[str, Result]) -> str:
     """Return sentences with the number of types for each status and path."""
     tiers = Counter(r.tier for r in results.values() if r.status == "exact")
     kinds = Counter(r.status for r in results.values())
-    by_tier = ", ".join(f"{tiers[tier]} with the forward path {tier}" for tier in _TIERS)
+    by_tier = ", ".join(f'{tiers[tier]} with the forward path "{tier}"' for tier in _TIERS)
     return (
         f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested. "
         f"{kinds['exact']} types give equal tokens: {by_tier}. {kinds['wrong']} types give "

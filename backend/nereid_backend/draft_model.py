@@ -109,18 +109,15 @@ class DraftModel:
         self._hook = hook
         self._sizes = sizes
         self._sampler = Sampler()
-        # The KV cache of the draft model: a pool of blocks, a prefix cache, and block tables.
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)
         # The free rows of the draft model's batch. Each sequence with draft tokens uses one row.
         self._free_rows = list(range(sizes.max_num_seqs))
-        # Maps a sequence of the large model to its `SequenceDraft` object. A sequence is missing if
-        # it has no row in the batch of the draft model.
+        # Maps the sequences of the large model that have a row in the batch of the draft model.
         self._drafts: dict[Sequence, SequenceDraft] = {}
         # The draft tokens of each sequence for the next forward pass of the large model.
         self._proposals: dict[Sequence, list[int]] = {}
-        # Whether the draft model has failed. If True, no more draft tokens are generated.
         self._is_broken = False
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -141,8 +138,6 @@ class DraftModel:
         # `lengths` chooses the number of draft tokens, based on the time that a draft token takes.
         # This time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
-        # Preempted sequences do not run, so release their rows and blocks, which other sequences
-        # may need.
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
         drafts = [draft for draft in prepared if draft is not None]
@@ -180,7 +175,7 @@ class DraftModel:
             self._hook.remove()
 
     def _release_preempted(self) -> None:
-        """Release the batch rows and the KV cache blocks of all sequences that were preempted."""
+        """Release the rows and blocks of preempted sequences, which other sequences may need."""
         preempted = [target for target in self._drafts if target.row is None]
         for target in preempted:
             self._release(target)
@@ -205,20 +200,27 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
-        # multi-token prediction layer of the large model) must compute these tokens again, because
-        # the large model's hidden states of these tokens exist only after the verification.
-        draft.update(keeps_accepted=self._mtp is None)
+        self._take_chosen_tokens(draft)
         draft.length = length
-        if self._tables.cache is not None:
-            # `draft.sequence` contains only known tokens here. Draft tokens must not get into the
-            # prefix cache, because the large model may reject them.
-            self._tables.cache.add(draft.sequence)
+        # The sequence keeps the blocks of rejected draft tokens.
         has_blocks = self._tables.try_extend(draft.sequence, draft.num_known + length)
         if not has_blocks:
             self._release(target)
             return None
         return draft
+
+    def _take_chosen_tokens(self, draft: SequenceDraft) -> None:
+        """Replace the draft tokens by the tokens that the large model has chosen. Cache the blocks.
+
+        The sequence then contains only known tokens, so its blocks can be cached. Draft tokens must
+        not get into the prefix cache, because the large model may reject them.
+        """
+        # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
+        # multi-token prediction layer of the large model) must compute these tokens again, because
+        # the large model's hidden states of these tokens exist only after the verification.
+        draft.update(keeps_accepted=self._mtp is None)
+        if self._tables.cache is not None:
+            self._tables.cache.add(draft.sequence)
 
     def _draft_length(self, target: Sequence) -> int:
         """Return how many draft tokens a sequence may get now.

@@ -111,23 +111,29 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
         device: the device that computes the product.
         dtype: the data type of the model.
     """
+    # One scale for each row is more accurate than one scale for the whole matrix, so it is tried
+    # first.
+    for product in (Float8Product(has_row_scales=True), Float8Product(has_row_scales=False)):
+        if _is_accurate(product, device, dtype):
+            return product
+    return None
+
+
+def _is_accurate(product: Float8Product, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a small product of random matrices has almost the exact result.
+
+    Return False if the device or this version of torch does not support the method.
+    """
     generator = torch.Generator().manual_seed(0)
     num_inputs, num_outputs = 4 * _MULTIPLE, 3 * _MULTIPLE
     rows = torch.randn(_NUM_TEST_ROWS, num_inputs, generator=generator).to(device, dtype)
     weight = torch.randn(num_outputs, num_inputs, generator=generator).to(device, dtype)
     exact = rows.float() @ weight.float().t()
-    # One scale for each row is more accurate than one scale for the whole matrix, so it is tried
-    # first.
-    for product in (Float8Product(has_row_scales=True), Float8Product(has_row_scales=False)):
-        try:
-            result = product.multiply(rows, *product.rounded(weight)).float()
-        except (RuntimeError, NotImplementedError):
-            # The device or this version of torch does not support the method, so try the next one.
-            continue
-        is_accurate = bool((result - exact).norm() <= _TOLERANCE * exact.norm())
-        if is_accurate:
-            return product
-    return None
+    try:
+        result = product.multiply(rows, *product.rounded(weight)).float()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return bool((result - exact).norm() <= _TOLERANCE * exact.norm())
 
 
 @torch.inference_mode()

@@ -182,14 +182,16 @@ class LoraLayers:
             return
         chunk_lengths = [chunk.num_tokens for chunk in chunks]
         loaded = [self._loaded[adapter] for adapter in distinct]
-        if any(loaded_adapter.weights for loaded_adapter in loaded):
-            # torch computes the products of some layers, with the concatenated matrices of all
-            # adapters in the step. The forward hooks of these layers read `_step`.
+        torch_adds_products = any(adapter.weights for adapter in loaded)
+        needs_hooks = any(adapter.hooked_layers for adapter in loaded)
+        if torch_adds_products:
+            # The hooks of these layers need the concatenated matrices of all adapters in the step,
+            # and read `_step`.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
             with self._native.serving(chunk_adapters, chunk_lengths):
-                yield any(loaded_adapter.hooked_layers for loaded_adapter in loaded)
+                yield needs_hooks
         finally:
             self._end_step()
 

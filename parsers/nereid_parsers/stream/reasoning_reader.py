@@ -396,11 +396,12 @@ class ReasoningReader:
         """
         if self._is_at_message_start():
             return True
-        if self._reasoning_end is _ReasoningEnd.INTERRUPTED and self._has_output():
+        has_output = self._has_output()
+        if has_output and self._reasoning_end is _ReasoningEnd.INTERRUPTED:
             return True
         if self._calls_must_come_first:
             return False
-        return not self._has_output() or is_special_token(marker)
+        return not has_output or is_special_token(marker)
 
     def _is_at_message_start(self) -> bool:
         """Return whether no reasoning, content or tool call precedes the current position."""

@@ -286,7 +286,7 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 
     Args:
         after_content: The text after the content of an answer.
-        after_user_message: The text after a user's message, which has the same end.
+        after_user_message: The text after a user's message. It must have the same end markers.
         header: The text that opens the model's turn. Its markers end no message.
     """
     turn_end = _turn_end_with_words(after_content, after_user_message, header)

@@ -128,7 +128,7 @@ class ActiveRequests:
         """
         request = self.of(sequence)
         if request.waits_for_prompt:
-            self._tables.share_prompt(request, sequence)
+            self._tables.share_prompt_blocks(request, sequence)
             self._enqueue_followers(request)
 
     def remove(self, sequence: Sequence) -> None:
@@ -138,20 +138,17 @@ class ActiveRequests:
         leader ends before the prompt is computed, the next follower becomes the leader.
         """
         request = self.of(sequence)
-        is_follower = sequence in request.followers
         if _is_queued(request, sequence):
             self.waiting.remove(sequence)
         # The queue divides the computing time among the clients that have unfinished sequences.
         # Therefore, report to the queue that this sequence has ended.
         self.waiting.unregister(sequence)
         self._remove_from_request(request, sequence)
-        if is_follower:
+        if sequence in request.followers:
             self._remove_from_followers(request, sequence)
-        elif request.waits_for_prompt:
-            # The leader has ended before the prompt was computed, so the first follower becomes the
-            # leader. There is at least one follower, because `waits_for_prompt` is true. (Before
-            # the grammar is compiled, a request has no leader and no followers, and
-            # `waits_for_prompt` is false.)
+            return
+        leader_ended_before_prompt = request.waits_for_prompt
+        if leader_ended_before_prompt:
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 

@@ -175,12 +175,12 @@ class BlockTables:
         tables = sequence.block_tables
         # The tables can have different lengths. While a prompt is computed, a group of layers with
         # an attention window has fewer blocks than a group with full attention.
-        num_missing = sum([max(0, num_blocks - len(table)) for table in tables])
-        if num_missing > self._pool.num_free:
+        nums_missing = [max(0, num_blocks - len(table)) for table in tables]
+        if sum(nums_missing) > self._pool.num_free:
             return False
-        for table in tables:
-            if len(table) < num_blocks:
-                table += self._pool.allocate(num_blocks - len(table))
+        for table, num_missing in zip(tables, nums_missing, strict=True):
+            if num_missing:
+                table += self._pool.allocate(num_missing)
         self._update_after_table_change(sequence)
         return True
 
@@ -198,8 +198,8 @@ class BlockTables:
             first_position = window.first_visible(sequence.num_computed_tokens)
             first_needed_block = first_position // self._block_size
             for group in groups:
-                has_unneeded_block = first_needed_block > sequence.num_null_blocks[group]
-                if has_unneeded_block:
+                num_freed = sequence.num_null_blocks[group]
+                if first_needed_block > num_freed:
                     self._free_leading_blocks(sequence, group, first_needed_block)
 
     def _free_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
@@ -242,12 +242,12 @@ class BlockTables:
         sequence.block_tables = [[] for _ in self._windows]
         self._record_new_tables(sequence, 0, [0] * len(self._windows))
 
-    def share_prompt(self, request: Request, leader: Sequence) -> None:
+    def share_prompt_blocks(self, request: Request, leader: Sequence) -> None:
         """Let the other sequences of `request` use the prompt blocks that `leader` has computed.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
-        followers. The request keeps the blocks of the prompt until every follower has started to
-        run.
+        followers. The request keeps the blocks of the prompt (`kept_prompts`) until every follower
+        has started to run.
 
         If the model has a recurrent state, the request does not keep the blocks, because the blocks
         are not sufficient without the state. Each follower then looks up the prompt in the prefix
@@ -255,15 +255,11 @@ class BlockTables:
 
         Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
-        # All sequences of a request have the same prompt. Therefore, the other sequences (the
-        # followers) get the block hashes of the sequence that computed the prompt (the leader), and
-        # report the same number of cached tokens to the client.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
-        has_recurrent_state = self.snapshots is not None
-        if not has_recurrent_state:
+        if self.snapshots is None:  # The model has no recurrent state.
             self.kept_prompts.keep(request, leader)
 
     def forget(self, blocks: set[int]) -> None:
@@ -335,27 +331,27 @@ class BlockTables:
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
         # The full blocks of the reused tokens are never written again, so several sequences can
-        # share these blocks.
-        num_shared = num_reused_tokens // self._block_size
-        num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
+        # share these blocks. An entry of a block table can also be a null block: a placeholder for
+        # a block before the attention window.
+        num_shared_entries = num_reused_tokens // self._block_size
+        num_new = self._num_blocks(len(sequence.token_ids)) - num_shared_entries
         num_groups = len(self._windows)
         if num_new * num_groups > self._pool.num_free:
             return False
         # `request.block_tables` has one table for each group of layers.
-        tables = [table[:num_shared] for table in request.block_tables]
-        # Null blocks are placeholders for the blocks before the attention window. Do not acquire
-        # them, because they have no reference counts.
+        tables = [table[:num_shared_entries] for table in request.block_tables]
+        # Do not acquire the null blocks, because they have no reference counts.
         num_null_blocks = self._count_null_blocks(tables)
         self._pool.acquire(_without_null_blocks(tables, num_null_blocks))
         for table in tables:
             table += self._pool.allocate(num_new)
         ends_within_block = num_reused_tokens % self._block_size > 0
         if ends_within_block:
-            # The reused tokens end within a block. Copy this block to the first new block, so that
-            # the sequence can write its next tokens there. The copied block is not a null block,
-            # because it contains the last prompt token, which is inside the attention window.
+            # The first new block gets a copy of this block, so that the sequence can write its next
+            # tokens there. The copied block is not a null block, because it contains the last
+            # prompt token, which is inside the attention window.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
-                self._copies.append((prompt_table[num_shared], table[num_shared]))
+                self._copies.append((prompt_table[num_shared_entries], table[num_shared_entries]))
         sequence.block_tables = tables
         self._record_new_tables(sequence, num_reused_tokens, num_null_blocks)
         return True
@@ -398,9 +394,9 @@ class BlockTables:
         """Return how many block table entries one group of layers needs to start a sequence.
 
         An entry is a block or, before the attention window, a placeholder. With full attention, the
-        sequence needs entries for all its tokens. In a group with an attention window, entries for
-        the tokens before and in the window and for the tokens of one step are sufficient, because
-        the blocks before the window are freed after each step.
+        sequence needs entries for all its tokens. In a group with an attention window, the blocks
+        before the window are freed after each step. Therefore, the sequence needs entries only up
+        to the last token of its next step.
 
         Example: a block has 16 tokens, and a sequence has 1000 tokens, of which none is cached. The
         window has 64 tokens, and a step has at most 100 tokens. The sequence needs entries for 164
@@ -412,12 +408,13 @@ class BlockTables:
             window: the attention window of the group; None for full attention.
         """
         num_tokens = len(sequence.token_ids)
-        if window is None or self._max_step_tokens is None:
+        if window is None or self._max_step_tokens is None:  # One step may compute all tokens.
             return self._num_blocks(num_tokens)
-        # The window of the first uncomputed token starts at this position.
+        # The next step starts with the first uncomputed token, whose window starts at this
+        # position. The step ends at most one window and one step later.
         window_start = window.first_visible(num_cached)
-        max_needed_tokens = window.max_visible_tokens + self._max_step_tokens
-        return self._num_blocks(min(num_tokens, window_start + max_needed_tokens))
+        step_end = window_start + window.max_visible_tokens + self._max_step_tokens
+        return self._num_blocks(min(num_tokens, step_end))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
         """For each block table, count the null blocks. A null block is only a placeholder."""

@@ -63,8 +63,11 @@ class _PendingFiles:
         self.num_bytes += _length(data) - _length(self._tasks.get(name))
         self._tasks[name] = data
 
-    def remove(self, name: str, data: bytes | None) -> None:
-        """Remove the task that writes `data` to the file `name`. Keep a newer task of this file."""
+    def remove_if_unchanged(self, name: str, data: bytes | None) -> None:
+        """Remove the task of the file `name`, unless the task has been replaced by a newer one.
+
+        `data` is the task that is done: the bytes that were written, or None.
+        """
         if name in self._tasks and self._tasks[name] is data:
             del self._tasks[name]
             self.num_bytes -= _length(data)
@@ -136,16 +139,12 @@ class DiskStore:
         name = self._name(key)
         with self._lock:
             if name in self._pending:
-                # The writer thread has not written or deleted this file yet. `waiting_data` is the
-                # new content of the file, or None if the file will be deleted. Do not move the file
-                # to the end of `_sizes` here, because the writer thread adds it at the end when it
-                # writes the file.
-                waiting_data = self._pending[name]
-                return None if waiting_data is None else _split_header(waiting_data)[1]
+                # The writer thread will add the file at the end of `_sizes` when it writes it.
+                return _content(self._pending[name])
             if name not in self._sizes:
                 return None
             self._sizes.move_to_end(name)  # the most recently used file is at the end
-        data = self._read_file(name)
+        data = self._read_and_touch(name)
         if data is None:
             return None
         header, content = _split_header(data)
@@ -166,10 +165,11 @@ class DiskStore:
         path.unlink(missing_ok=True)
         self._forget(name)
 
-    def _read_file(self, name: str) -> bytes | None:
+    def _read_and_touch(self, name: str) -> bytes | None:
         """Return the content of a file, and set its modification time to the current time.
 
-        If the file cannot be read, log a warning, forget the file, and return None.
+        When the folder is opened the next time, the modification times show which files were used
+        least recently. If the file cannot be read, log a warning, forget the file, and return None.
         """
         path = self._folder / name
         try:
@@ -192,13 +192,12 @@ class DiskStore:
         data = self._header(key, content) + b"\n" + content
         with self._lock:
             num_waiting = self._pending.num_bytes
-            exceeds_limit = num_waiting + len(data) > _MAX_PENDING_BYTES
-            # If no bytes are waiting, accept a file of any size. Without this exception, a file
-            # that is larger than the limit could never be written.
-            if exceeds_limit and num_waiting > 0:
+            # If no bytes are waiting, accept a file of any size, because a file that is larger than
+            # the limit could otherwise never be written.
+            if num_waiting > 0 and num_waiting + len(data) > _MAX_PENDING_BYTES:
                 return False
             self._pending.set(name, data)
-        self._queue.put(name)
+        self._queue.put(name)  # needs no lock, because the writer thread looks up the task
         return True
 
     def delete(self, key: bytes) -> None:
@@ -254,7 +253,7 @@ class DiskStore:
                     "Further such errors are not reported."
                 )
             with self._lock:
-                self._pending.remove(name, data)  # does not remove a task that was set meanwhile
+                self._pending.remove_if_unchanged(name, data)
 
     def _write_or_delete(self, name: str, data: bytes | None) -> None:
         """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
@@ -323,6 +322,14 @@ def _split_header(data: bytes) -> tuple[bytes, bytes]:
     """
     header, _newline, content = data.partition(b"\n")
     return header, content
+
+
+def _content(data: bytes | None) -> bytes | None:
+    """Return the content that a task writes after the header; None if the task deletes a file."""
+    if data is None:
+        return None
+    _header, content = _split_header(data)
+    return content
 
 
 def _length(data: bytes | None) -> int:

@@ -61,7 +61,7 @@ class _Session(Generic[Item]):
     Attributes:
         key: identifies the session.
         expires: the time at which the session expires, as a value of the clock.
-        last_use: the value of `_num_changes` when the session was used last.
+        last_use: the logical time at which the session was used last.
         idle: the idle items, with the oldest item first. The dict is used as an ordered set.
         used: the items that sequences use.
     """
@@ -88,21 +88,21 @@ class EvictionOrder(Generic[Item]):
         its items are evicted after the items without a session.
 
         Args:
-            max_retained: the largest number of idle items that sessions can retain in this way. If
-                sessions have more idle items, the oldest idle item is evicted first, whether it
-                belongs to a session or not.
+            max_retained: the largest number of idle items of all sessions that are evicted after
+                the items without a session. If the sessions have more idle items, the oldest idle
+                item is evicted first, whether it belongs to a session or not.
             clock: returns the time in seconds. The time never decreases.
         """
         self._max_retained = max_retained
         self._clock = clock
         # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
-        # The number of changes so far. This number is used as a time stamp, because the clock can
-        # return the same time for two changes.
-        self._num_changes = 0
+        # A logical clock: the number of changes so far. It orders the changes, because the clock
+        # can return the same time for two changes.
+        self._logical_time = 0
 
-        # Maps each idle item without a session to a time stamp: the value of `_num_changes` when
-        # the item became idle. The oldest item comes first.
+        # Maps each idle item without a session to the logical time at which the item became idle.
+        # The oldest item comes first.
         self._idle_without_session: OrderedDict[Item, int] = OrderedDict()
 
         # The sessions, with the least recently used session first.
@@ -110,11 +110,7 @@ class EvictionOrder(Generic[Item]):
         # Maps each item that belongs to a session to this session. The item may be idle or used.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        # The session from which items are evicted; None if no session is selected. Only a session
-        # with at least the mean number of idle items is selected, so that a large session cannot
-        # displace the items of small sessions. The selected session loses items until it has fewer
-        # idle items than the mean. Therefore, one session loses a long part of its prefix, and the
-        # other sessions lose nothing.
+        # The session from which items are evicted; None if `_next_evicted_session` must select one.
         self._evicted_session: _Session[Item] | None = None
 
     def __contains__(self, item: Item) -> bool:
@@ -142,8 +138,8 @@ class EvictionOrder(Generic[Item]):
         """Add an item that has just become idle."""
         session = self._session_of.get(item)
         if session is None:
-            self._num_changes += 1
-            self._idle_without_session[item] = self._num_changes
+            self._logical_time += 1
+            self._idle_without_session[item] = self._logical_time
             return
         session.used.discard(item)
         session.idle[item] = None
@@ -182,27 +178,23 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def retain(self, items: Iterable[Item], key: SessionKey, seconds: float) -> None:
-        """Let a session keep items in the cache for at least the next `seconds` seconds.
+        """Add items to a session, and retain the session for at least `seconds` seconds.
 
-        The earlier items of the session are retained for this time, too. If the session already
-        expires later than in `seconds` seconds, this does not change. If another session retains an
-        item for a longer time, the item remains in the other session.
+        The session is created if it does not exist. An item that another session retains at least
+        as long stays in the other session.
 
         Args:
-            items: idle or used items of the cache. If several items are idle, the first of them is
-                evicted first.
+            items: idle or used items of the cache, in the order in which they are evicted when they
+                are idle.
             key: identifies the session.
-            seconds: the time for which the items are retained.
+            seconds: the smallest time until the session expires.
         """
         session = self._mark_used(key, min_expires=self._clock() + seconds)
         for item in items:
             owner = self._session_of.get(item)
-            expires_later_here = owner is None or owner.expires < session.expires
-            if expires_later_here:
+            if owner is None or owner.expires < session.expires:
                 self._move(item, session)
-        # If other sessions retain all of `items` at least as long as this session, no item was
-        # moved. A session that was created for this call is then empty and must be removed.
-        self._drop_if_empty(session)
+        self._drop_if_empty(session)  # The session is empty if no item was moved to a new session.
 
     def _mark_used(self, key: SessionKey, min_expires: float) -> _Session[Item]:
         """Mark a session as the most recently used session, and return the session.
@@ -210,22 +202,17 @@ class EvictionOrder(Generic[Item]):
         Create the session if it does not exist. The session expires at `min_expires`, or at its
         present expiry time if that time is later.
         """
-        # The number `_num_changes` is a time stamp. It is stored in `last_use`, so that the last
-        # use of a session can be compared with the time stamps of items without a session. The
-        # session is moved to the end of `_sessions`, so that the least recently used session comes
-        # first.
-        self._num_changes += 1
+        self._logical_time += 1
         session = self._sessions.get(key)
         if session is None:
-            session = _Session(key, min_expires, last_use=self._num_changes)
+            session = _Session(key, min_expires, last_use=self._logical_time)
             self._sessions[key] = session
         else:
-            self._sessions.move_to_end(key)
-            session.last_use = self._num_changes
+            self._sessions.move_to_end(key)  # The least recently used session comes first.
+            session.last_use = self._logical_time
             session.expires = max(session.expires, min_expires)
         if self._evicted_session is session:
-            # This session was selected for the next eviction, but it has just been used. Reset the
-            # selection, so that `_next_evicted_session` selects a session again.
+            # The session is no longer the least recently used one, so another one must be selected.
             self._evicted_session = None
         return session
 
@@ -312,8 +299,10 @@ class EvictionOrder(Generic[Item]):
         """Return the session whose item is evicted next. At least one session must have idle items.
 
         The session has at least the mean number of idle items. A large session therefore cannot
-        displace the items of small sessions. The previous session is chosen again as long as it has
-        enough idle items. Then the least recently used session with enough idle items is chosen.
+        displace the items of small sessions. The previous session is selected again as long as it
+        has enough idle items, so that one session loses a long part of its prefix, and the other
+        sessions lose nothing. Then the least recently used session with enough idle items is
+        selected.
         """
         mean = self._num_retained / len(self._sessions)
         min_num_idle = max(1.0, mean)

@@ -328,13 +328,12 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
-    # The shape is [panels, inputs / 4, 16, 4]. The last dimension contains four consecutive inputs
-    # of one output.
+    # The shape is [panels, inputs / 4, 16, 4].
     quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return quadruples.contiguous()
-    # Store two integers in each byte: inputs 0 to 3 in the lower halves of four bytes, and inputs 4
-    # to 7 in the upper halves. Inputs 8 to 15 fill the next four bytes, and so on.
+    # Two consecutive quadruples share four bytes. The first is stored in the lower halves, and the
+    # second in the upper halves.
     lower_halves = quadruples[:, 0::2]
     upper_halves = quadruples[:, 1::2] << 4
     return (lower_halves | upper_halves).contiguous()

@@ -215,17 +215,16 @@ class PrefixCache:
             first blocks are added.
         """
         cached_blocks = self._blocks[0]  # maps hashes to the blocks of the only group of layers
-        # `allocate` can evict cached blocks that no sequence uses. Until `release` is called, the
-        # acquired blocks cannot be evicted.
         present_blocks = [cached_blocks[h] for h in hashes if h in cached_blocks]
-        self._pool.acquire(present_blocks)
         missing_hashes = [h for h in hashes if h not in cached_blocks]
+        # Acquire the present blocks, so that `allocate` does not evict them.
+        self._pool.acquire(present_blocks)
         new_hashes = missing_hashes[: self._pool.num_free]
         new_blocks = self._pool.allocate(len(new_hashes))
         for block_hash, block in zip(new_hashes, new_blocks, strict=True):
             self._mark_cached(cached_blocks, block_hash, block)
-        # No sequence uses the blocks yet. Because they are marked as cached, they become idle and
-        # keep their content until they are evicted.
+        # No sequence uses the blocks yet. Released blocks that are marked as cached keep their
+        # content until they are evicted.
         self._pool.release([*present_blocks, *new_blocks])
         return list(zip(new_hashes, new_blocks, strict=True))
 

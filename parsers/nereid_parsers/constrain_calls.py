@@ -106,21 +106,20 @@ def _separator_node(section: ToolSection) -> Node:
 def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> Node:
     """Return the grammar node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f()]`.
 
-    If `section` declares that models also write a single tool call as a JSON object, the node also
-    matches a JSON object without the list, such as `{"name": "f", ..}`.
+    Models of some formats also write a single tool call as a JSON object without the list, such as
+    `{"name": "f", ..}`. `section` then contains a second declaration, of this object, and the node
+    matches both forms.
 
     Args:
-        section: The declaration of the tool calls. Its first variant is a list. The second variant
-            declares the JSON object.
-        body: The body of the first variant.
+        section: The declarations of the tool calls. The first one declares the list.
+        body: The body of the first declaration.
         request: The tools that the model may call, and whether the model may make only one call.
     """
-    list_variant, *other_variants = section.calls
-    list_of_calls = list_node(list_variant, body, request)
-    has_object_variant = bool(other_variants) and isinstance(other_variants[0].body, JsonObject)
-    if not has_object_variant:
+    list_call, *other_calls = section.calls
+    list_of_calls = list_node(list_call, body, request)
+    if not other_calls or not isinstance(other_calls[0].body, JsonObject):
         return list_of_calls
-    single_objects = [call_node(other_variants[0], tool) for tool in request.tools]
+    single_objects = [call_node(other_calls[0], tool) for tool in request.tools]
     return one_of(list_of_calls, *single_objects)
 
 

@@ -159,9 +159,12 @@ def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> 
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the grammar node for one or more messages that are tool calls.
 
-    Example of a matching text with two calls, in which the markers `<|end|><|start|>assistant`
-    separate the messages:
-    ` to=functions.f<|message|>{"a": 1}<|end|><|start|>assistant to=functions.g<|message|>{}`.
+    Example of a matching text with two calls, in which the second line separates the two messages.
+    The text itself contains no line breaks:
+
+        ` to=functions.f<|message|>{"a": 1}`
+        `<|end|><|start|>assistant`
+        ` to=functions.g<|message|>{}`
 
     Raises:
         ConstraintError: The format has no messages that are tool calls.

@@ -184,7 +184,8 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
 
     The definition is merged with the other keywords. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"$ref": "#/$defs/T", "minimum": 1}` gives
-    `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged.
+    `{"minimum": 1, "type": "integer"}`. A schema without `$ref` is returned unchanged. The scope of
+    the result also contains the references that are replaced now, including inner references.
 
     Raises:
         CannotMergeError: The definition does not exist, or contains the same `$ref` again.

@@ -64,11 +64,10 @@ def match_closing_marker(
     """
     start = skip_whitespace(text, pos)
     match = _match_first_marker(markers, text, start)
-    if match is not None:
-        return match
-    # Some models write too many brackets after the arguments, as in `}</tool_call>`.
-    start_after_brackets = skip_superfluous(text, start)
-    return _match_first_marker(markers, text, start_after_brackets)
+    if match is None:
+        start_after_brackets = skip_superfluous(text, start)  # As in `}</tool_call>`.
+        match = _match_first_marker(markers, text, start_after_brackets)
+    return match
 
 
 def _match_first_marker(
@@ -128,14 +127,15 @@ class CallSection:
             The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the
             result is NEED_MORE, the caller removes the incomplete marker from the output.
         """
-        # If the message ends with `<calls></ca`, which contains no tool call, the whole text may be
-        # content. The caller decides this, so the incomplete marker `</ca` does not match here.
-        accepts_incomplete = not (is_empty and buffer.is_final)
+        # If the message ends with `<calls></ca`, the whole text may be content, so that the
+        # incomplete marker `</ca` does not match.
+        is_empty_message = is_empty and buffer.is_final
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)
-            is_complete = end >= 0
-            if is_complete or (end == NEED_MORE and accepts_incomplete):
+            if end >= 0:  # The marker is complete.
                 return end
+            if end == NEED_MORE and not is_empty_message:
+                return NEED_MORE
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
@@ -161,6 +161,6 @@ class CallSection:
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
             return NO_MATCH
-        # The unread text is an incomplete separator, for example `<se` if the separator is `<sep>`.
+        # The unread text is an incomplete separator, such as `<se` or `an`.
         may_be_content = buffer.is_final and not looks_like_markup(buffer.unread())
         return NO_MATCH if may_be_content else NEED_MORE

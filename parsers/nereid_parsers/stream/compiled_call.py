@@ -270,19 +270,14 @@ def _compile_body_start(call: Call) -> _BodyStart:
     arguments between tags (`TaggedArguments`), use `CompiledTags.start_mismatch` instead.
     """
     if isinstance(call.body, NestedTags):  # Each tag has a prefix, such as `~` in `~<city>`.
-        prefix = call.body.tag_prefix
-        return _BodyStart(
-            complete=re.compile(re.escape(prefix)),
-            incomplete=re.compile(marker_prefix_regex(prefix)),
-        )
-    first_char, second_char = _first_char_regexes(call)  # "" allows any character.
-    # This regex matches an incomplete body that consists of only the first character. If one
-    # character is enough to recognise a body, the regex never matches.
-    only_first_char = rf"{first_char}\s*\Z" if second_char else _NEVER
-    return _BodyStart(
-        complete=re.compile(rf"{first_char}\s*{second_char}"),
-        incomplete=re.compile(only_first_char),
-    )
+        complete = re.escape(call.body.tag_prefix)
+        incomplete = marker_prefix_regex(call.body.tag_prefix)
+    else:
+        first_char, second_char = _first_char_regexes(call)  # "" allows any character.
+        complete = rf"{first_char}\s*{second_char}"
+        # If one character is enough to recognise a body, the body is never incomplete.
+        incomplete = rf"{first_char}\s*\Z" if second_char else _NEVER
+    return _BodyStart(re.compile(complete), re.compile(incomplete))
 
 
 def _first_char_regexes(call: Call) -> tuple[str, str]:

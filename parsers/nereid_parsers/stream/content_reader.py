@@ -123,7 +123,8 @@ class ContentReader:
         `Hi <tool_call>` is written as content, and `<|im_end|>` is removed.
 
         Returns:
-            The state CONTENT_ONLY after such a marker, or None if no marker has arrived.
+            None if more text is required, because no such marker has arrived. Otherwise the state
+            CONTENT_ONLY, in which the text after the marker is read.
         """
         # This lexer finds only the markers that enclose the content, and the markers that end the
         # message.

@@ -44,15 +44,13 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         marker: The marker.
         whitespace: White space before the marker. The match includes this white space.
     """
-    # `marker_prefix_regex` returns a regex that matches an incomplete tag at the end of a text.
-    first_part, *other_parts = tag_parts(marker)
-    regexes = [marker_prefix_regex(whitespace + first_part)]
-    complete_parts = re.escape(whitespace + first_part)  # Matches all tags before `part`.
-    for part in other_parts:
-        # The text ends directly after the complete tags (`\Z`), or inside the next tag, `part`.
-        text_end = rf"(?:\Z|{marker_prefix_regex(part)})"
-        regexes.append(rf"{complete_parts}\s*{text_end}")
-        complete_parts += rf"\s*{re.escape(part)}"
+    first_tag, *other_tags = tag_parts(marker)
+    tags = [whitespace + first_tag, *other_tags]
+    regexes = [marker_prefix_regex(tags[0])]
+    for index, tag in enumerate(other_tags, start=1):
+        complete_tags = r"\s*".join(map(re.escape, tags[:index]))
+        # The text ends directly after the complete tags (`\Z`), or inside the next tag.
+        regexes.append(rf"{complete_tags}\s*(?:\Z|{marker_prefix_regex(tag)})")
     return regexes
 
 

@@ -105,7 +105,8 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
         `"<|assistant|><think>\n"`               REASONING, the reasoning has not ended
         `"<|assistant|><think>Hm.</think>Well"`  CONTENT, the reasoning has ended
 
-    The second prompt contains the beginning of the model's message (a "prefill").
+    The prompts contain the beginning of the model's message, which is called the "prefill". If the
+    output starts in the header of a message, its stage is not known, and the result is CONTENT.
 
     Args:
         fmt: The format of the output.
@@ -114,12 +115,9 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     """
     start = find_start(fmt, prompt)
     if not start.prefill:
-        # Without a prefill, only the format decides where the output starts. If the output starts
-        # with a header, the stage is not known before the header has been read (`start.stage` is
-        # None). In this case, the result is CONTENT.
+        # Inside a header, `start.stage` is None, because the header has not been read.
         return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
-    # The prompt contains the beginning of the message (the "prefill"). The parser must read the
-    # prefill to find out whether it ends in reasoning, content or a tool call.
+    # Only a parser can find out whether the prefill ends in reasoning, content or a tool call.
     machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)
     return OutputStart(machine.stage, machine.has_reasoned)

@@ -265,9 +265,9 @@ class CompiledTags:
         return NO_MATCH
 
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Return None if arguments can start at `text[pos]`. If not, return NEED_MORE or NO_MATCH.
+        """Return NEED_MORE or NO_MATCH if `text[pos:]` cannot follow the header of a tool call.
 
-        The caller has matched the header of the tool call, such as `<function=f>`, before `pos`.
+        Return None if arguments start at `pos`, or if the tool call ends there without arguments.
         Examples for arguments that start with `<parameter={key}>`:
 
             text at `pos`        result
@@ -277,9 +277,7 @@ class CompiledTags:
             `<param`, `</func`   NEED_MORE
             `Paris`              NO_MATCH
         """
-        # This method is called only after text has arrived or the message has ended. If there is no
-        # text at `pos`, the message has ended.
-        is_message_end = pos == len(text)
+        is_message_end = pos == len(text)  # Before the end, the caller waits for text at `pos`.
         has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
         if has_no_arguments:
             return None

@@ -67,7 +67,7 @@ class NestedReader(StepReader):
             tag_prefix: The text that precedes each tag.
             stop_marker: The marker that ends the arguments. The reader does not read this marker.
         """
-        super().__init__(writer, first_step=self._read_piece)  # This is the only step.
+        super().__init__(writer, first_step=self._read_piece)  # This method reads all pieces.
         self._head = head
         self._tag_prefix = tag_prefix
         self._stop_marker = stop_marker
@@ -161,18 +161,18 @@ class NestedReader(StepReader):
     def _open_element(self, name: str) -> None:
         """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
-        Example: for `~<days>` as the second child of an object, `, "days": ` is written.
+        The value of the previous sibling may still be stored. Examples with the prefix `~` before
+        each tag, and the stored value `"a"` of the sibling `tag`:
 
-        If a sibling has the same name, as at the second tag of `~<tag>a~</tag>~<tag>`, no key is
-        written. The two elements become the items of one array under one key: `"tag": ["a", ..]`.
+            new tag     text that is written
+            `~<days>`   `"a"`, and then the key: `, "days": `
+            `~<tag>`    none. The two values become one array, `"tag": ["a", ..]`, whose key has
+                        been written before.
         """
         parent = self._elements[-1]
-        # If the value of an earlier child with the same name is still stored, the values of the two
-        # children become items of one array. The key of this array has been written for the earlier
-        # child, so no key is written now.
         continues_array = parent.has_stored_value_of(name)
         if not continues_array:
-            self._write_key(parent, name)  # Writes the stored values of other children first.
+            self._write_key(parent, name)
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
@@ -273,11 +273,7 @@ class NestedReader(StepReader):
             element: The innermost open element.
             first_child: The name of the element's first child.
         """
-        if not element.is_key_written:  # As for the second `a` in `~<a>1~</a>~<a>~<b>`.
-            # The previous element has the same name, here `a`. When this element was opened, no key
-            # was written, because the two elements could still become the items of one array. Now
-            # this element contains a child, so it cannot be such an item. The omitted key is
-            # written: `"a": 1, "a": {`.
+        if not element.is_key_written:
             self._write_omitted_key(element)
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")

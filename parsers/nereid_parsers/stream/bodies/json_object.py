@@ -47,22 +47,16 @@ class ObjectReader(StepReader):
         super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed
         self._name_is_key = isinstance(keys, NameIsKey)  # As in `{"f": {..arguments..}}`.
-        self._parts = CallParts()  # The name, the id and the arguments that have been read.
-        # `_roles` decides whether a key contains the name, the arguments or something else. If a
-        # key deviates from the format, `_roles` reports the deviation to the writer.
-        self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        # The keys of the enclosing objects. Example: inside `{"function": {"name": ..`, the list is
-        # ["function"]. For a key that the format does not declare, the list contains "", which
-        # `_path_of_key` omits.
-        self._outer_keys: list[str] = []
+        # The parts of the object that have been read.
+        self._parts = CallParts()
+        self._outer_keys: list[str] = []  # The keys of the enclosing objects, see `_path_of_key`.
         self._key = ""  # The key of the member that is being read.
-        # `_string` and `_scanner` read the members of the object.
-        self._string = JsonStringReader()  # Reads a key, or a value that is a string.
-        # The method that receives each string after it has been read and decoded. It stores the
-        # string, for example as the name of the function, and selects the next step.
-        self._on_string: Callable[[str], None] = self._set_key
-        self._scanner = JsonScanner()  # Finds the end of any other value.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
+        # The objects that read the members.
+        self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
+        self._string = JsonStringReader()  # Reads a key, or a value that is a string.
+        self._on_string: Callable[[str], None] = self._set_key  # Receives each decoded string.
+        self._scanner = JsonScanner()  # Finds the end of any other value.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -280,18 +274,15 @@ class ObjectReader(StepReader):
             Whether the tool call has started. If not, the object has no name, or names a function
             that the request does not offer, so the text of the object is content.
         """
-        if self._parts.name is None:
-            return False
-        # If nothing confirms that the object is a tool call, the object may be ordinary JSON. The
-        # writer then starts a tool call only if the request offers the named function.
-        has_started = self.writer.start(
-            self._parts.name, self._parts.call_id, is_confirmed=self._is_confirmed
+        parts = self._parts
+        has_started = parts.name is not None and self.writer.start(
+            parts.name, parts.call_id, is_confirmed=self._is_confirmed
         )
         if not has_started:
             return False
-        for piece in self._parts.early_arguments:
+        for piece in parts.early_arguments:
             self.writer.write(piece)
-        self._parts.early_arguments = []
+        parts.early_arguments = []
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
@@ -329,10 +320,10 @@ class ObjectReader(StepReader):
 
         Some models write the arguments as a string that contains JSON, or write `null`:
 
-            arguments        text that the selected method writes
-            `"{\"a\": 1}"`   `{"a": 1}`
-            `null`           `{}`
-            `{"a": 1}`       the same text
+            first character   arguments        text that the selected method writes
+            `"`               `"{\"a\": 1}"`   `{"a": 1}`
+            `n`               `null`           `{}`
+            any other         `{"a": 1}`       the same text
         """
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)

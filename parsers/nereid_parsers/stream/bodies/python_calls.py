@@ -64,7 +64,7 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # White space inside a value is not skipped, because the value may be a string.
+            # `_read_value` reads white space itself, because it may be a part of a string.
             if text[pos].isspace() and self._next_step != self._read_value:
                 pos = skip_whitespace(text, pos)
                 continue
@@ -129,12 +129,15 @@ class PythonCallsReader(StepReader):
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
         """Read the keyword and the `=` of the next argument, or the `)` that ends the tool call.
 
-        Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written. The
-        next step reads the value.
+            text at `pos`   effect
+            `)`             The tool call ends.
+            `city="P`       `city=` is read, and `{"city": ` is written. The next step reads the
+                            value.
+            `ci`            The result is NEED_MORE, because the keyword may continue.
+            `"P`, `city)`   The status becomes BROKEN, because each argument needs a keyword.
 
         Returns:
-            The position after the text that was read, or NEED_MORE. `pos`, with the status BROKEN,
-            if the text is not valid here.
+            The position after the text that was read, or NEED_MORE.
         """
         if text[pos] == ")":
             self._end_call(call_end=pos + 1)
@@ -172,14 +175,15 @@ class PythonCallsReader(StepReader):
         """
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
-        if json_text:
+        if json_text:  # If the value is not valid, this is the valid text before the error.
             self.writer.write(json_text)
         if self._literal.status is BROKEN:
             return self._reject(end)
         if self._literal.status is DONE:
             self._next_step = self._read_comma_or_end
             return end
-        return end if end > pos else NEED_MORE
+        has_read_text = end > pos
+        return end if has_read_text else NEED_MORE
 
     def _read_comma_or_end(self, text: str, pos: int) -> int:
         """Read the `,` between two arguments, or the `)` that ends the tool call.

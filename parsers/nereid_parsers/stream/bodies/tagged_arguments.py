@@ -199,21 +199,23 @@ class TaggedReader(StepReader):
         """Decide whether the marker at `pos` is a part of the value or follows the value.
 
         The closing marker of the value has not been found before `pos`. Either the value contains
-        the marker at `pos`, or the model has omitted the closing marker. There are two cases:
-
-        - The marker is a stop marker such as `</function>`. It is a part of the value if a closing
-          marker follows later in the text, and follows the value if another tool call starts.
-        - The marker is the opening tag of an argument such as `<parameter=days>`. The value ends
-          before this tag if the tool declares the argument `days`, and `days` has not been read
-          yet. Otherwise the tag is a part of the value.
+        the marker at `pos`, or the model has omitted the closing marker. The marker is a stop
+        marker, such as `</function>`, or an opening tag, such as `<parameter=days>`.
         """
         if self._tags.is_at_stop_marker(text, pos):
-            # Only a call of a function that the request offers counts as another tool call.
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
+        return self._role_of_opening_tag(text, pos)
+
+    def _role_of_opening_tag(self, text: str, pos: int) -> MarkerRole:
+        """Decide whether an opening tag such as `<parameter=days>` follows the value.
+
+        The tag follows the value if the tool declares the argument `days`, and `days` has not been
+        read yet. Otherwise the tag is a part of the value.
+        """
         opening = self._tags.match(text, pos, self.is_final)
         if opening == NEED_MORE:
             return MarkerRole.UNDECIDED
-        if not isinstance(opening, TagOpening):
+        if not isinstance(opening, TagOpening):  # The tag is not valid: `<parameter=>`.
             return MarkerRole.PART_OF_VALUE
         key = opening.fields["key"].strip()
         is_declared = self.writer.tools.may_have_argument(self._head.name, key)
@@ -298,7 +300,7 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
-        # `_next_step` is the method that would read the next text if the message had not ended.
+        # The method that would read the next text shows where the message has ended.
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
         if self.writer.is_open and is_between_arguments:

@@ -80,10 +80,11 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
     Both the opening tag of the value and the schema of the function may declare the types. The
     types of the tag are returned, unless the schema contradicts the tag. Examples:
 
-        opening tag                       types of the schema   result
-        `<p name="days" string="true">`   string or null        string
-        `<p name="days" string="true">`   integer               integer: a contradiction
-        `<p name="days">`                 integer               integer
+        opening tag                        types of the schema   result
+        `<p name="days">`                  integer               integer
+        `<p name="days" string="true">`    string or null        string
+        `<p name="days" string="true">`    integer               integer: a contradiction
+        `<p name="days" string="false">`   string                string: a contradiction
 
     Args:
         fields: The fields of the opening tag. `fields["key"]` is the name of the argument.
@@ -96,8 +97,6 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         return schema_types
     if not tools.is_known:  # There is no schema, so only the tag declares types.
         return tag_types
-    # A tag can declare only two things: that the value is a string, or that the value is not a
-    # string.
     if tag_types == _STRING_ONLY:
         is_contradiction = schema_types is not None and "string" not in schema_types
     else:

@@ -170,7 +170,7 @@ def _read_fps(value: Any, field: str) -> float:  # noqa: ANN401 - any JSON value
     """Convert `value` to the number of frames per second. Return `DEFAULT_FPS` for None."""
     if value is None:
         return DEFAULT_FPS
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):
         fps = float(value)
         if 0 < fps <= _MAX_FPS:
             return fps

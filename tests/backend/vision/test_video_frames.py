@@ -75,6 +75,10 @@ WRONG = {
     "an empty list": ({"type": "video", "video": []}, "has no video"),
     "a remote frame": ({"type": "video", "video": ["https://a/b.png"]}, "each frame of the video"),
     "fps of 0": ({"type": "video_url", "video_url": {"url": data_url(A), "fps": 0}}, "fps, the"),
+    "fps above all floats": (
+        {"type": "video_url", "video_url": {"url": data_url(A), "fps": 10**400}},
+        "fps, the",
+    ),
     "fps as a text": ({"type": "video", "video": [], "fps": "x"}, "has no video"),
     "too many frames": (
         {"type": "video_url", "video_url": {"url": data_url(*[A] * 5)}},

@@ -19,8 +19,9 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
     "top_logprobs": [...]}.
 
     Args:
-        row: the token ids, their log-probabilities, and the rank of the first token. The first
-            token is the token in the text. The others are the most likely tokens at this position.
+        row: the fields of a TokenLogprobs: the token ids, their log-probabilities, and the rank of
+            the first token among all tokens of the vocabulary. The first token is the token in the
+            text. The others are the most likely tokens at this position.
         texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)

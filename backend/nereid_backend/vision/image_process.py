@@ -73,12 +73,14 @@ class ImageProcess:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
-        # An answer is ["done", token ids, packed images] or ["refused", message].
         with self._lock:
-            kind, *values = self._answer(Message(msgpack.packb(request)))
-        if kind != "done":
-            raise RequestError(str(values[0]))
-        return values
+            answer = self._answer(Message(msgpack.packb(request)))
+        match answer:
+            case ["done", *values]:  # such as ["done", token ids, packed images]
+                return values
+            case ["refused", message]:
+                raise RequestError(str(message))
+        raise EngineError("The process that prepares images has sent an unknown answer.")
 
     def close(self) -> None:
         """End the process."""

@@ -118,7 +118,7 @@ def refused_kinds(processor: Any) -> dict[str, str]:  # noqa: ANN401 - a process
     video_processor = getattr(processor, "video_processor", None)
     if video_processor is None:
         refused["videos"] = "the checkpoint's processor has no video processor"
-    elif isinstance(video_processor, _NoVideo):
+    elif isinstance(video_processor, _NoVideo):  # It replaces the video processor.
         refused["videos"] = (
             "the video processor needs the package torchvision, which is not installed"
         )

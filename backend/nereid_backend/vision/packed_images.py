@@ -119,7 +119,7 @@ class PackedImages:
             yield
         finally:
             handle.remove()
-        # An error does not reach this line, because the prompts have then not been computed.
+        # After an error, this line is not reached, because the embeddings are still needed.
         self._free_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
@@ -209,17 +209,14 @@ def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     axes). A token of a sequence without images has the same position on all axes. Return None if
     the decoder computes the positions itself.
     """
-    # Look only at the first chunk. If it has positions, all chunks have positions, because a model
-    # passes positions to its decoder either for all prompts or for none. All prompts also have the
-    # same number of axes.
-    first_positions = chunks[0].inputs.positions
-    if first_positions is None:
+    # A model passes positions to its decoder either for all prompts or for none.
+    recorded = [chunk.inputs.positions for chunk in chunks if chunk.inputs.positions is not None]
+    if not recorded:
         return None
-    num_axes = len(first_positions.prompt_positions)
-    positions = batch.position_ids.repeat(num_axes, 1)
-    for chunk in chunks:
-        if chunk.inputs.positions is not None:  # This is true, but mypy needs the check.
-            positions[:, chunk.batch_rows] = chunk.inputs.positions.between(chunk.start, chunk.end)
+    num_axes = len(recorded[0].prompt_positions)  # the same for all prompts
+    positions = batch.position_ids.repeat(num_axes, 1)  # [num_axes, num_tokens]
+    for chunk, positions_of_sequence in zip(chunks, recorded, strict=True):
+        positions[:, chunk.batch_rows] = positions_of_sequence.between(chunk.start, chunk.end)
     return positions if num_axes == 1 else positions[:, None]
 
 

@@ -121,21 +121,21 @@ class RequestWorkers:
         else:
             self._handle_message(message)
 
-    def _handle_message(self, job: _Job | None) -> None:
-        """Handle a message of another thread: a request, or None if `stop` was called.
+    def _handle_message(self, message: _Job | None) -> None:
+        """Handle a message of another thread.
 
-        A request without a response is new, and is added to the short or to the long requests. A
-        request with a response is a long request that a thread of the pool has processed.
+        The message is None after a call of `stop`, a long request with the response that a thread
+        of the pool has computed, or a new request, which has no response yet.
         """
-        if job is None:
+        if message is None:
             self._is_stopping = True
-        elif job.reply is not None:
+        elif message.reply is not None:
             self._num_running -= 1
-            self._end_long(job)  # Send the response, and start the next long request.
-        elif self._is_long(job.request):
-            self._add_long(job)
+            self._end_long(message)
+        elif self._is_long(message.request):
+            self._add_long(message)
         else:
-            self._short.add(job.client, job)
+            self._short.add(message.client, message)
 
     def _add_long(self, job: _Job) -> None:
         """Queue a long request, or refuse the request if its client has too many long requests."""

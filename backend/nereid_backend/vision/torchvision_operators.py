@@ -7,6 +7,7 @@ the operators, and therefore fails if the operators are missing. Image processor
 operators.
 """
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,32 +15,33 @@ from typing import Any
 # the signature `_SIGNATURE`.
 _OPERATORS = ("nms", "qnms")
 _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-# torch removes the declared operators when the Library object is deleted, so the object is kept in
-# this list.
-_libraries: list[object] = []
 
 
-def declare_operators() -> None:
+@cache
+def declare_operators() -> object:
     """Declare the operators `nms` and `qnms`, so that `import torchvision` succeeds without CUDA.
 
     The usual build of torchvision is linked with CUDA libraries. If they are missing, torchvision
     cannot load its own operators, and its import fails at these two operators. The declared
     operators have no implementation, so a call of such an operator fails.
 
-    Do nothing if torchvision is not installed, if torch has CUDA, or if an earlier call has
-    declared the operators. Call this function before the first import of torchvision.
+    Do nothing if torchvision is not installed, if torch has CUDA, or if this function was called
+    before. Call this function before the first import of torchvision.
+
+    Callers ignore the result, the Library object of torch. torch removes the operators when this
+    object is deleted, so `cache` stores the object.
     """
-    if _libraries or find_spec("torchvision") is None:
-        return
+    if find_spec("torchvision") is None:
+        return None
     # Import torch only if torchvision is installed, because the import is slow.
     import torch
 
     if torch.version.cuda is not None:
-        return  # torch has the CUDA libraries, so torchvision can load its own operators.
+        return None  # torch has the CUDA libraries, so torchvision can load its own operators.
     # torchvision itself creates the namespace `torchvision`. A library of the type FRAGMENT adds
     # operators to a namespace that another library creates.
     library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             library.define(f"{name}{_SIGNATURE}")
-    _libraries.append(library)
+    return library

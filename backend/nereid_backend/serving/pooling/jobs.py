@@ -76,9 +76,6 @@ class Outcome:
         Example: the kind "dense", the values [array([1., 2.]), array([3., 4.])] and the token
         counts [5, 6] return an Outcome with `values` of shape [2, 2] and `num_tokens` [5, 6].
 
-        The outcome has `weights` only for sparse, `counts` only for multi_vector, `offsets` only
-        for token_classify, and `values` for every kind except sparse. The other fields are empty.
-
         Args:
             kind: "dense", "sparse", "multi_vector", "score", "classify" or "token_classify".
             values: one value for each input, at least one. A value is a dict (token id: weight) for
@@ -87,16 +84,17 @@ class Outcome:
             offsets: for token_classify, one array for each input: the range of characters of each
                 token.
         """
+        # Only a multi-vector embedding has a different number of vectors for each input.
+        is_multi_vector = kind == "multi_vector"
         arrays = [value for value in values if isinstance(value, np.ndarray)]
-        # A multi-vector embedding has one vector for each token of an input. Therefore the number
-        # of vectors differs between inputs.
-        counts = [len(array) for array in arrays] if kind == "multi_vector" else []
-        sparse_embeddings = [value for value in values if isinstance(value, dict)]
+        counts = [len(array) for array in arrays] if is_multi_vector else []
+        # Only the values of the kind sparse are dicts.
+        weights = [_weights(value) for value in values if isinstance(value, dict)]
         return cls(
             kind=kind,
             values=_join_values(kind, values),
             counts=np.array(counts, dtype=np.int32),
-            weights=[_weights(embedding) for embedding in sparse_embeddings],
+            weights=weights,
             num_tokens=np.array(num_tokens, dtype=np.int32),
             offsets=np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),
         )

@@ -7,7 +7,7 @@ for integers with bounds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, with_enforced_multiple
@@ -15,6 +15,10 @@ from nereid_parsers.schema_merging import CannotMergeError, merge_schemas
 from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
 _MAX_DEPTH = 64
+# The maximum number of references that are replaced by their definitions in one document. A
+# definition may refer twice to a second definition, which may refer twice to a third, and so on.
+# Without this limit, the time would grow exponentially with the number of such definitions.
+_MAX_REPLACEMENTS = 256
 
 
 class _Scope(NamedTuple):
@@ -26,10 +30,13 @@ class _Scope(NamedTuple):
         replaced_references: The references that were replaced by their definitions. If the
             definitions contain one of these references again, the schema is recursive. The
             reference is then not replaced a second time, so that the rewriting ends.
+        allowed_replacements: An iterator with one item for each reference that may still be
+            replaced in the document.
     """
 
     root: object
-    replaced_references: frozenset[str] = frozenset()
+    replaced_references: frozenset[str]
+    allowed_replacements: Iterator[int]
 
 
 class _SchemaInScope(NamedTuple):
@@ -57,7 +64,8 @@ def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
         {"enum": [10, 15, 20]}.
     """
-    return _rewrite(schema, _Scope(root=schema), depth=0)
+    scope = _Scope(schema, frozenset(), allowed_replacements=iter(range(_MAX_REPLACEMENTS)))
+    return _rewrite(schema, scope, depth=0)
 
 
 def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
@@ -133,7 +141,7 @@ def _merge_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     parts = [_flatten_part(part, scope) for part in (keywords, *members)]
     merged = functools.reduce(merge_schemas, [part.schema for part in parts])
     references = frozenset().union(*(part.scope.replaced_references for part in parts))
-    return _SchemaInScope(merged, _Scope(scope.root, references))
+    return _SchemaInScope(merged, scope._replace(replaced_references=references))
 
 
 def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
@@ -188,7 +196,8 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
     the result also contains the references that are replaced now, including inner references.
 
     Raises:
-        CannotMergeError: The definition does not exist, or contains the same `$ref` again.
+        CannotMergeError: The definition does not exist, or contains the same `$ref` again, or too
+            many references have been replaced.
     """
     reference = schema.get("$ref")
     if reference is None:
@@ -197,8 +206,12 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
         raise CannotMergeError("the value of $ref is not a string")
     if reference in scope.replaced_references:
         raise CannotMergeError("the schema is recursive")
+    if next(scope.allowed_replacements, None) is None:
+        raise CannotMergeError("too many references have been replaced")
     other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
-    scope_of_definition = _Scope(scope.root, scope.replaced_references | {reference})
+    scope_of_definition = scope._replace(
+        replaced_references=scope.replaced_references | {reference}
+    )
     # The definition may itself contain references and `allOf`.
     definition = _flatten_part(_definition_of(reference, scope.root), scope_of_definition)
     merged = merge_schemas(other_keywords, definition.schema)

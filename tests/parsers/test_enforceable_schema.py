@@ -1,5 +1,7 @@
 """Schemas that are rewritten so that xgrammar enforces them accept the same values as before."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +96,19 @@ def test_a_schema_is_rewritten_and_then_enforced(schema, rewritten):
 def test_what_cannot_be_rewritten_stays_and_is_reported(schema):
     assert rewrite_for_xgrammar(schema) == schema
     assert unenforced_keywords(schema)
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "properties"])
+def test_definitions_that_double_at_each_level_are_not_all_inlined(keyword):
+    definitions = {"d40": {"type": "object"}}
+    for level in range(40):
+        reference = {"$ref": f"#/$defs/d{level + 1}", "maxProperties": 9}
+        inner = [reference, reference] if keyword == "allOf" else {"a": reference, "b": reference}
+        definitions[f"d{level}"] = {"type": "object", keyword: inner}
+    schema = {"$defs": definitions, "$ref": "#/$defs/d0", "minProperties": 1}
+    rewritten = rewrite_for_xgrammar(schema)
+    assert len(json.dumps(rewritten)) < 1_000_000
+    assert unenforced_keywords(rewritten)
 
 
 def test_a_recursive_schema_is_inlined_once():

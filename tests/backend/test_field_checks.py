@@ -55,8 +55,12 @@ def test_a_wrong_value_is_refused_by_name(field, value, requirement, shown):
         ("bad_words_token_ids", [[]], "each item must be a list of at least 1 item"),
         ("grammar", ("yaml", "a"), "the kind must be one of "),
         ("grammar", 5, "the value must be a list of two or three strings"),
-        ("thinking", ("<t>", "</t>"), "the value must be a list of start marker"),
-        ("thinking", ("<t>", "</t>", [1], True, -1), "the value must be a list of start marker"),
+        ("thinking", ("<t>", "</t>"), "the value must be a list of five items: the start marker"),
+        (
+            "thinking",
+            ("<t>", "</t>", [1], True, -1),
+            "the value must be a list of five items: the start marker",
+        ),
     ],
 )
 def test_a_wrong_item_is_refused_by_name(field, value, message):

@@ -104,9 +104,9 @@ class ThinkingSpec(NamedTuple):
                 return cls(start, end, tuple(token_ids), is_open, budget)
             case _:
                 raise RequestError(
-                    "thinking: the value must be a list of start marker, end marker, token ids, a "
-                    "boolean and a budget (an integer of at least 0, or null), but it is "
-                    f"{values!r}."
+                    "thinking: the value must be a list of five items: the start marker, the end "
+                    "marker, a list of token ids, a boolean, and the budget (an integer of at "
+                    f"least 0, or null). But it is {values!r}."
                 )
 
 

@@ -143,8 +143,8 @@ class EngineParts:
         has_separator = "=" in name or "," in name
         if not name or has_separator:
             raise RequestError(
-                f"lora_name: the name of an adapter must be a text without '=' and ',', but it is "
-                f"{name!r}."
+                "lora_name: the name of an adapter must not be empty and must not contain '=' or "
+                f"',', but it is {name!r}."
             )
         if self.ranks is not None:
             raise RequestError(
@@ -268,7 +268,8 @@ def _async_obstacle(info: EngineInfo, images: ImageSupport, scheduler: Scheduler
         return "images need a forward path that computes one sequence at a time"
     if info.path != "packed":
         return (
-            f"it requires the forward path packed, but this model uses the forward path {info.path}"
+            'it requires the forward path "packed", but this model uses the forward path '
+            f'"{info.path}"'
         )
     return None
 

@@ -84,7 +84,7 @@ class NewSequences:
         if self._images.needs_images:
             raise RequestError(
                 f"messages: the request has no {self._images.kind}, but {self._info.architecture} "
-                f"computes only prompts with {self._images.kind}. Send a chat with "
+                f"accepts only prompts with {self._images.kind}. Send a chat with "
                 f"{self._images.kind}."
             )
 

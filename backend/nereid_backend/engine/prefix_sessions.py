@@ -131,8 +131,8 @@ class PrefixSessions:
                 return {"num_sessions": self.extend(client_id, key, values["seconds"])}
         # The operation is unknown, or it is "extend" without a key.
         raise RequestError(
-            "cache: the value must be statistics, drop, or extend with a prompt_cache_key, but it "
-            f"is {operation!r}."
+            "cache: the value must be 'statistics', 'drop' or 'extend' ('extend' requires "
+            f"prompt_cache_key), but it is {operation!r}."
         )
 
     def _describe(self, session: SessionUse) -> dict[str, Any]:

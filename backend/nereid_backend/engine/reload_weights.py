@@ -174,8 +174,9 @@ def _check_can_reload(parts: EngineParts, new_config: EngineConfig) -> None:
         )
     if parts.ranks is not None:
         raise RequestError(
-            "path: the weights cannot be replaced with tensor_parallel_size="
-            f"{new_config.tensor_parallel_size}. Restart the server."
+            "path: the weights of a model that is divided over several processes "
+            f"(tensor_parallel_size={new_config.tensor_parallel_size}) cannot be replaced. Restart "
+            "the server."
         )
     # `parts.layout` contains the tensor shapes of the present checkpoint. It is None if the
     # checkpoint has no safetensors files.

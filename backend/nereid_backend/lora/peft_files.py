@@ -357,8 +357,8 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
         match = _MATRIX.fullmatch(tensor_name)
         if match is None:
             raise ModelError(
-                f"{file}: the tensor {tensor_name} is not a matrix lora_A or lora_B of a linear "
-                "layer."
+                f"{file}: the tensor {tensor_name} is neither the lora_A matrix nor the lora_B "
+                "matrix of a linear layer."
             )
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ModelError(

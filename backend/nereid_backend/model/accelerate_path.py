@@ -91,8 +91,8 @@ def _compile_and_check(
     """
     if not isinstance(path, PackedPath):
         raise UnfitError(
-            "torch.compile supports only the forward path packed, but this model uses the "
-            f"forward path {chosen.spec.name}"
+            'torch.compile supports only the forward path "packed", but this model uses the '
+            f'forward path "{chosen.spec.name}"'
         )
     # If CPU kernels compute the attention (`is_native`), the compiled code calls these kernels
     # directly, not through Python.
@@ -349,7 +349,7 @@ def _check_graphs(
     path = chosen.spec.build(test_sizes)
     if not isinstance(path, PackedPath) or not path.has_kernels or capture is None:
         raise UnfitError(
-            "CUDA graphs require the forward path packed and the GPU kernels for attention"
+            'CUDA graphs require the forward path "packed" and the GPU kernels for attention'
         )
     if compiled is not None:
         path.use_compiled(compiled)

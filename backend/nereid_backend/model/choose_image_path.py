@@ -258,7 +258,7 @@ def _first_correct(
         else:
             return _Choice(name, add_images, difference, problems)
     raise UnfitError(
-        f"no way to compute {kind} gives the same logits as transformers' generate: "
+        f"each method of computing {kind} gives other logits than generate of transformers: "
         f"{'; '.join(problems)}"
     )
 

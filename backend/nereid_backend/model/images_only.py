@@ -78,7 +78,7 @@ def choose_images_only(
     images = choose_image_path(checkpoint, folder, _IMAGES_ONLY_SPEC, block_size, progress)
     if images.reason:
         raise UnsupportedModelError(f"{text_error} Images are refused, because {images.reason}")
-    progress(f"texts: refused, because the model computes only prompts with {images.kind}")
+    progress(f"texts: refused, because the model accepts only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
     # Without texts, there are no test sequences.
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)

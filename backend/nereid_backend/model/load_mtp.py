@@ -109,8 +109,8 @@ def open_mtp(
         )
     if target_spec.name != "packed":
         raise _refusal(
-            f"the forward path {target_spec.name} of {target.architecture} does not give the "
-            "hidden states that MTP layers need. Only the forward path packed gives them"
+            f'the forward path "{target_spec.name}" of {target.architecture} does not return the '
+            'hidden states that MTP layers need. Only the forward path "packed" returns them'
         )
     progress("loading the MTP layers of the checkpoint")
     try:

@@ -189,9 +189,9 @@ def _use_sparse_attention(
     """
     if max_model_len is None or max_model_len > limit.num_tokens:
         raise UnfitError(
-            f"the model uses sparse attention for more than {limit.num_tokens} tokens "
-            f"({limit.reason}), which this forward path supports only if max_model_len is at "
-            f"most {limit.num_tokens}"
+            f"the model uses sparse attention for sequences of more than {limit.num_tokens} tokens "
+            f"({limit.reason}). This forward path does not support sparse attention, so "
+            f"max_model_len must be at most {limit.num_tokens}"
         )
     AttentionMaskInterface.register(hook.name, _open_mask)
 

@@ -207,7 +207,7 @@ def _check_logits(
     except UnfitError as error:
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
-            f"{ranks.rank.size}. The divided model requires the forward path packed, but "
+            f'{ranks.rank.size}. The divided model requires the forward path "packed", but '
             f"{first_line(error)}. Set tensor_parallel_size=1."
         ) from error
     progress(f"path: {spec.name}, divided over {ranks.rank.size} processes.")

@@ -72,7 +72,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         # The code of a model can raise any exception.
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size={rank.size}. "
-            "The divided model cannot use the forward path packed, because "
+            'The divided model cannot use the forward path "packed", because '
             f"{first_line(error)}. Set tensor_parallel_size=1."
         ) from error
 

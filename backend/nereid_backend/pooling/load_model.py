@@ -131,9 +131,9 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"gpu_memory_utilization: the weights do not fit into the share {share:g} of the "
-            f"memory of {device}. Raise the setting. The shares of all models on a GPU must not "
-            "exceed 1."
+            f"gpu_memory_utilization: the model may use {share:.0%} of the memory of {device}, but "
+            "its weights need more. Raise the setting. The sum of the shares of all models on a "
+            "GPU must not exceed 1."
         ) from error
 
 

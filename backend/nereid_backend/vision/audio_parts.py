@@ -139,7 +139,7 @@ def _sampling_rate(part: Mapping[str, Any], field: str) -> int:
     rate = part.get("sampling_rate")
     if isinstance(rate, bool) or not isinstance(rate, int):
         raise RequestError(
-            f"{field}: an array needs sampling_rate, an integer, but the part has {shown(rate)}."
+            f"{field}: the sampling_rate of an array must be an integer, but it is {shown(rate)}."
         )
     return rate
 

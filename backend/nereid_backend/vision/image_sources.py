@@ -207,8 +207,9 @@ class ImageSources:
         default_port = _DEFAULT_PORTS.get(url.scheme)  # None if the scheme is not http or https
         if not self._hosts or default_port is None:
             raise RequestError(
-                f"{field}: the URL has the scheme {url.scheme}, but this server downloads no such "
-                "images. Send the image as a data URL, such as data:image/png;base64,..."
+                f"{field}: the URL has the scheme {url.scheme}, but this server downloads no "
+                "images with this scheme. Send the image as a data URL, such as "
+                "data:image/png;base64,..."
             )
         host = (url.hostname or "").rstrip(".")  # "example.org." is the same host as "example.org".
         port = url.port or default_port

@@ -232,7 +232,7 @@ def _decode(image: FoundImage, limits: ImageLimits) -> "Image":
     is_pillow_image = hasattr(source, "size") and hasattr(source, "convert")
     if not is_pillow_image:
         raise RequestError(
-            f"{field}: the image must be a data URL, bytes or an image of Pillow, but it is an "
+            f"{field}: the image must be a data URL, bytes or a Pillow image, but it is an "
             f"object of the type {type(source).__name__}."
         )
     check_size(source.size, field, limits)

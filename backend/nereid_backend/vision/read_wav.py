@@ -69,7 +69,9 @@ def decode_wav(data: bytes, field: str, limits: ImageLimits) -> tuple[Samples, i
             layout = _read_format(content, field)
         elif name == b"data" and layout is not None:
             return _decode(content, layout, field, limits), layout.rate
-    raise RequestError(f'{field}: the WAV file has no chunk "fmt " or no chunk "data" after it.')
+    raise RequestError(
+        f'{field}: the WAV file must have a chunk "fmt ", followed by a chunk "data".'
+    )
 
 
 def check_rate(rate: int, field: str) -> None:

@@ -75,7 +75,7 @@ class PixelMemory:
         # Arrow describes pixels of four bytes by an array of pixels and its only child, an array of
         # bytes. An array of one-byte pixels has no child.
         if array_of_pixels.n_children != 1:
-            raise ValueError("the image has no pixels of four bytes")
+            raise ValueError("the pixels of the image do not have four bytes each")
         array_of_bytes = array_of_pixels.children[0].contents
         if array_of_bytes.offset != 0:
             raise ValueError("the bytes of the pixels do not begin at the start of their buffer")

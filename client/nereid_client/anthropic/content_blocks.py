@@ -373,8 +373,8 @@ def _image_url(block: _ImageBlock, place: str) -> str:
         return str(source["url"])
     raise FieldError(
         f"{place}.source",
-        f"{place}.source must have the type base64 with media_type and data, or the type url with "
-        f"url, but the request has {shown(kind)}",
+        f"{place}.source must have the type 'base64' and the fields 'media_type' and 'data', or "
+        f"the type 'url' and the field 'url', but its type is {shown(kind)}",
     )
 
 

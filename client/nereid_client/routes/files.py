@@ -186,7 +186,8 @@ def page(objects: list[Json], limit: int, after: str | None) -> Json:
         if after not in ids:
             raise ApiError(
                 404,
-                f"after must be the id of a listed object, but it is {shown(after)}",
+                "The parameter 'after' must be the id of a listed object, but it is "
+                f"{shown(after)}",
                 param="after",
             )
         begin = ids.index(after) + 1

@@ -107,8 +107,8 @@ async def _classify(request: Request, served: ServedModel, body: VectorsRequest)
     if set(body.input.tensors) != {"texts"}:
         raise ApiError(
             400,
-            "input must be a text or a list of texts for a classifier, but the request has token "
-            "ids or content parts.",
+            "A classifier requires a text or a list of texts as the input, but the request has "
+            "token ids or content parts.",
             param="input",
         )
     return await call_model(request, served, body.input, body.classifier_options)

@@ -272,9 +272,9 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
     triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if len(set(triton_names)) < len(triton_names):
         raise SettingsError(
-            f"the names of the models in the file {path} are too similar. Names must "
-            "differ in letters, digits, '_', '-' or '.', and must not end with a step such as "
-            "'-tokenizer'."
+            f"the names of the models in the file {path} are too similar. Two names must differ "
+            "in at least one letter, digit, '_', '-' or '.', and a name must not be the name of "
+            "another model with a suffix such as '-tokenizer'."
         )
 
 

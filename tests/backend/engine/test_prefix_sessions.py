@@ -78,5 +78,7 @@ def test_a_session_of_another_client_is_neither_extended_nor_dropped(engine):
 
 
 def test_an_unknown_operation_is_refused(engine):
-    with pytest.raises(RequestError, match="cache: the value must be statistics, drop, or extend"):
+    with pytest.raises(
+        RequestError, match="cache: the value must be 'statistics', 'drop' or 'extend'"
+    ):
         engine.sessions.call("burn", {})

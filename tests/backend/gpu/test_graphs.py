@@ -557,7 +557,7 @@ def test_a_model_on_another_path_is_not_captured(tmp_path, monkeypatch):
 
     bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4}).save(tmp_path)
     engine, said = start(lambda _: bloom, "bloom", monkeypatch, record)
-    assert "CUDA graphs require the forward path packed and the GPU kernels" in said
+    assert 'CUDA graphs require the forward path "packed" and the GPU kernels' in said
     engine.close()
 
 

@@ -165,7 +165,10 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ({f"{_Q}.lora_A.weight": (4, 63)}, r"q_proj: .* the shapes \(4, 63\) and \(64, 4\)"),
         ({f"{_Q}.lora_A.weight": ()}, r"q_proj: .* the shapes \(\) and \(64, 4\)"),
         ({f"{_Q}.lora_B.weight": "nan"}, "lora_B.weight must contain finite"),
-        ({f"{_Q}.lora_magnitude_vector": (64,)}, "lora_magnitude_vector is not a matrix"),
+        (
+            {f"{_Q}.lora_magnitude_vector": (64,)},
+            "lora_magnitude_vector is neither the lora_A matrix",
+        ),
         (
             {
                 "base_model.model.lm_head.lora_A.weight": (4, 64),
@@ -218,5 +221,5 @@ def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
     with pytest.raises(RequestError, match="peft_type must be LORA, but the file has None"):
         engine.load_lora("x", str(tmp_path))
-    with pytest.raises(RequestError, match="lora_name: the name of an adapter must be a text"):
+    with pytest.raises(RequestError, match="lora_name: the name of an adapter must not be empty"):
         engine.load_lora("a=b", folders["a"])

@@ -15,7 +15,9 @@ def test_a_pooling_model_that_exceeds_its_share_of_a_gpu_is_refused(monkeypatch)
     )
     device = torch.device("cuda:1")
     with (
-        pytest.raises(ConfigError, match=r"do not fit into the share 0\.25 of .* cuda:1\."),
+        pytest.raises(
+            ConfigError, match=r"may use 25% of the memory of cuda:1, but its weights need more\."
+        ),
         gpu_share(device, 0.25),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -169,7 +169,9 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
 def test_a_model_on_another_path_says_that_it_is_not_compiled(tmp_path):
     bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4})
     found, said = answers(bloom.save(tmp_path / "bloom"), compile_forward=True)
-    expected = "supports only the forward path packed, but this model uses the forward path padded"
+    expected = (
+        'supports only the forward path "packed", but this model uses the forward path "padded"'
+    )
     assert expected in said
     assert all(len(tokens) == 12 for tokens in found)
 

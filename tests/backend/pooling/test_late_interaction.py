@@ -166,7 +166,7 @@ def test_a_query_that_is_too_long_is_refused_or_truncated(native):
     ("settings", "error", "message"),
     [
         ({"strategy": "double", "length": 9}, UnsupportedModelError, "it is 'double'"),
-        ({"strategy": "fixed"}, ModelError, "must have the field length"),
+        ({"strategy": "fixed"}, ModelError, 'has no field "length"'),
         ({"strategy": "fixed", "length": "9"}, ModelError, "at least 1, but it is '9'"),
         ({**FIXED, "token": "[M]"}, ModelError, r"vocabulary .* does not contain"),
         ({**FIXED, "length": 500}, ConfigError, "expands queries to 500 tokens"),

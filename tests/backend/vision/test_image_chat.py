@@ -137,7 +137,7 @@ def test_models_that_need_images_and_encoder_decoder_models_give_the_tokens_of_g
         assert image_archs._mixed(engine, chats) == answers
         engine.check()
         if model_type == "idefics":
-            with pytest.raises(RequestError, match=r"has no images, .* computes only prompts with"):
+            with pytest.raises(RequestError, match=r"has no images, .* accepts only prompts with"):
                 engine.generate([[60, 61]], PARAMS)
         else:
             params = image_archs.SamplingParams(max_tokens=1, prompt_logprobs=1)

@@ -124,7 +124,7 @@ def test_an_image_of_the_user_becomes_an_image_part():
 def test_an_image_without_a_url_or_data_is_refused(source):
     block = {"type": "image", "source": source}
     assert refusal(messages=[{"role": "user", "content": [block]}]).startswith(
-        "messages[0].content[0].source must have the type base64"
+        "messages[0].content[0].source must have the type 'base64'"
     )
 
 

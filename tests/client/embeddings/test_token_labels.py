@@ -91,7 +91,11 @@ async def test_pooling_returns_the_probabilities_of_a_text(ask, pooling):
     [
         ("/classify", {"input": "a"}, "It can compute: the probabilities of labels for each token"),
         ("/rerank", {"query": "a", "documents": ["b"]}, "cannot compute scores of pairs of texts"),
-        ("/pooling", {"input": [1, 2], "task": "token_classify"}, "input must be a text or a list"),
+        (
+            "/pooling",
+            {"input": [1, 2], "task": "token_classify"},
+            "A classifier requires a text or a list",
+        ),
         ("/pooling", {"input": "a", "task": "classify"}, "cannot compute the probabilities of"),
         ("/predict", {"inputs": "a", "aggregation_strategy": "max"}, "aggregation_strategy must"),
     ],

@@ -391,7 +391,7 @@ def _check_rounding_errors(
         is_accepted = (actual - expected).abs() <= _allowed_rounding_error(cache, expected)
         if not bool(is_accepted.all()):
             raise KernelError(
-                "the keys or values that the GPU kernel stored differ from those of the step"
+                "the GPU kernel stored other keys or values than the test step contains"
             )
 
 

@@ -46,8 +46,8 @@ def load_page_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
     for name in ("process_images", "process_queries"):
         if not hasattr(processor, name):
             raise ModelError(
-                f"the processor {type(processor).__name__} in {folder} has no method {name}, which "
-                "a model with one vector for each token of a page needs."
+                f"the processor {type(processor).__name__} in {folder} has no method {name}. A "
+                "model that returns one vector for each token of a page needs this method."
             )
     return processor
 

@@ -318,7 +318,7 @@ def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401
     length = _length(root, "query_expansion.length", value.get("length"))
     if length is None:
         raise ModelError(
-            f"{root}: query_expansion must have the field length. Download the checkpoint again."
+            f'{root}: query_expansion has no field "length". Download the checkpoint again.'
         )
     return QueryExpansion(
         length=length,

@@ -151,7 +151,8 @@ class ScriptedEngine:
             if rule.when in prompt_text:
                 return rule
         raise RequestError(
-            f"script: no rule's `when` occurs in the prompt, which ends in {prompt_text[-80:]!r}."
+            f"script: the prompt, which ends in {prompt_text[-80:]!r}, does not contain the text "
+            "`when` of any rule."
         )
 
     def abort(self, request_id: str, index: int | None = None) -> None:

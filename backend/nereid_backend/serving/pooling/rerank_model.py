@@ -40,9 +40,9 @@ class RerankModel(PoolingStub):
             case [names.QUERY, (names.DOCUMENTS | names.PARTS) as document_tensor]:
                 return self._score_job(request, document_tensor, options)
         raise RequestError(
-            f"{names.QUERY}: a request must have {names.QUERY} and either {names.DOCUMENTS} or "
-            f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
-            f"{' and '.join(given) or 'none'}."
+            f"{names.QUERY}: a request to a reranker must have {names.QUERY}, and either "
+            f"{names.DOCUMENTS} or {names.PARTS}. A request to a classifier must have only "
+            f"{names.TEXTS}. This request has {' and '.join(given) or 'none of these tensors'}."
         )
 
     def _score_job(

@@ -153,7 +153,7 @@ def _video_source(part: dict[str, Any]) -> str:
     """Return a data URL that contains the frames of a video part."""
     video = read_video_part(part, "messages", ImageLimits())
     if not all(isinstance(frame, str) for frame in video.frames):
-        raise RequestError("messages: each frame of a video must be a text.")
+        raise RequestError("messages: each frame of a video must be a string in base64.")
     return video_url(video)
 
 

@@ -37,7 +37,7 @@ async def extend_session(request: Request) -> dict[str, Any]:
         raise ApiError(
             404,
             f"No cached prefix has the prompt_cache_key {body.prompt_cache_key!r}. It was never "
-            "used, its time has passed, or its blocks were evicted.",
+            "used, it has expired, or its blocks were evicted.",
             param="prompt_cache_key",
             code="cache_key_not_found",
         )

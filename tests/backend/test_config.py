@@ -51,6 +51,12 @@ def test_a_text_that_is_not_a_number_is_named():
         EngineConfig.from_settings({"model": "/m", "max_num_seqs": "many"})
 
 
+def test_two_adapters_with_the_same_name_are_refused():
+    message = "lora_adapters: the value must be pairs with different names"
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_settings({"model": "/m", "lora_adapters": "a=/x, b=/y, a=/z"})
+
+
 def test_a_model_is_needed():
     with pytest.raises(ConfigError, match="model: this setting has no default, so it must be set"):
         EngineConfig.from_settings({})

@@ -67,8 +67,6 @@ def convert(source: str, target: str, dtype: Target) -> None:
     quantization_config = None
     if bits is not None:
         linear_weights = _linear_weights(config, arguments["config"])
-        # If a name in `linear_weights` is missing in the checkpoint, the linear layer of this
-        # weight is not converted. quantization_config must list such layers.
         integer_names = linear_weights & weights.keys()
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +228,8 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
     Args:
         bits: 4 or 8.
         layers: the names of the weights of all linear layers except the output layer.
-        integer_names: the names in `layers` whose weights become integers.
+        integer_names: the names in `layers` whose weights become integers. The checkpoint does not
+            contain the other names, so their layers are listed as not converted.
     """
     # `quantise_weight` returns zero points only for 4-bit integers. 8-bit integers are symmetric,
     # so the integer 0 always represents the weight 0.

@@ -58,23 +58,30 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         ModelError: the processor is missing or broken, or needs a package that is not installed.
     """
     declare_operators()
-    try:
-        processor = _load_complete(folder, config)
-        if processor is None:
-            processor = _load_without_video(folder, config)
-    except Exception as error:
-        # A processor can raise any exception for a broken file. The message of the ModelError
-        # contains the reason.
-        raise ModelError(
-            f"the image processor in {folder} cannot be loaded: {type(error).__name__}: "
-            f"{first_line(error)}"
-        ) from error
+    processor = _load(folder, config)
     refused = refused_kinds(processor)
     if len(refused) == len(KINDS):
         raise ModelError(
             f"the processor in {folder} accepts no media: {'; '.join(refused.values())}"
         )
     return processor
+
+
+def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
+    """Return the complete processor if possible, otherwise the processor that accepts no videos.
+
+    Raises:
+        ModelError: loading has failed. The message contains the reason.
+    """
+    try:
+        processor = _load_complete(folder, config)
+        return _load_without_video(folder, config) if processor is None else processor
+    except Exception as error:
+        # A processor can raise any exception for a broken file.
+        raise ModelError(
+            f"the processor in {folder} cannot be loaded: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
 
 
 def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:

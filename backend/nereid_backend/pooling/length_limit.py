@@ -2,7 +2,7 @@
 """Determines the length limit of the inputs of a pooling model."""
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.length_limits import model_limit
+from nereid_backend.model.length_limits import LengthLimit, model_limit
 from nereid_backend.pooling.forward.choose_forward import position_table
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
@@ -15,31 +15,35 @@ _NO_LIMIT = 10**9
 def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
     """Return the largest number of tokens that an input may have.
 
-    The limit is the setting max_model_len. If this setting is missing, the limit is the length for
-    which the model computes correct outputs, or a smaller length that the checkpoint's files
-    recommend. The model's own limit is the smaller of two numbers: the limit that follows from the
-    config, and the number of rows in the model's table of position embeddings.
+    The limit is the setting max_model_len. If this setting is missing, the limit is the model's own
+    limit, or a smaller length that the checkpoint's files recommend.
 
     Raises:
         ConfigError: the setting max_model_len is larger than the model's own limit.
     """
-    limit = model_limit(spec.config.get_text_config())
-    largest = limit.num_tokens
-    reason = limit.reason
-    num_embeddings = _num_position_embeddings(encoder)
-    if num_embeddings is not None and num_embeddings < largest:
-        largest = num_embeddings
-        reason = "the number of position embeddings"
+    own_limit = _own_limit(spec, encoder)
     configured = config.max_model_len
     if configured is None:
         recommended = _limit_in_files(spec, encoder)
-        return largest if recommended is None else min(largest, recommended)
-    if configured > largest:
+        return min(own_limit.num_tokens, recommended or own_limit.num_tokens)
+    if configured > own_limit.num_tokens:
         raise ConfigError(
-            f"max_model_len: the value must be at most {largest} ({reason}), but it is "
-            f"{configured}."
+            f"max_model_len: the value must be at most {own_limit.num_tokens} "
+            f"({own_limit.reason}), but it is {configured}."
         )
     return configured
+
+
+def _own_limit(spec: CheckpointSpec, encoder: Encoder) -> LengthLimit:
+    """Return the largest length for which the model computes correct outputs.
+
+    The length is limited by the config, and by the number of position embeddings.
+    """
+    limit = model_limit(spec.config.get_text_config())
+    num_embeddings = _num_position_embeddings(encoder)
+    if num_embeddings is not None and num_embeddings < limit.num_tokens:
+        return LengthLimit(num_embeddings, "the number of position embeddings")
+    return limit
 
 
 def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:

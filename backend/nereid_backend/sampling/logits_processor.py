@@ -228,30 +228,29 @@ class LogitsProcessor:
         return logits_params
 
     def _penalise(
-        self, logits: Tensor, positions: abc.Sequence[Position], indices: abc.Sequence[int]
+        self, logits: Tensor, positions: abc.Sequence[Position], rows: abc.Sequence[int]
     ) -> None:
         """Apply the repetition, frequency and presence penalties of requests to the logits.
 
         Args:
             logits: [n, vocab_size] float32. Mutated.
             positions: the position of each row of `logits`.
-            indices: the rows of `logits` whose requests have a penalty. Other rows are unchanged.
+            rows: the rows of `logits` whose requests have a penalty. Other rows are unchanged.
         """
-        penalised = [positions[i] for i in indices]
+        penalised = [positions[row] for row in rows]
         # The rows in which `_counts` stores the tokens of the requests.
-        cache_rows = [_cache_row(positions[i], i) for i in indices]
+        cache_rows = [_cache_row(positions[row], row) for row in rows]
         # The distinct tokens before each position, and how often each of them occurs.
         ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
-        are_all_penalised = len(indices) == len(logits)
-        if are_all_penalised:
+        if len(rows) == len(logits):  # All rows have a penalty.
             apply_penalties(logits, ids, counts, params)
             return
         # Indexing copies the rows, so the changed rows must be copied back.
-        logits_rows = upload(np.array(indices), logits.device)
-        penalised_logits = logits[logits_rows]
+        device_rows = upload(np.array(rows), logits.device)
+        penalised_logits = logits[device_rows]
         apply_penalties(penalised_logits, ids, counts, params)
-        logits.index_copy_(0, logits_rows, penalised_logits)
+        logits.index_copy_(0, device_rows, penalised_logits)
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:

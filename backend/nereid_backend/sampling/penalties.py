@@ -204,8 +204,8 @@ def apply_penalties(
         dtype=np.float32,
     )
     # The three penalties are uploaded together, because one upload is faster than three. The array
-    # [n, 3] is divided into three columns [n, 1].
-    repetition, frequency, presence = upload(penalties, device).split(1, dim=1)
+    # [n, 3] becomes [n, 3, 1], and is then divided into three columns [n, 1].
+    repetition, frequency, presence = upload(penalties, device).unsqueeze(2).unbind(1)
     token_ids = upload(ids, device)
     num_occurrences = upload(counts, device)
     is_in_output = num_occurrences > 0

@@ -298,12 +298,13 @@ class Sampler:
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
         likeliest = model_likeliest if is_unchanged else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
-        # Log-probabilities are reported for the model's own distribution, before masks and
-        # penalties.
-        logprobs = _logits_of(token_ids, model_logits).float() - logsumexp
-        # If every token of a row is forbidden, the sampled token has the logit -inf.
-        has_allowed = _logits_of(token_ids, processed) > float("-inf")
-        sampled = SampledRows(token_ids, logprobs, has_allowed)
+        sampled = SampledRows(
+            token_ids,
+            # The model's own distribution, before masks and penalties.
+            logprobs=_logits_of(token_ids, model_logits).float() - logsumexp,
+            # If every token of a row is forbidden, the sampled token has the logit -inf.
+            has_allowed=_logits_of(token_ids, processed) > float("-inf"),
+        )
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # For an uncertain row, the token was chosen from only some of the tokens. The row may
         # therefore have to be sampled again later. By then, the next forward pass may have

@@ -345,9 +345,10 @@ def _compare_with_single_texts(forward: Forward, expected: _ExpectedVectors) -> 
 
 @contextmanager
 def own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
-    """Return a context manager. In its `with` block, the model uses its own attention.
+    """Return a context manager in whose `with` block the model uses its own attention.
 
-    If the chosen method already uses the model's own attention, the context changes nothing.
+    If the chosen method is "packed", the model otherwise uses Nereid's attention, and uses it again
+    after the block. The other methods always use the model's own attention.
     """
     forward = chosen.forward
     if not isinstance(forward, PackedForward):

@@ -146,8 +146,8 @@ def _largest_relu(parts: Iterator[tuple[int, Tensor]], num_texts: int) -> Tensor
 def _sum_of_log1p(parts: Iterator[tuple[int, Tensor]], num_texts: int, num_log1p: int) -> Tensor:
     """Return the sum of log1p(relu(logit)) over the tokens of each text, [num_texts, vocab_size].
 
-    log1p is applied `num_log1p` times. `parts` contains pairs: the number of a text, and the logits
-    [n, vocab_size] of some of its tokens.
+    Some checkpoints apply log1p twice, so log1p is applied `num_log1p` times. `parts` contains
+    pairs: the number of a text, and the logits [n, vocab_size] of some of its tokens.
     """
     sums: Tensor | None = None
     for number, logits in parts:
@@ -170,9 +170,11 @@ def _logits_of_texts(
     for first_token, slice_logits in logit_slices:
         logits = slice_logits.float()
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The text has the tokens [start, end). The first row of the slice belongs to the token
-            # `first_token`.
-            text_logits = logits[max(0, start - first_token) : max(0, end - first_token)]
+            # The rows of the text's tokens [start, end) in this slice. A token before the slice has
+            # a negative row, which becomes 0.
+            first_row = max(0, start - first_token)
+            end_row = max(0, end - first_token)
+            text_logits = logits[first_row:end_row]
             if len(text_logits):
                 yield number, text_logits
 

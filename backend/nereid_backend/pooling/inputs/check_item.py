@@ -20,7 +20,7 @@ class ItemChecker:
         *,
         is_vision_language: bool,
     ) -> None:
-        """Store the arguments.
+        """Create the checker of a loaded model.
 
         Args:
             spec: the description of the checkpoint.
@@ -46,18 +46,23 @@ class ItemChecker:
             RequestError: the item is wrong.
         """
         kind = item.kind or self._info.kinds[0]
+        self._check(item, kind)
+        name = self._prompt_name(item)
+        prompt = item.prompt if name is None else self._spec.prompts[name]
+        if prompt is not None:
+            self._text_limit.check("prompt: the prompt", prompt)
+        if item.instruction is not None:
+            self._text_limit.check("instruction: the instruction", item.instruction)
+        # An empty prompt turns off the default prompt of the checkpoint. In this case, the item's
+        # field `prompt` becomes None.
+        return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
+
+    def _check(self, item: PoolingItem, kind: str) -> None:
+        """Raise a RequestError if a field of an item does not fit the model or the output kind."""
         self._check_kind(kind)
         self._check_sources(item, kind)
         self._check_options(item, kind)
         self._check_prompt_fields(item)
-        name = self._prompt_name(item)
-        prompt = item.prompt if name is None else self._spec.prompts[name]
-        for field, text in (("prompt", prompt), ("instruction", item.instruction)):
-            if text is not None:
-                self._text_limit.check(f"{field}: the {field}", text)
-        # An empty prompt turns off the default prompt of the checkpoint. In this case, the item's
-        # field `prompt` becomes None.
-        return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
     def _check_kind(self, kind: str) -> None:
         """Raise a RequestError if the model cannot compute outputs of the kind `kind`."""
@@ -136,24 +141,26 @@ class ItemChecker:
             )
 
     def _check_prompt_fields(self, item: PoolingItem) -> None:
-        """Raise a RequestError if an item has `prompt` and `prompt_name`, or a prompt but no text.
-
-        Exception: a vision-language model accepts a prompt with an image, because the prompt
-        becomes a system message.
-        """
+        """Raise a RequestError if an item has two prompts, or a prompt that cannot be used."""
         if item.prompt is not None and item.prompt_name is not None:
             raise RequestError(
                 "prompt: the request has both prompt and prompt_name. Send only one of them."
             )
-        can_have_prompt = has_text(item) or (self._is_vision_language and item.image is not None)
-        # An empty `prompt` is allowed even for an input that cannot have a prompt, because it adds
-        # no text.
+        # An empty `prompt` adds no text, so any input may have an empty prompt.
         has_prompt = bool(item.prompt) or item.prompt_name is not None
-        if has_prompt and not can_have_prompt:
+        if has_prompt and not self._can_have_prompt(item):
             raise RequestError(
                 "prompt: a prompt can precede only a text or a pair of texts, but the input is a "
                 "list of token ids or an image."
             )
+
+    def _can_have_prompt(self, item: PoolingItem) -> bool:
+        """Return whether a prompt can precede the input of an item.
+
+        A prompt precedes a text or a pair of texts. For a vision-language model, a prompt becomes a
+        system message, which can also precede an image.
+        """
+        return has_text(item) or (self._is_vision_language and item.image is not None)
 
     def _prompt_name(self, item: PoolingItem) -> str | None:
         """Choose the prompt that is prepended to the text of an item. Return the prompt's name.
@@ -165,8 +172,7 @@ class ItemChecker:
         Raises:
             RequestError: the checkpoint has no prompt with this name.
         """
-        can_have_prompt = has_text(item) or self._is_vision_language
-        if item.prompt is not None or not can_have_prompt:
+        if item.prompt is not None or not self._can_have_prompt(item):
             return None
         name = item.prompt_name
         if name is None:

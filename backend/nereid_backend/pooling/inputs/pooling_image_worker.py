@@ -23,20 +23,17 @@ def _load(folder: Path) -> Prepare:
 
     The function returns the message that this process sends: ["done", token ids, packed images].
     """
+    _import_libraries()
     process = _load_processor(folder)
-    # These modules import torch. They are imported after `_load_processor`, because this function
-    # prepares the first import of torch.
+    # These modules import torch, so they are imported after `_import_libraries`.
     from nereid_backend.core.image_inputs import ImageInputs
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import ImageLimits, decode_image
 
-    def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - the parameters of all workers
-        (data,) = images  # A request contains one image.
-        # The caller's list and `data` are the only references to the file. Remove both, so that the
+    def prepare(_text: str, images: list[bytes]) -> list[Any]:
+        # A request contains one image. `pop` removes the file from the caller's list, so that the
         # memory of the file is freed before the image is prepared.
-        images.clear()
-        image = decode_image(data, "image", ImageLimits())
-        del data
+        image = decode_image(images.pop(), "image", ImageLimits())
         token_ids, arguments = process(image)
         # The digest and the first token are needed only for a prefix cache. Models for embedding
         # and reranking have no prefix cache.
@@ -46,25 +43,17 @@ def _load(folder: Path) -> Prepare:
     return prepare
 
 
-def _load_processor(folder: Path) -> "ImageProcessor":
-    """Import torch and transformers, and load the processor of a checkpoint.
-
-    Returns:
-        A function that converts an image to the token ids of its prompt, and to arguments of the
-        model.
-    """
-    # These modules are not imported at the top of the file, because `declare_operators` must run
-    # before transformers is imported. `declare_operators` makes torchvision usable without CUDA.
-    # `importing` makes the import of torch and transformers faster.
+def _import_libraries() -> None:
+    """Import torch and transformers, and set them up for this process."""
+    # `declare_operators` makes torchvision usable without CUDA. The function must run before
+    # transformers is imported, so the other modules are not imported at the top of the file.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
-    with importing():
+    with importing():  # makes these imports faster
         import torch
-        from transformers import AutoConfig
 
-        from nereid_backend.pooling.inputs.image_processors import load_image_processor
-
+        import nereid_backend.pooling.inputs.image_processors  # noqa: F401 - imports transformers
     from nereid_backend.vision.read_image import ImageLimits
     from nereid_backend.vision.shared_pixels import share_pixels
 
@@ -74,6 +63,19 @@ def _load_processor(folder: Path) -> "ImageProcessor":
     # torch gets only one thread, because requests are processed in forked child processes, and
     # other threads of torch do not survive a fork.
     torch.set_num_threads(1)
+
+
+def _load_processor(folder: Path) -> "ImageProcessor":
+    """Load the processor of a checkpoint.
+
+    Returns:
+        A function that converts an image to the token ids of its prompt, and to arguments of the
+        model.
+    """
+    from transformers import AutoConfig
+
+    from nereid_backend.pooling.inputs.image_processors import load_image_processor
+
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return load_image_processor(folder, config)
 

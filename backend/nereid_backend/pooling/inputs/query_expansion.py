@@ -7,7 +7,12 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
-from nereid_backend.pooling.loading.late_interaction_files import DOCUMENT, QUERY, LateInteraction
+from nereid_backend.pooling.loading.late_interaction_files import (
+    DOCUMENT,
+    QUERY,
+    LateInteraction,
+    QueryExpansion,
+)
 from nereid_backend.pooling.pooling_items import PoolingItem
 
 
@@ -45,10 +50,10 @@ class TextRules:
     def check_and_create(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
-        """Create the rules for texts, and check that short queries can be expanded.
+        """Create the rules for texts. If short queries are expanded, check that this is possible.
 
         A short query is expanded with mask tokens, until the query has a certain length, such as 32
-        tokens. The other rules need no check.
+        tokens.
 
         Args:
             late: the rules in the files of the checkpoint.
@@ -73,14 +78,7 @@ class TextRules:
                 "query_expansion requires a tokenizer that pads at the end of a text, but the "
                 f"padding_side of this tokenizer is {tokenizer.padding_side}."
             )
-        vocabulary = tokenizer.get_vocab()
-        token = expansion.token or tokenizer.mask_token or tokenizer.eos_token
-        if token not in vocabulary:
-            raise ModelError(
-                f"query_expansion appends the token {token!r} to queries, but the vocabulary of "
-                "the tokenizer does not contain this token. Download the checkpoint again."
-            )
-        return cls(late, max_model_len, vocabulary[token])
+        return cls(late, max_model_len, _mask_id(expansion, tokenizer))
 
     def limit(self, item: PoolingItem) -> tuple[int, str]:
         """Return the token limit for the text of an item, and the name of this limit."""
@@ -118,6 +116,25 @@ class TextRules:
             type_ids=None if types is None else types + [0] * num_masks,
             num_attended=None if expansion.is_attended else len(ids),
         )
+
+
+def _mask_id(expansion: QueryExpansion, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the token that is appended to short queries.
+
+    The token is named in the checkpoint's files. Otherwise, it is the tokenizer's mask token, or
+    the end-of-sequence token if the tokenizer has no mask token.
+
+    Raises:
+        ModelError: the vocabulary does not contain the token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    token = expansion.token or tokenizer.mask_token or tokenizer.eos_token
+    if token not in vocabulary:
+        raise ModelError(
+            f"query_expansion appends the token {token!r} to queries, but the vocabulary of "
+            "the tokenizer does not contain this token. Download the checkpoint again."
+        )
+    return int(vocabulary[token])
 
 
 def _role_of(item: PoolingItem) -> str:

@@ -86,10 +86,8 @@ class TextLimit:
         # lower bound: the number of characters.
         num_bytes = len(text) if isinstance(text, bytes) else self._min_num_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The error message gives the size of the text in tokens, because the limit that clients
-            # know, `max_model_len`, is a number of tokens. The division rounds down, so the
-            # quotient can equal the limit although the text is too large. In this case, the message
-            # contains the limit plus 1.
+            # Clients know the limit as a number of tokens. The division rounds down, so the
+            # quotient can equal the limit. Report at least one token more than the limit.
             min_num_tokens = max(num_bytes // self._max_bytes_per_token, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "
@@ -107,11 +105,11 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # Each character has at least one byte, so the result has at most `limit` characters.
-        # Shorten the text to `limit` characters first, so that a long text is not encoded
-        # completely. "surrogatepass" encodes lone surrogates, which would otherwise raise an error
-        # here. When the bytes are decoded, "ignore" drops surrogates, and the incomplete character
-        # at the cut.
+        # The result has at most `limit` characters, because each character has at least one byte.
+        # Cut the characters first, so that a long text is not encoded completely.
+        # "surrogatepass" encodes lone surrogates instead of raising an error. "ignore" removes the
+        # surrogates again when the bytes are decoded. It also removes the character that the cut of
+        # the bytes has split.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:

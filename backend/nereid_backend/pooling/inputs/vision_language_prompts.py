@@ -53,10 +53,9 @@ class ChatPrompts:
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
-        # A generation prompt is the beginning of an answer at the end of the prompt. A checkpoint
-        # without a modules.json is an ordinary chat model, so its prompts end with a generation
-        # prompt. For a checkpoint with a modules.json, sentence-transformers adds a generation
-        # prompt only if the checkpoint's files set `add_generation_prompt`.
+        # A checkpoint without a modules.json is an ordinary chat model, so its prompts end with the
+        # beginning of an answer (the generation prompt). sentence-transformers adds a generation
+        # prompt only if the files of a checkpoint set `add_generation_prompt`.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
             raise ModelError(

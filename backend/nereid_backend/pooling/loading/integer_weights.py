@@ -11,14 +11,14 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 def store_as_integers(
-    encoder: Encoder, weight_dtype: str, name: str, progress: Callable[[str], None]
+    encoder: Encoder, weight_dtype: str, architecture: str, progress: Callable[[str], None]
 ) -> None:
     """Store the weights of all linear layers in the data type that `weight_dtype` names.
 
     Args:
         encoder: the model. Mutated, unless `weight_dtype` is "auto".
         weight_dtype: the setting: "auto", "int8" or "int4".
-        name: the name of the architecture, for error messages.
+        architecture: the name of the model's class, for error messages.
         progress: called with one line about the result.
 
     Raises:
@@ -35,7 +35,7 @@ def store_as_integers(
     if not num_layers:
         raise ConfigError(
             f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
-            f"which {name} does not have. Set weight_dtype=auto."
+            f"which {architecture} does not have. Set weight_dtype=auto."
         )
     progress(
         f"the weights of {num_layers} linear layers are stored as {weight_dtype}"

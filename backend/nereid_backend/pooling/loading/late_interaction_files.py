@@ -83,7 +83,7 @@ class LateInteraction:
     skip_roles: tuple[str, ...] = (DOCUMENT,)
 
     @property
-    def treats_queries(self) -> bool:
+    def distinguishes_queries(self) -> bool:
         """Whether queries and documents are processed differently, apart from their prompts."""
         skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
         return self.query_length is not None or self.expansion is not None or skips_only_documents
@@ -114,13 +114,14 @@ class LateInteraction:
         {"query": "[Q] find: "}. The keys are the names of the prompts.
         """
         marked = dict(prompts)
-        if self.treats_queries:
-            # If a client sends the prompt name "query", the text is processed as a query. Add this
-            # name even if the prompt is empty.
+        if self.distinguishes_queries:
+            # Clients select the rules for queries with the prompt name "query". Add this name, even
+            # if the prompt is empty.
             marked.setdefault(QUERY, "")
         for role, marker in self.markers:
             # Some checkpoints contain the marker in the prompt already.
-            marked[role] = marker + marked.get(role, "").removeprefix(marker)
+            prompt = marked.get(role, "").removeprefix(marker)
+            marked[role] = marker + prompt
         return marked
 
 

@@ -71,7 +71,7 @@ def load_encoder(
     *,
     dtype: str,
     device: torch.device,
-    nereid_attention: str,
+    attention_to_test: str,
     progress: Callable[[str], None],
 ) -> Encoder:
     """Load the weights and the tokenizer of a checkpoint.
@@ -80,8 +80,8 @@ def load_encoder(
         spec: the description of the checkpoint.
         dtype: the setting `dtype`.
         device: the device for the weights.
-        nereid_attention: the name under which Nereid's attention function is registered in
-            transformers. `load_encoder` only tests whether the model accepts this name. The model
+        attention_to_test: the name under which Nereid's attention function is registered in
+            transformers. The result states whether the model accepts this attention. The model
             keeps its own attention.
         progress: called with one line for each slow operation.
 
@@ -110,7 +110,7 @@ def load_encoder(
         tokenizer=load_tokenizer(spec),
         device=device,
         own_attention=own_attention,
-        accepts_nereid_attention=_accepts_attention(model, nereid_attention, own_attention),
+        accepts_nereid_attention=_accepts_attention(model, attention_to_test, own_attention),
     )
 
 

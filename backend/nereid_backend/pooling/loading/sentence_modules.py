@@ -159,10 +159,20 @@ def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
                 f"{path}: the module {module.kind} is not supported. The supported modules are "
                 f"{', '.join(sorted(_LATER_MODULES))}."
             )
-        input_name = module.config.get("module_input_name", _POOLED_VECTOR)
-        output_name = module.config.get("module_output_name") or input_name
-        if module.kind in ("Dense", "Normalize") and output_name != input_name:
-            raise UnsupportedModelError(
-                f"{path}: the input and the output of the module {module.kind} must have the same "
-                f"name, but they are {input_name} and {output_name}."
-            )
+        if module.kind in ("Dense", "Normalize"):
+            _check_names(path, module)
+
+
+def _check_names(path: Path, module: ModuleSpec) -> None:
+    """Raise an UnsupportedModelError if a module does not replace its input by its output.
+
+    The names of the input and the output are in the config of the module. By default, a module
+    converts the pooled vector, and the output has the name of the input.
+    """
+    input_name = module.config.get("module_input_name", _POOLED_VECTOR)
+    output_name = module.config.get("module_output_name") or input_name
+    if output_name != input_name:
+        raise UnsupportedModelError(
+            f"{path}: the input and the output of the module {module.kind} must have the same "
+            f"name, but they are {input_name} and {output_name}."
+        )

@@ -96,8 +96,8 @@ REFUSED = {
     "MP3": (b"ID3\4" + bytes(40), "not a WAV file. Send WAV with PCM"),
     "FLAC": (b"fLaC" + bytes(40), "not a WAV file. Send WAV with PCM"),
     "nothing": (b"", "not a WAV file"),
-    "only a header": (RIFF, "no chunk"),
-    "no format": (RIFF + chunk(b"data", SILENCE), "no chunk"),
+    "only a header": (RIFF, "must have a chunk"),
+    "no format": (RIFF + chunk(b"data", SILENCE), "must have a chunk"),
     "short format": (RIFF + chunk(b"fmt ", b"ab") + chunk(b"data", SILENCE), "has 2 bytes"),
     "truncated": (wav(SILENCE)[:-10], "chunk of 64 bytes, but only 54 bytes follow. Send the comp"),
     "huge chunk": (
@@ -186,7 +186,10 @@ WRONG = {
     "no audio": ({"type": "input_audio", "input_audio": {}}, "has no audio. Send WAV"),
     "a number": ({"type": "input_audio", "input_audio": 3}, "has no audio. Send WAV"),
     "no data": ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "no audio"),
-    "an array without a rate": ({"type": "audio", "audio": LEVELS}, "needs sampling_rate"),
+    "an array without a rate": (
+        {"type": "audio", "audio": LEVELS},
+        "the sampling_rate of an array must be an integer",
+    ),
 }
 
 

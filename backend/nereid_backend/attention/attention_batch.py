@@ -77,6 +77,12 @@ class DecodeGroup:
     _visible: dict[LayerWindow, VisibleBlocks] = field(default_factory=dict)
     _rows: dict[tuple[LayerWindow, int], Tensor] = field(default_factory=dict)
 
+    def token_indices(self) -> Tensor:
+        """Return the indices of the new tokens in the packed row, [num_decodes] int64."""
+        if self.tokens is None:
+            return torch.arange(len(self.lens), device=self.lens.device)
+        return self.tokens
+
     def visible(self, window: LayerWindow) -> VisibleBlocks:
         """Return the cache blocks that a layer with the attention window `window` reads."""
         visible = self._visible.get(window)

@@ -19,7 +19,7 @@ from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention, gpu_check
 from nereid_backend.attention.gpu.backends.attention_backend import ChosenBackends
-from nereid_backend.attention.gpu.fastest_backend import fastest_backends
+from nereid_backend.attention.gpu.fastest_backend import fastest_backends, supported_backends
 from nereid_backend.attention.gpu.gpu_batch import StepLayout
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
@@ -261,8 +261,8 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
         return 0
     _, _, block_size, _ = cache.values[0].shape
     distinct_layers = tuple(dict.fromkeys(layers))
-    # `_fastest_backends` caches its results, so its arguments must be hashable. A class such as
-    # `type(cache)` is hashable, but the type checker reports an error here.
+    # `functools.cache` requires hashable arguments. The type checker wrongly reports that a class
+    # is not hashable.
     cache.backends = _fastest_backends(
         type(cache),  # type: ignore[arg-type]
         layers=distinct_layers,
@@ -282,7 +282,8 @@ def _fastest_backends(
     device: torch.device,
 ) -> ChosenBackends:
     """Call `fastest_backends`, and cache the result for later calls with the same arguments."""
-    return fastest_backends(cache_class, layers, block_size, dtype, device)
+    backends = supported_backends()
+    return fastest_backends(cache_class, layers, block_size, dtype, device, backends=backends)
 
 
 def attention_name(cache_class: type[KVCache]) -> str:

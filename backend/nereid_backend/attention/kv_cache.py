@@ -70,8 +70,8 @@ class KVCache:
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
             values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
-        self.keys = self._tensor_of_each_layer(keys_of_place)
-        self.values = self._tensor_of_each_layer(values_of_place)
+        self.keys = self._assign_to_layers(keys_of_place)
+        self.values = self._assign_to_layers(values_of_place)
 
     @property
     def num_groups(self) -> int:
@@ -87,14 +87,14 @@ class KVCache:
         """
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
-    def _tensor_of_each_layer(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return one tensor for each layer, in the order of the layers. Layers can share a tensor.
+    def _assign_to_layers(self, tensor_of_place: list[Tensor]) -> list[Tensor]:
+        """Return the tensor of each layer, in the order of the layers. Layers can share a tensor.
 
-        `tensors` contains one tensor for each place. The place of a layer is its number in its
-        group of layers. Example: if the layers have the places [0, 0, 1, 1], the tensors [a, b]
+        `tensor_of_place` contains one tensor for each place. The place of a layer is its number in
+        its group of layers. Example: if the layers have the places [0, 0, 1, 1], the tensors [a, b]
         give [a, a, b, b].
         """
-        return [tensors[place] for place in self._places]
+        return [tensor_of_place[place] for place in self._places]
 
     def _distinct_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return each distinct tensor once. `tensors` contains one tensor for each layer.

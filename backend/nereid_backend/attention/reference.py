@@ -71,8 +71,9 @@ def _attend_decodes(
 ) -> Tensor:
     """Compute attention for the sequences that add one token in this step.
 
-    The tokens of these sequences, which are called decodes, are the first tokens of `query`. All
-    keys and values are read from the cache. `attend` documents the arguments.
+    The tokens of these sequences, which are called decodes, are the first tokens of `query`,
+    [num_heads, num_tokens, key_dim]. All keys and values are read from the cache. `attend`
+    documents the other arguments.
 
     Returns:
         The output of attention, [num_decodes, num_heads, value_dim].
@@ -83,8 +84,8 @@ def _attend_decodes(
     for group in batch.decodes:
         # `group.tokens` is None if the group contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
-        # Copy the blocks that overlap the attention window. The bias hides the tokens of these
-        # blocks that are outside the window.
+        # Copy the blocks that overlap the attention window. The bias is -inf for the tokens of
+        # these blocks that are outside the window, and 0 for all other tokens.
         keys, values = cache.gather(layer_index, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias
         group_inputs = (rows[tokens].unsqueeze(2), keys, values)
@@ -110,11 +111,9 @@ def _attend_prefills(
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
         keys, values = _keys_and_values(inputs, layer, cache, prefill)
-        # If each token attends to all earlier tokens, pass no mask, because torch is faster without
-        # a mask.
-        mask = None
-        if not _attends_to_all_earlier_tokens(prefill, spec):
-            mask = batch.prefill_mask(index, spec.window)
+        # torch is faster without a mask.
+        needs_mask = not _attends_to_all_earlier_tokens(prefill, spec)
+        mask = batch.prefill_mask(index, spec.window) if needs_mask else None
         prefill_query = query[None, :, prefill.start : prefill.end]
         out = _attend_prefill((prefill_query, keys, values), mask, spec, scale, sinks)
         parts.append(out.squeeze(0).transpose(0, 1))

@@ -66,8 +66,8 @@ class ScaledKVCache(KVCache):
         ]
         key_scales = [torch.zeros(shape, device=device) for shape in shapes]
         value_scales = [torch.zeros(shape, device=device) for shape in shapes]
-        self.key_scales = self._tensor_of_each_layer(key_scales)
-        self.value_scales = self._tensor_of_each_layer(value_scales)
+        self.key_scales = self._assign_to_layers(key_scales)
+        self.value_scales = self._assign_to_layers(value_scales)
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,10 +45,10 @@ def gptq_format(settings: Settings) -> Format:
     # `zero`.
     has_offset = format_name == "gptq"
     layout = Layout(
-        main=".qweight",
-        others=(".qzeros", ".scales"),
+        main=".qweight",  # the integers
+        others=(".qzeros", ".scales"),  # one zero and one scale for each group of inputs
         decode=partial(_decode, bits=bits, has_offset=has_offset),
-        optional=(".g_idx",),
+        optional=(".g_idx",),  # the group of each input
         numbers_per_element=32 / bits,  # The integers are packed into 32-bit words.
         has_integers=True,
     )

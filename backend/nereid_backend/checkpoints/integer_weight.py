@@ -89,7 +89,7 @@ def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
 
 
 def scale_blocks(
-    values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
+    values: Tensor, scales: Tensor, dtype: torch.dtype, block_shape: tuple[int, int] | None = None
 ) -> Tensor:
     """Multiply each block of `values` by the scale of the block.
 
@@ -102,19 +102,19 @@ def scale_blocks(
             scale, the shape can also be [rows] or [rows, 1]. If the whole weight has one scale,
             `scales` can be a single number.
         dtype: the data type of the result.
-        block: the number of rows and the number of columns of a block. If None, the size of a block
-            is derived from the shapes of `values` and `scales`, as in the example.
+        block_shape: the number of rows and the number of columns of a block. If None, it is derived
+            from the shapes of `values` and `scales`, as in the example.
     """
     num_rows, num_columns = values.shape[-2:]
     matrices = values.reshape(-1, num_rows, num_columns)
-    scales = _scales_of_matrices(scales, len(matrices))
-    num_blocks = scales.shape[1:]
-    if block is None:
-        block = _divided_up((num_rows, num_columns), num_blocks)
-    _check_num_blocks((num_rows, num_columns), block, num_blocks)
+    scales_of_matrices = _scales_of_matrices(scales, len(matrices))
+    num_blocks = scales_of_matrices.shape[1:]
+    if block_shape is None:
+        block_shape = _divided_up((num_rows, num_columns), num_blocks)
+    _check_num_blocks((num_rows, num_columns), block_shape, num_blocks)
     weight = torch.empty(matrices.shape, dtype=dtype)
-    for matrix, matrix_scales, result in zip(matrices, scales, weight, strict=True):
-        _scale_matrix(matrix, _as_float(matrix_scales), block, result)
+    for matrix, matrix_scales, result in zip(matrices, scales_of_matrices, weight, strict=True):
+        _scale_matrix(matrix, _as_float(matrix_scales), block_shape, result)
     return weight.view(values.shape)
 
 
@@ -221,7 +221,9 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
 def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
     """Unpack integers that may begin in one byte and end in the next byte.
 
-    Example: with 3 bits, the bytes [0b11010001, 0b01011000] contain [1, 2, 3, 4, 5].
+    The lowest bits of a byte come first. Example: with 3 bits, the bytes 0b11_010_001 and
+    0b0_101_100_0 contain the integers 1, 2, 3, 4 and 5. The third integer consists of the two
+    highest bits of the first byte and the lowest bit of the second byte.
     """
     num_bytes = row_bytes.shape[1]
     num_integers = num_bytes * 8 // bits

@@ -56,7 +56,11 @@ from nereid_parsers.template.difference import markers, text_between
 from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
-from nereid_parsers.template.unrendered_calls import guess_tool_section
+from nereid_parsers.template.unrendered_calls import (
+    describe_unrendered_calls,
+    guess_tool_section,
+    offers_tools,
+)
 
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
 
@@ -105,14 +109,14 @@ def find_tools(
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
     one_call = render_one_call(renderer)  # records T1
-    if not one_call:  # The template renders no tool calls, so their format can only be guessed.
-        return ToolFindings(part=guess_tool_section(renderer))
+    if not one_call:
+        return _findings_without_rendered_calls(renderer)
     two_calls = render_two_calls(renderer)  # records T2
     texts = _render_calls(renderer, one_call, two_calls)
     # This call records the comparisons T3 to T7b, which only the report needs. They show, for
     # example, how the template renders a call of another function, or a call with two arguments.
     record_changed_calls(turn.prober)
-    content_before_call = find_content_before_call(turn)  # records T8
+    content_before_call = render_content_before_call(turn)  # records T8
     findings_without_format = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
@@ -126,6 +130,20 @@ def find_tools(
     if inference.call_format is None:
         return findings_without_format
     return _add_format(findings_without_format, inference.call_format, turn.prober)
+
+
+def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
+    """Return the findings about a template that renders no tool calls: a guessed tool section.
+
+    Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
+        that describes the guess is appended for the report.
+    """
+    prober = renderer.turn.prober
+    if not offers_tools(prober):
+        return ToolFindings()
+    section = guess_tool_section(renderer)
+    prober.record_undecided(describe_unrendered_calls(section))
+    return ToolFindings(part=section)
 
 
 def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober) -> ToolFindings:
@@ -255,8 +273,8 @@ class ContentBeforeCall(NamedTuple):
     inner_headers: tuple[str, ...] = ()
 
 
-def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Find out how the template renders one message with both content and a tool call.
+def render_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
+    """Render a message with both content and a tool call. Return how the template writes them.
 
     Some templates write the content and the tool call as two turns. Example: in
     "CONTENT<|end|><|start|>assistant<call>..", the marker `<|end|>` ends the first turn, and the
@@ -293,12 +311,11 @@ def find_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
-    """If the content and the tool call are two turns, return the markers between the turns.
+    """Return the markers between the content and the tool call, if these are two turns.
 
-    A template may write the content and the tool call as two turns. Then an end marker closes the
-    first turn, and the header opens the second turn. The result contains the header and the first
-    end marker, if there is one. The parser removes each of these texts, so their order has no
-    meaning. If the template writes only one turn, the result is ().
+    Between two turns, an end marker closes the first turn, and the header opens the second turn.
+    The result contains the header and the first end marker, if there is one. The parser removes
+    each of these texts, so their order has no meaning. If there is only one turn, the result is ().
 
     >>> _turn_markers_between("<|end|><|start|>assistant<call>", header="<|start|>assistant")
     ('<|start|>assistant', '<|end|>')
@@ -369,12 +386,12 @@ def _tool_section(calls: CallFormat, close: str) -> ToolSection:
     Args:
         calls: The inferred format of one tool call, and the markup of the list of tool calls: the
             opening marker `<calls>` and the separator ", ".
-        close: The closing marker `</calls>`. It is ignored if there is no opening marker.
-            `calls.markup.close` is not used, because it also contains the markers that end the
-            message, such as `<|end|>`.
+        close: The closing marker `</calls>`. It is ignored if there is no opening marker. Unlike
+            `calls.markup.close`, it does not contain the markers that end the message, such as
+            `<|end|>`.
 
     Raises:
-        FormatError: The parser could not read such a tool section.
+        FormatError: `ToolSection` rejects the declaration, because the parser could not read it.
     """
     opening, separator = calls.markup.open, calls.markup.separator
     if not opening.strip():

@@ -27,37 +27,23 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
     sections of known models. The result is the registered tool section whose markers occur in the
-    template or in the vocabulary.
-
-    Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
-        is appended for the report. If the result is None, the sentence states that the template
-        renders no complete tool call, and that tool calls are returned as content.
-
-    Returns:
-        The tool section. None if no registered tool section matches, if the template does not offer
-        tools, or if the template renders the name of a called function.
+    template or in the vocabulary, or None if there is no such tool section.
     """
-    prober = renderer.turn.prober
-    if not _offers_tools(prober):
-        return None
-    section = None
     # If the rendering contains the function's name, the template renders tool calls, but the
     # analysis cannot infer how. Guess nothing in this case, because a guess could contradict the
     # template.
-    is_name_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    if not is_name_rendered:
-        section = recognise_tool_section(_possible_call_markers(prober))
-    prober.record_undecided(_describe_unrendered_calls(section))
-    return section
+    if FIRST_TOOL in renderer.text_of_calls(*ONE_CALL):
+        return None
+    return recognise_tool_section(_possible_call_markers(renderer.turn.prober))
 
 
-def _offers_tools(prober: Prober) -> bool:
+def offers_tools(prober: Prober) -> bool:
     """Return whether the template lists the available tools in the prompt."""
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
     return FIRST_TOOL in prompt
 
 
-def _describe_unrendered_calls(section: ToolSection | None) -> str:
+def describe_unrendered_calls(section: ToolSection | None) -> str:
     """Describe, for the report, a template that offers tools but renders no complete tool call.
 
     Args:
@@ -78,15 +64,15 @@ def _describe_unrendered_calls(section: ToolSection | None) -> str:
 def _possible_call_markers(prober: Prober) -> set[str]:
     """Return texts from the template and the tokenizer that may be markers of tool calls.
 
-    There are three kinds of such texts: the markers in the template, the added tokens of the
-    tokenizer, and markers that are derived from a marker in the template. Example: the template
-    contains `<|tool_list_start|>`, so the result contains this marker and `<|tool_call_start|>`.
+    There are four kinds of such texts: the added tokens of the tokenizer, the markers in the
+    template, the markers of a model family that a phrase in the template identifies, and markers
+    that are derived from the two previous kinds. Example: if the template contains
+    `<|tool_list_start|>`, the result contains this marker and `<|tool_call_start|>`.
     """
     literal_text = "\n".join(prober.template.literals)
     # Some templates contain a phrase, such as "List of tools: [", that identifies the model family.
     # The tool call markers of these families are known.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    # For example, `<|tool_list_start|>` becomes `<|tool_call_start|>`. Markers that contain no word
-    # such as "list" or "response" stay unchanged.
+    # Replace words such as "list" with "call".
     derived_markers = [_WORD_OF_OTHER_MARKERS.sub("call", marker) for marker in template_markers]
     return {*prober.added_tokens, *template_markers, *derived_markers}

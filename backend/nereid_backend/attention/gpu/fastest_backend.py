@@ -55,16 +55,37 @@ _MEASURED = {
 }
 
 
+def milliseconds(work: Callable[[], object]) -> float:
+    """Call `work` several times, and return its median time on the current GPU in milliseconds."""
+    for _ in range(_NUM_WARM_UPS):
+        work()  # The first calls are slower, for example because they compile kernels.
+    times: list[float] = []
+    for _ in range(_NUM_RUNS):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()  # waits until the GPU has finished the work
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def supported_backends() -> list[AttentionBackend]:
+    """Return a new object for each attention library that this package supports."""
+    return [CudnnSdpa(), TorchVarlen(), FlashInferPrefill()]
+
+
 @torch.inference_mode()
-def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
+def fastest_backends(  # noqa: PLR0913 - tests pass the last argument
     cache_class: type[GpuKVCache],
     layers: Sequence[LayerSpec],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    backends: Sequence[AttentionBackend] | None = None,
-    timer: Timer | None = None,
+    backends: Sequence[AttentionBackend],
+    timer: Timer = milliseconds,
 ) -> ChosenBackends:
     """Measure attention libraries. Return the libraries that are faster than the project's kernels.
 
@@ -80,20 +101,18 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
         block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
-        backends: the libraries to measure. None selects all libraries that this package supports.
-        timer: the function that measures a call. None selects `milliseconds`.
+        backends: the libraries to measure.
+        timer: the function that measures a call.
     """
     chosen: dict[tuple[LayerSpec, Situation], AttentionBackend] = {}
     if issubclass(cache_class, ScaledKVCache):
         logger.info("Attention libraries are not measured, because they do not read 8-bit caches.")
         return chosen
-    if backends is None:
-        backends = (CudnnSdpa(), TorchVarlen(), FlashInferPrefill())
     for spec in dict.fromkeys(layers):
         layer = TrialLayer(cache_class, spec, block_size, dtype, device)
         for situation in Situation:
             usable = [backend for backend in backends if _is_usable(backend, situation, layer)]
-            fastest = _fastest(usable, situation, layer, timer or milliseconds)
+            fastest = _fastest(usable, situation, layer, timer)
             if fastest is not None:
                 chosen[spec, situation] = fastest
     return chosen
@@ -165,19 +184,3 @@ def _library_ms(
     """Return how many milliseconds a library needs for the attention of the test step `trial`."""
     backends: ChosenBackends = {(trial.spec, situation): backend}
     return timer(lambda: trial.attend(backends))
-
-
-def milliseconds(work: Callable[[], object]) -> float:
-    """Call `work` several times, and return its median time on the current GPU in milliseconds."""
-    for _ in range(_NUM_WARM_UPS):
-        work()  # The first calls are slower, for example because they compile kernels.
-    times: list[float] = []
-    for _ in range(_NUM_RUNS):
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()  # waits until the GPU has finished the work
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)

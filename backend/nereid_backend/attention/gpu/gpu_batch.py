@@ -297,28 +297,18 @@ def _decode_rows(groups: list[DecodeGroup], block_size: int, table_starts: Tenso
     length.
 
     Args:
-        groups: the groups of decodes. `tokens` of a group contains the indices of its tokens in the
-            input of the step, which is one row with the new tokens of all sequences. If `tokens` is
-            None, the group contains all decodes, and their tokens come first in this row.
+        groups: the groups of decodes.
         block_size: the number of tokens in one block.
         table_starts: [num_decodes] int64, the index at which each decode's block table starts in
             the concatenated block tables.
     """
-    tokens: list[Tensor] = []
-    # One pair for each group of decodes: the number of sequences in the group, and the largest
-    # possible length of a sequence.
-    bounds: list[tuple[int, int]] = []
-    for group in groups:
-        num_seqs, num_blocks = group.blocks.shape
-        first_tokens = torch.arange(num_seqs, device=group.lens.device)
-        tokens.append(first_tokens if group.tokens is None else group.tokens)
-        bounds.append((num_seqs, num_blocks * block_size))
+    shapes = [group.blocks.shape for group in groups]
     return DecodeRows(
         count=len(table_starts),
-        bounds=bounds,
+        bounds=[(num_seqs, num_blocks * block_size) for num_seqs, num_blocks in shapes],
         table=_concatenated([group.blocks for group in groups]),
         table_starts=table_starts,
-        tokens=_concatenated(tokens),
+        tokens=_concatenated([group.token_indices() for group in groups]),
         lens=_concatenated([group.lens for group in groups]),
     )
 

@@ -176,9 +176,8 @@ def _fields_of_architecture(
         values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
-    # The attention scale is usually 1 / sqrt(head_dim), and the config needs no field for it. In
-    # some architectures, this is not true for one of the model sizes. The config of every model of
-    # such an architecture contains query_pre_attn_scalar, the number s in the scale 1 / sqrt(s).
+    # In these architectures, the config of every model contains query_pre_attn_scalar, the number s
+    # in the attention scale 1 / sqrt(s). In most of the models, s is head_dim.
     if architecture.num_layers_with_other_scale:
         fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)
     if architecture.has_local_rope:
@@ -317,8 +316,8 @@ def _rope_parameters(
     factor = values.get("rope.scaling.factor", 1.0)
     parameters = {"rope_type": scaling, "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
-        # `original_length` is the context length before YaRN extended it. If the file does not
-        # contain this length, or contains 0, use the context length of the model.
+        # The context length before YaRN extended it. If the file does not contain this length, or
+        # contains 0, use the context length of the model.
         original_length = values.get("rope.scaling.original_context_length")
         context_length = values.get("context_length")
         parameters["original_max_position_embeddings"] = original_length or context_length
@@ -366,7 +365,7 @@ def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
     Dividing the low frequencies extends the context of the model. The divisor of a frequency
     depends on its number of rotations in the original context. If the number is at most
     `low_freq_factor`, the divisor is `factor`. If the number is at least `high_freq_factor`, the
-    divisor is 1. Between these limits, the divisor is interpolated.
+    divisor is 1. Between these limits, the reciprocal of the divisor is interpolated linearly.
 
     Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
     """
@@ -379,7 +378,9 @@ def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
         # The number of positions in one rotation.
         wavelength = 2 * math.pi * parameters["rope_theta"] ** (index / count)
         num_rotations = original_context / wavelength
-        unclamped_share = (num_rotations - min_rotations) / (max_rotations - min_rotations)
-        unchanged_share = min(1.0, max(0.0, unclamped_share))
-        divisors.append(1 / ((1 - unchanged_share) / factor + unchanged_share))
+        # The position between the limits: 0 at `min_rotations`, and 1 at `max_rotations`.
+        position = (num_rotations - min_rotations) / (max_rotations - min_rotations)
+        clamped = min(1.0, max(0.0, position))
+        reciprocal = (1 - clamped) / factor + clamped
+        divisors.append(1 / reciprocal)
     return divisors

@@ -142,11 +142,9 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
         kind = reader.number(_UINT32)
         metadata[name] = reader.value(kind)
     entries = [reader.tensor() for _ in range(num_tensors)]
-    alignment = _read_alignment(metadata)
     # The data of the tensors begins at the next multiple of the alignment.
-    padding = -reader.place % alignment
-    data_start = reader.place + padding
-    tensors = [_locate_tensor(entry, data_start) for entry in entries]
+    padding = -reader.place % _read_alignment(metadata)
+    tensors = [_locate_tensor(entry, data_start=reader.place + padding) for entry in entries]
     _check_positions(tensors, len(content))
     _check_names(tensors)
     return metadata, tensors

@@ -214,9 +214,7 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     Raises:
         FormatError: The declared form is unknown, or its options are invalid.
     """
-    # In a response template, the default value of `content` is "text". A tool call must not be
-    # text, so a field without `content` is rejected below.
-    content = field.get("content", "text")
+    content = field.get("content", "text")  # "text" is the default in a response template.
     options = field.get("content_args") or {}
     if not isinstance(options, Mapping):
         raise FormatError(f"`content_args` must be a JSON object, but it is {options!r}")
@@ -291,7 +289,8 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
     r"""Describe arguments that are each written between two tags, such as `<a=path>x</a>`.
 
     The option `tag_pattern` is a regular expression that matches one argument with its tags. The
-    group `key` matches the name of the argument, and the group `value` matches the value.
+    group `key` matches the name of the argument, and the group `value` matches the value. The text
+    before the value becomes the opening tag, and the text after the value the closing tag:
 
     >>> arguments = _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
     >>> arguments.open, arguments.close

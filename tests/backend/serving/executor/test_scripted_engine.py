@@ -89,7 +89,7 @@ def test_a_rule_may_fail(engine):
 
 def test_a_prompt_without_a_rule_is_refused(engine):
     scripted = engine({"when": "nowhere", "token_ids": [1]})
-    with pytest.raises(RequestError, match="does not contain the text .when. of any rule"):
+    with pytest.raises(RequestError, match="does not contain the text `when` of any rule"):
         scripted.add_request("a", PROMPT, SamplingParams())
 
 

@@ -128,6 +128,8 @@ def get_format(
         format_name = "+".join(part for part in (reasoning, tools) if part)
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
+    if reasoning is not None and tools is not None:
+        _check_combinable(reasoning, tools)
     if reasoning_entry is None and tool_entry is not None:
         # No reasoning entry was found. Use the reasoning that the tool entry declares, if any.
         reasoning_entry = tool_entry.reasoning
@@ -263,11 +265,8 @@ def _combine(
         reasoning: The declaration of the reasoning, or None.
         tools: The declaration of the tool calls, or None.
         policy: The policy of the format.
-
-    Raises:
-        FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
-    layout = _combined_layout(label, reasoning, tools)
+    layout = _combined_layout(reasoning, tools)
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     # A source is the document from which an entry was derived. `dict.fromkeys` removes duplicates
     # and keeps the order.
@@ -277,53 +276,38 @@ def _combine(
 
 
 def _combined_layout(
-    label: str, reasoning: ReasoningEntry | None, tools: ToolEntry | None
+    reasoning: ReasoningEntry | None, tools: ToolEntry | None
 ) -> Sections | Messages:
     """Return a description of the markers around the reasoning, the content and the tool calls.
 
     Example: the entries of "qwen3" and "hermes" give a `Sections` with the reasoning of "qwen3" and
     the tool calls of "hermes". If one entry describes whole messages, including reasoning and tool
     calls, the result is the `Messages` of this entry.
-
-    Args:
-        label: The name of the format, such as "qwen3+hermes", for use in error messages.
-        reasoning: The declaration of the reasoning, or None.
-        tools: The declaration of the tool calls, or None.
-
-    Raises:
-        FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
     reasoning_layout = reasoning.part if reasoning is not None else None
     tool_layout = tools.part if tools is not None else None
-    # The names are only used in errors. If one name selects both entries, no error occurs, because
-    # the registry contains only entries with the same name that can be combined.
-    reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_layout, Messages):
-        # A declaration of the type `Messages` describes both reasoning and tool calls, so it cannot
-        # be combined with another description of tool calls.
-        if tool_layout is not None and tool_layout != reasoning_layout:
-            raise _not_combinable(label, reasoning_name)
         return reasoning_layout
     if isinstance(tool_layout, Messages):
-        if reasoning_layout is not None:
-            raise _not_combinable(label, tools_name)
         return tool_layout
     content = reasoning.content if reasoning is not None else None
     return Sections(reasoning=reasoning_layout, content=content, tools=tool_layout)
 
 
-def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for two formats that cannot be combined.
+def _check_combinable(reasoning: str, tools: str) -> None:
+    """Raise FormatError if the formats with the names `reasoning` and `tools` cannot be combined.
 
-    One of the formats describes whole messages, so it declares the reasoning and the tool calls
-    together.
-
-    Args:
-        label: The two names, for example "gpt_oss+hermes".
-        name: The name of the format that describes whole messages.
+    A format that describes whole messages declares both the reasoning and the tool calls, so it
+    cannot be combined with another format.
     """
-    return FormatError(
-        f"The formats in {label} cannot be combined, because {name} describes whole "
-        "messages, including their reasoning and their tool calls. Use this format alone: "
-        f"get_format({name!r})."
-    )
+    reasoning_part = _find_reasoning(reasoning).part
+    tools_part = _find_tools(tools).part
+    if reasoning_part == tools_part:  # Both names select the same format.
+        return
+    for name, part in ((reasoning, reasoning_part), (tools, tools_part)):
+        if isinstance(part, Messages):
+            raise FormatError(
+                f"The formats in {normalize(f'{reasoning}+{tools}')} cannot be combined, because "
+                f"{normalize(name)} describes whole messages, including their reasoning and their "
+                f"tool calls. Use this format alone: get_format({normalize(name)!r})."
+            )

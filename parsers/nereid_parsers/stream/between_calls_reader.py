@@ -42,7 +42,7 @@ class BetweenCallsReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # With this policy, all text after the start of the content is content: `Hi<call>..`.
+        # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section

@@ -71,7 +71,7 @@ class CallReader:
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
-        # With this policy, all text after the start of the content is content: `Hi<call>..`.
+        # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
         self._starts = CallStarts(context.format.calls, writer)  # Its methods give `_expected`.
         self.section = CallSection(context.format.tools)

@@ -45,7 +45,7 @@ class ContentReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        # With this policy, all text after the start of the content is content: `Hi<call>..`.
+        # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
         # Maps each kind of marker to a method that handles the marker and returns the next state.
         # If the marker has no meaning at its position, the method returns None, and the marker is

@@ -35,7 +35,7 @@ class HeaderReader:
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
-        # With this policy, all text after the start of the content is content: `Hi<call>..`.
+        # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
         # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
         # The first such marker may be in the prompt. The output then starts with a header.

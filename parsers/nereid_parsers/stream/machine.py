@@ -65,9 +65,9 @@ class Machine:
     ) -> None:
         """Create the readers and writers for one message, and enter the state CONTENT.
 
-        All readers read from one buffer, and all writers append to one list of events. A reader may
-        call other readers: for example, the reader of content calls the reader of tool calls,
-        because a tool call may follow content.
+        All readers read from one buffer, and all writers append to one list of events. A reader
+        receives the readers that it calls, so these readers are created first. Example: a tool call
+        may follow content, so the ContentReader calls the CallReader.
 
         Args:
             fmt: The compiled format of the model's output.

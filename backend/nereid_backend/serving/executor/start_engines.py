@@ -52,5 +52,4 @@ def _start_engine(settings: ServingSettings, config: EngineConfig, index: int) -
         hang_timeout=Limit("engine_hang_timeout_s", settings.engine_hang_timeout_s),
         max_restarts=Limit("max_engine_restarts", settings.max_engine_restarts),
     )
-    # The constructor waits until the process has loaded the model.
-    return SupervisedProcess(program, index, "" if is_only else f"{title}: ")
+    return SupervisedProcess.start(program, index, "" if is_only else f"{title}: ")

@@ -348,7 +348,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             max_restarts=Limit("max_restarts", settings.max_restarts),
         )
         try:
-            worker = SupervisedProcess(program, log_prefix=self.log_prefix)
+            worker = SupervisedProcess.start(program, log_prefix=self.log_prefix)
         except NereidError as error:
             raise EngineError(
                 f"{self.kind}: {error} (The variables of this model begin with "

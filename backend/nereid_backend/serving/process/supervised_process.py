@@ -2,6 +2,7 @@
 """A child process that is restarted after its death. A separate thread restarts the process."""
 
 import threading
+from typing import Self
 
 from nereid_backend.errors import EngineError, NereidError
 from nereid_backend.serving import tensors
@@ -33,23 +34,15 @@ class SupervisedProcess:
         num_requests: the number of this process's requests that have no final response yet.
     """
 
-    def __init__(self, program: ChildProgram, index: int = 0, log_prefix: str = "") -> None:
-        """Start the process, and wait until its model is loaded.
-
-        Args:
-            program: the program and its limits.
-            index: the number of the process.
-            log_prefix: the beginning of log lines about the process, such as "embedding: ".
-
-        Raises:
-            EngineError: loading failed or took too long. The message gives the reason.
-        """
+    def __init__(
+        self, program: ChildProgram, child: ChildProcess, index: int, log_prefix: str
+    ) -> None:
+        """Supervise a running child process. Call the class method `start` instead."""
         self._program = program
         self._log_prefix = log_prefix
         self.index = index
         self.title = program.title
-        # `tensors.progress` writes the progress of loading to the server's log.
-        self.child = ChildProcess.start(program, tensors.progress)
+        self.child = child
         self.is_running = True
         self.num_requests = 0
         self.error: EngineError | None = None  # the reason of the last death
@@ -62,6 +55,22 @@ class SupervisedProcess:
         self._replacement: ChildProcess | None = None
         # This event is set when the server shuts down, so that the thread ends early.
         self._stopping = threading.Event()
+
+    @classmethod
+    def start(cls, program: ChildProgram, index: int = 0, log_prefix: str = "") -> Self:
+        """Start a child process, and wait until its model is loaded.
+
+        Args:
+            program: the program and its limits.
+            index: the number of the process.
+            log_prefix: the beginning of log lines about the process, such as "embedding: ".
+
+        Raises:
+            EngineError: loading failed or took too long. The message gives the reason.
+        """
+        # `tensors.progress` writes the progress of loading to the server's log.
+        child = ChildProcess.start(program, tensors.progress)
+        return cls(program, child, index, log_prefix)
 
     def restart(self, error: EngineError) -> None:
         """Start a thread that replaces the process.

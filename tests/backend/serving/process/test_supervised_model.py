@@ -24,7 +24,7 @@ class EchoModel(SupervisedModel):
     def __init__(self, program, num_processes):
         super().__init__()
         self.defect = None
-        self.processes = [SupervisedProcess(program, i) for i in range(num_processes)]
+        self.processes = [SupervisedProcess.start(program, i) for i in range(num_processes)]
         self.start_loop()
 
     def accept(self, request, sender):

@@ -1,12 +1,16 @@
+import importlib.util
 import logging
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nereid_backend.attention.cpu import compile_kernels, load_kernels
 from nereid_backend.attention.cpu.instruction_sets import usable_instruction_sets
 
+ROOT = Path(__file__).resolve().parents[3]
 HAS_COMPILER = any(map(shutil.which, compile_kernels.COMPILERS))
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
@@ -63,3 +67,28 @@ def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
         list(pool.map(load_kernels._load, 3 * [instruction_set]))
     (path,) = builds
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_wheel_build_deletes_the_libraries_that_it_has_compiled(monkeypatch, tmp_path):
+    pytest.importorskip("hatchling")
+    file = ROOT / "backend" / "hatch_build.py"
+    specification = importlib.util.spec_from_file_location("hatch_build", file)
+    hatch_build = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hatch_build)
+    fake_modules = SimpleNamespace(
+        KernelBuildError=OSError,
+        find_compiler=lambda: "cc",
+        compile_library=lambda compiler, flags, libraries, path: path.touch(),
+        INSTRUCTION_SETS=[SimpleNamespace(name="avx2", flags=[])],
+    )
+    monkeypatch.setattr(hatch_build, "_load", lambda path: fake_modules)
+    monkeypatch.setattr(hatch_build.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hatch_build.tempfile, "tempdir", str(tmp_path))
+    hook = hatch_build.PrecompiledKernels(str(ROOT / "backend"), {}, None, None, "", "wheel")
+    data = {"force_include": {}}
+    hook.initialize("standard", data)
+    (library,) = map(Path, data["force_include"])
+    assert (library.name, library.is_file()) == ("avx2.so", True)
+    hook.finalize("standard", data, "")
+    assert not list(tmp_path.iterdir())

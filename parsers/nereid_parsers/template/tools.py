@@ -55,7 +55,7 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import markers, text_between
 from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
-from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
+from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.unrendered_calls import (
     describe_unrendered_calls,
     guess_tool_section,
@@ -117,7 +117,7 @@ def find_tools(
     # example, how the template renders a call of another function, or a call with two arguments.
     record_changed_calls(turn.prober)
     content_before_call = render_content_before_call(turn)  # records T8
-    findings_without_format = ToolFindings(
+    findings = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
@@ -128,8 +128,16 @@ def find_tools(
     inference = infer_call_format(mask_call_numbers(texts))
     turn.prober.undecided += inference.problems  # sentences about what could not be inferred
     if inference.call_format is None:
-        return findings_without_format
-    return _add_format(findings_without_format, inference.call_format, turn.prober)
+        return findings
+    findings = _add_form(findings, inference.call_format)
+    try:
+        section = _tool_section(inference.call_format)
+    except FormatError as error:
+        turn.prober.record_undecided(f"The tool section is invalid: {error}")
+        return findings
+    # Related models may write tool calls with other markers. `add_family_variants` adds
+    # descriptions of these tool calls.
+    return replace(findings, part=add_family_variants(section))
 
 
 def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
@@ -146,31 +154,17 @@ def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
     return ToolFindings(part=section)
 
 
-def _add_format(findings: ToolFindings, call_format: CallFormat, prober: Prober) -> ToolFindings:
-    """Return a copy of `findings` that also describes how the template writes tool calls.
+def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
+    """Return a copy of `findings` with the form of the tool calls and the markers after them.
 
-    Example: `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>". The
-    result then contains a tool section, which declares that `<calls>` and `</calls>` enclose all
-    tool calls, and the marker `<|end|>`, which ends the model's turn.
-
-    Mutates: `prober.undecided`. If the parser cannot read the format, the result contains no tool
-        section, and a sentence with the reason is appended for the report.
+    Example: if `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>",
+    the end markers are `<|end|>`, because this marker ends the model's turn.
     """
-    # The text after the tool calls has two parts. `section_close`, such as `</calls>`, closes the
-    # list of tool calls, and the markers in `turn_ends` end the message.
-    after_calls = split_text_after_calls(call_format.markup)
+    turn_ends = split_text_after_calls(call_format.markup).turn_ends
     # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
     # model generates this token, so it is removed from the end markers.
-    end_markers = tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN)
-    with_form = replace(findings, form=call_format.form, end_markers=end_markers)
-    try:
-        section = _tool_section(call_format, after_calls.section_close)
-    except FormatError as error:
-        prober.record_undecided(f"The tool section is invalid: {error}")
-        return with_form
-    # Related models may write tool calls with other markers. `add_family_variants` adds
-    # descriptions of these tool calls.
-    return replace(with_form, part=add_family_variants(section))
+    end_markers = tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
+    return replace(findings, form=call_format.form, end_markers=end_markers)
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
@@ -377,18 +371,12 @@ def infer_call_format(texts: CallTexts) -> CallInference:
     return CallInference(None, problems)
 
 
-def _tool_section(calls: CallFormat, close: str) -> ToolSection:
+def _tool_section(calls: CallFormat) -> ToolSection:
     """Build the declaration of all tool calls of a message, for example `<calls>..</calls>`.
 
-    Example: in "<calls><call>f</call>, <call>g</call></calls>", `<calls>` opens the tool section,
-    `</calls>` closes the tool section, and ", " separates the tool calls.
-
-    Args:
-        calls: The inferred format of one tool call, and the markup of the list of tool calls: the
-            opening marker `<calls>` and the separator ", ".
-        close: The closing marker `</calls>`. It is ignored if there is no opening marker. Unlike
-            `calls.markup.close`, it does not contain the markers that end the message, such as
-            `<|end|>`.
+    Example: in "<calls><call>f</call>, <call>g</call></calls><|end|>", `<calls>` opens the tool
+    section, `</calls>` closes the tool section, and ", " separates the tool calls. `<|end|>` ends
+    the message and does not belong to the tool section.
 
     Raises:
         FormatError: `ToolSection` rejects the declaration, because the parser could not read it.
@@ -397,4 +385,5 @@ def _tool_section(calls: CallFormat, close: str) -> ToolSection:
     if not opening.strip():
         return ToolSection(calls.calls, separator=separator)
     # White space after the closing marker belongs to the text that ends the message.
-    return ToolSection(calls.calls, open=opening, close=close.rstrip(), separator=separator)
+    close = split_text_after_calls(calls.markup).section_close.rstrip()
+    return ToolSection(calls.calls, open=opening, close=close, separator=separator)

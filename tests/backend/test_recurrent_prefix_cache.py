@@ -53,9 +53,10 @@ def answers_of(output):
     return [each.token_ids for each in output.outputs]
 
 
-def compare_turns(folder, rng, num_turns=3):
+def compare_turns(folder, rng, num_turns=3, **settings):
     """Run a chat with and without the prefix cache, and return the numbers of cached tokens."""
-    cached, uncached = open_engine(folder), open_engine(folder, enable_prefix_caching=False)
+    cached = open_engine(folder, **settings)
+    uncached = open_engine(folder, enable_prefix_caching=False, **settings)
     prompt = random_tokens(rng, 70)
     hits = []
     for _ in range(num_turns):
@@ -75,6 +76,12 @@ def compare_turns(folder, rng, num_turns=3):
 def test_the_next_turn_of_a_chat_continues_from_the_end_of_the_answer(saved, model_type):
     # After the first turn, 85 tokens have a state: the prompt of 70 and 15 of the answer.
     hits = compare_turns(saved(model_type), random.Random(1))
+    assert hits == [0, 84, 104]
+
+
+@pytest.mark.parametrize("model_type", cases(["qwen3_next", "lfm2"]))
+def test_keys_and_values_of_8_bits_do_not_turn_off_the_prefix_cache(saved, model_type):
+    hits = compare_turns(saved(model_type), random.Random(1), kv_cache_dtype="int8")
     assert hits == [0, 84, 104]
 
 

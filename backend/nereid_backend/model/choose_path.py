@@ -224,13 +224,13 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
     set_attention(checkpoint, spec.hook)
     path = spec.build(trial.sizes)
     dtype = checkpoint.model.dtype
-    difference = check_path(path, trial, dtype)
+    difference = unrounded_difference = check_path(path, trial, dtype)
     if trials.kv_cache_dtype != "auto" and spec.layers:
         # The check above used unrounded keys and values. Check the model again with the 8-bit KV
         # cache, which rounds keys and values.
         rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
-    return _with_measurements(spec, path, trial, difference, dtype), difference
+    return _with_measurements(spec, path, trial, unrounded_difference, dtype), difference
 
 
 def _with_measurements(

@@ -10,6 +10,41 @@ from nereid_backend.core.step import StepPlan
 from nereid_backend.device_transfer import Integers
 
 
+class _TableRow:
+    """The block ids of one sequence for one group of layers, stored in one row of an array."""
+
+    __slots__ = ("_block_ids", "_null_block", "_num_filled", "_num_removed")
+
+    def __init__(self, block_ids: Integers, null_block: int) -> None:
+        """Create an empty row. `block_ids` is a view of the array, and contains `null_block`."""
+        self._block_ids = block_ids
+        self._null_block = null_block
+        self._num_filled = 0  # the number of block ids that were copied into the row
+        self._num_removed = 0  # the number of freed blocks at the start of the row, now null
+
+    def clear(self) -> None:
+        """Remove the blocks of an earlier sequence."""
+        self._block_ids[: self._num_filled] = self._null_block
+        self._num_filled = 0
+        self._num_removed = 0
+
+    def remove_freed(self, num_freed: int) -> None:
+        """Replace the first `num_freed` blocks, which the sequence has freed, by the null block.
+
+        A freed block may already contain tokens of another sequence.
+        """
+        if num_freed > self._num_removed:
+            self._block_ids[self._num_removed : num_freed] = self._null_block
+            self._num_removed = num_freed
+
+    def append_new(self, block_table: list[int]) -> None:
+        """Copy the blocks of `block_table` that the row does not contain yet."""
+        num_blocks = len(block_table)
+        if num_blocks > self._num_filled:
+            self._block_ids[self._num_filled : num_blocks] = block_table[self._num_filled :]
+            self._num_filled = num_blocks
+
+
 class BlockTableRows:
     """The block tables of running sequences, one row for each sequence.
 
@@ -42,23 +77,19 @@ class BlockTableRows:
         """
         self.num_groups = num_groups
         self._block_size = block_size
-        self._null_block = null_block
         max_blocks = math.ceil(max_model_len / block_size)
         shape = (max_num_seqs, max_blocks)
         # For each group of layers, the block ids of all sequences, [max_num_seqs, max_blocks].
         self._arrays: list[Integers] = [
             np.full(shape, null_block, dtype=np.int64) for _ in range(num_groups)
         ]
-        # For each group of layers and each row of the block tables, the number of block ids that
-        # were copied into the row.
-        self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each group of layers and each row of the block tables, the number of block ids at the
-        # start of the row that were replaced by the null block. The sequence no longer needs the
-        # replaced blocks.
-        self._num_replaced = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row of the block tables, the `Sequence.table_version` that was valid when the row
-        # was last updated. If the version of the row's sequence has not changed, the row needs no
-        # update.
+        # For each sequence, its row in the array of each group.
+        self._rows = [
+            [_TableRow(array[row], null_block) for array in self._arrays]
+            for row in range(max_num_seqs)
+        ]
+        # For each sequence, the `Sequence.table_version` of the last update. Each change of the
+        # sequence's block tables changes the version.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:
@@ -72,20 +103,15 @@ class BlockTableRows:
         """
         versions = self._versions
         rows: list[int] = []
-        # This loop runs for every sequence of every step, so it must be fast. Unpacking a tuple is
-        # faster than reading the fields by name. In most steps, a sequence gets no new block, so
-        # its row in the block tables needs no update.
+        # This loop runs for every sequence of every step. Unpacking a tuple is faster than reading
+        # the fields by name. In most steps, a sequence gets no new block and needs no update.
         for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
             row = sequence.row
             assert row is not None
             rows.append(row)
-            # The row must be updated in two cases. If `is_first` is true, the sequence has just got
-            # this row, which still contains the blocks of an earlier sequence. If `table_version`
-            # has changed, a block table of the sequence has changed.
             if is_first or sequence.table_version != versions[row]:
                 versions[row] = sequence.table_version
-                for group in range(self.num_groups):
-                    self._fill_row(group, row, sequence, is_first=is_first)
+                self._update_rows(sequence, row, is_first=is_first)
         return np.array(rows)
 
     def slots(self, positions: Integers, rows: Integers, group: int = 0) -> Integers:
@@ -113,36 +139,18 @@ class BlockTableRows:
         num_blocks = (int(num_tokens) + self._block_size - 1) // self._block_size
         return self._arrays[group][rows, :num_blocks]
 
-    def _fill_row(self, group: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
-        """Copy a sequence's new block ids into the array. Replace freed blocks by the null block.
+    def _update_rows(self, sequence: Sequence, row: int, *, is_first: bool) -> None:
+        """Copy a sequence's new block ids into the arrays, and remove its freed blocks.
 
         Args:
-            group: the index of the group of layers.
-            row: the row of the sequence.
             sequence: the sequence.
+            row: the row of the sequence.
             is_first: whether this is the first chunk since the sequence got the row. The row then
                 contains the blocks of an earlier sequence.
-
-        Mutates: the row, and the numbers of its filled and replaced blocks.
         """
-        block_table = sequence.block_tables[group]
-        num_freed = sequence.num_null_blocks[group]  # freed blocks at the start of `block_table`
-        table_row = self._arrays[group][row]
-        num_filled = self._num_filled[group][row]  # the blocks that `table_row` contains
-        num_replaced = self._num_replaced[group][row]  # the first blocks, already set to null
-        if is_first:
-            # Remove the blocks of the earlier sequence. The code below then copies the whole
-            # `block_table` of the new sequence. `block_table` already contains the null block for
-            # each freed block.
-            table_row[:num_filled] = self._null_block
-            num_filled = 0
-            self._num_filled[group][row] = 0
-            self._num_replaced[group][row] = 0
-        elif num_freed > num_replaced:
-            # A freed block may already contain tokens of another sequence. Therefore, the ids of
-            # freed blocks are removed from the array.
-            table_row[num_replaced:num_freed] = self._null_block
-            self._num_replaced[group][row] = num_freed
-        if len(block_table) > num_filled:
-            table_row[num_filled : len(block_table)] = block_table[num_filled:]
-            self._num_filled[group][row] = len(block_table)
+        for group, table_row in enumerate(self._rows[row]):
+            if is_first:
+                table_row.clear()
+            else:
+                table_row.remove_freed(sequence.num_null_blocks[group])
+            table_row.append_new(sequence.block_tables[group])

@@ -10,6 +10,8 @@ from nereid_backend.device_transfer import Integers
 # Decodes with at most `_SHORT_BLOCKS` blocks are always computed together and padded to the same
 # number of blocks. Computing the padding takes less time than a second attention call.
 _SHORT_BLOCKS = 16
+# Decodes are also computed together if padding at most multiplies the number of blocks by this.
+_MAX_PADDING_FACTOR = 2
 
 
 class LengthGroup(NamedTuple):
@@ -43,8 +45,8 @@ def group_by_length(lens: Integers, block_size: int) -> list[LengthGroup]:
         return []
     num_blocks = (lens + block_size - 1) // block_size
     max_blocks = num_blocks.max()
-    num_blocks_of_one_group = len(lens) * max_blocks
-    is_padding_small = num_blocks_of_one_group <= 2 * num_blocks.sum()
+    num_padded_blocks = len(lens) * max_blocks
+    is_padding_small = num_padded_blocks <= _MAX_PADDING_FACTOR * num_blocks.sum()
     if max_blocks <= _SHORT_BLOCKS or is_padding_small:
         all_decodes = slice(len(lens))
         return [LengthGroup(all_decodes, lens)]

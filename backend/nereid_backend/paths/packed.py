@@ -79,18 +79,11 @@ class PackedPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # The following attributes are optional parts of this path. After the construction, the
-        # caller sets each part that the model and the device support: `use_compiled` sets
-        # `_compiled`, and the caller assigns the other attributes directly.
-
-        # `_compiled` is the compiled forward pass. It is None if the model's own code computes all
-        # steps.
+        # The optional parts of this path. The caller sets those that the model and the device
+        # support.
         self._compiled: CompiledForward | None = None
-        # The CUDA graphs of decode steps.
         self.graphs: DecodeGraphs | None = None
-        # The CUDA graphs of steps with prefills.
         self.pieces: PiecewiseGraphs | None = None
-        # Changes the decoder's inputs in steps with images.
         self.images: ImageSteps | None = None
 
     @property
@@ -128,24 +121,18 @@ class PackedPath:
         """
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
-        with self._adapters.serving(plan.chunks) as needs_hooks:
+        with self._adapters.serving(plan.chunks) as adapters_need_hooks:
+            # Forward hooks insert images into the inputs of the decoder, and add the results of
+            # some LoRA adapters. Only the model's own code calls these hooks.
             if self.images is not None and has_images(plan):
-                # Inside `self.images.injecting`, a hook of the decoder inserts the embeddings and
-                # positions of the images. CUDA graphs and the compiled forward pass do not call
-                # this hook, so the model's own code is run.
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
-            if needs_hooks:
-                # Forward hooks of the model's layers add the results of LoRA adapters in this step.
-                # CUDA graphs and the compiled forward pass do not call these hooks, so the model's
-                # own code is run.
+            if adapters_need_hooks:
                 return self._run_model(batch, self._attention(batch))
-            logits = self._replay(batch)
-            # `run` uses the compiled forward pass if there is one. Otherwise, it uses the model's
-            # own code.
+            logits = self._replay_graphs(batch)
             return self.run(batch) if logits is None else logits
 
-    def _replay(self, batch: StepBatch) -> Tensor | None:
+    def _replay_graphs(self, batch: StepBatch) -> Tensor | None:
         """Compute a step by replaying captured CUDA graphs, and return the logits.
 
         Return None if no graph was captured for steps of this kind and size.
@@ -196,11 +183,17 @@ class PackedPath:
                 use_cache=False,
                 **optional,
             )
-        logits: Tensor = output.logits[0]
-        if not self._selects_logits:  # The model has returned the logits of all tokens.
+        return self._needed_logits(output.logits[0], batch)
+
+    def _needed_logits(self, logits: Tensor, batch: StepBatch) -> Tensor:
+        """Return the logits that a step needs, [num_logits, vocab_size].
+
+        `logits` are the logits that the model has returned: those of the tokens in `logits_index`,
+        or of all tokens if the model cannot select tokens. If no logits are needed, `logits_index`
+        still selects one token.
+        """
+        if not self._selects_logits:
             logits = logits[batch.logits_index]
-        # If no logits are needed, `logits_index` still selects one token, whose logits are dropped
-        # here.
         return logits[: batch.num_logits]
 
     def piecewise_graphs(

@@ -98,8 +98,7 @@ class PaddedPath:
     def _compute_group(self, chunks: list[Chunk]) -> Tensor:
         """Compute the logits of one group of chunks in one forward pass.
 
-        A chunk is the tokens of one sequence that the step computes. All chunks of a group have the
-        same number of tokens.
+        All chunks of a group have the same number of tokens.
 
         Returns:
             Logits, [num_chunks, n, vocab_size], where n is the largest num_logits of the chunks,
@@ -108,7 +107,7 @@ class PaddedPath:
         ids, positions = token_inputs(chunks, self._device)
         step = GatheredStep.from_chunks(chunks, self._cache)
         # Request the logits of at least one token, because the model never returns fewer.
-        num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
+        num_logits = max(1, *(chunk.num_logits for chunk in chunks))
         # Some embedding layers ignore the argument `position_ids`, and derive the positions from
         # the length of the cache. `_position_embeddings.using` passes the correct positions to
         # these layers.

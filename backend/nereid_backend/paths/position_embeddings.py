@@ -25,7 +25,7 @@ class PositionEmbeddings:
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules in `model` that derive positions from the length of the cache."""
         # Each item contains a module, and the index of `position_ids` among the parameters of the
-        # module's `forward`.
+        # module's `forward`. `position_ids` is the last parameter.
         self._modules: list[tuple[torch.nn.Module, int]] = []
         for module in model.modules():
             if not isinstance(module, torch.nn.Embedding):
@@ -38,8 +38,8 @@ class PositionEmbeddings:
     def using(self, position_ids: Tensor) -> Iterator[None]:
         """Return a context manager that passes `position_ids` [batch, num_tokens] to modules."""
         with ExitStack() as hooks:
-            for module, num_before in self._modules:
-                replace_positions = partial(_replace_positions, position_ids, num_before)
+            for module, positions_index in self._modules:
+                replace_positions = partial(_replace_positions, position_ids, positions_index)
                 restore_batch = partial(_restore_batch, position_ids)
                 pre_hook = module.register_forward_pre_hook(replace_positions, with_kwargs=True)
                 hooks.callback(pre_hook.remove)
@@ -49,27 +49,27 @@ class PositionEmbeddings:
 
 def _replace_positions(
     position_ids: Tensor,
-    num_before: int,
+    positions_index: int,
     module: torch.nn.Module,  # noqa: ARG001 - the signature of a hook
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a module's call, with `position_ids` as the positions.
 
-    torch calls this function (a forward pre-hook) before each call of the module, and passes the
-    last three arguments. The module accepts only positions with one dimension, so the positions of
-    all sequences are joined. Example: num_before is 2, and the positional arguments are (shape,
-    length, positions). The result is (shape, length) and {"position_ids": the new positions}.
+    torch calls this forward pre-hook before each call of the module. Example for
+    positions_index=2: the arguments (shape, length, positions) become the positional arguments
+    (shape, length) and the keyword argument position_ids.
 
     Args:
         position_ids: [batch, num_tokens] int64, the new positions.
-        num_before: the number of the module's parameters before its parameter `position_ids`, which
-            is the last parameter.
+        positions_index: the index of the module's last parameter, `position_ids`.
         module: the module.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
     """
-    return args[:num_before], {**kwargs, _POSITIONS: position_ids.flatten()}
+    args_without_positions = args[:positions_index]
+    flat_positions = position_ids.flatten()  # the module accepts only one dimension
+    return args_without_positions, {**kwargs, _POSITIONS: flat_positions}
 
 
 def _restore_batch(

@@ -13,10 +13,11 @@ A snapshot is a copy of one sequence's state (state_snapshots.py). The scheduler
 state is copied, and which sequences start from a snapshot.
 
 If the next step has the same rows, its decodes use the same cache. Otherwise the cache is split
-into the states of the sequences, and the states of the next step's rows are merged into a cache.
+into the states of the sequences, and the states of the next step's rows are merged into a cache
+(`SequenceStates`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,33 +26,9 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.paths.model_call import (
-    ModelCall,
-    extend_to_start,
-    join_rows,
-    num_bytes,
-    token_inputs,
-)
-from nereid_backend.paths.recurrent_cache import (
-    State,
-    copy_state,
-    merge_states,
-    row_state,
-    split_states,
-)
+from nereid_backend.paths.model_call import ModelCall, extend_to_start, join_rows, token_inputs
+from nereid_backend.paths.recurrent_cache import SequenceStates, State, copy_state
 from nereid_backend.paths.row_keys import RowKeys
-
-
-class _BatchCache(NamedTuple):
-    """The merged states of a batch.
-
-    Attributes:
-        rows: the rows of the batch, in order.
-        cache: the transformers cache with the states of these rows.
-    """
-
-    rows: tuple[int, ...]
-    cache: Any
 
 
 class RowsPath:
@@ -87,16 +64,7 @@ class RowsPath:
         self._key_storage = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
-        # Maps the index of a sequence in the runner's tables (`Sequence.row`) to the sequence's
-        # recurrent state. The states of the last batch may be in `_batch_cache` instead.
-        self._states: dict[int, State] = {}
-        # For each sequence, the number of tokens that the recurrent state covers. The key is
-        # `Sequence.row`.
-        self._state_lengths: dict[int, int] = {}
-        # The recurrent states of the last batch, merged into one cache. The states stay merged
-        # after the step, because the next step usually computes the same sequences. None if no
-        # states are merged.
-        self._batch_cache: _BatchCache | None = None
+        self._states = SequenceStates(keys.make_cache)
         # Maps each snapshot id to a stored copy of a sequence's recurrent state. Later sequences
         # with the same prefix start from the copy.
         self._snapshots: dict[int, State] = {}
@@ -110,22 +78,22 @@ class RowsPath:
 
         Args:
             plan: the tokens to compute.
-            sampled: must be None. Other paths get here the input tokens of chunks that were planned
-                before the tokens were sampled. Steps of this path are never planned so early.
+            sampled: must be None, because the steps of this path are planned after the input
+                tokens have been sampled.
         """
         assert sampled is None, "every input token is in the plan"
         for chunk in plan.chunks:
             if chunk.is_first:
                 # An earlier sequence may have had the same row number. If the state of the earlier
                 # sequence is still stored, delete this state.
-                self._delete_state(_row(chunk))
-        if plan.snapshots is None:
-            return self._compute_step(plan)
-        self._load_snapshots(plan, plan.snapshots)
+                self._states.delete(_row(chunk))
+        if plan.snapshots is not None:
+            self._load_snapshots(plan, plan.snapshots)
         logits = self._compute_step(plan)
-        for chunk_index, snapshot_id in plan.snapshots.saves:
-            row = _row(plan.chunks[chunk_index])
-            self._snapshots[snapshot_id] = self._copy_state(row)
+        if plan.snapshots is not None:
+            for chunk_index, snapshot_id in plan.snapshots.saves:
+                row = _row(plan.chunks[chunk_index])
+                self._snapshots[snapshot_id] = self._states.copy(row)
         return logits
 
     def _compute_step(self, plan: StepPlan) -> Tensor:
@@ -135,25 +103,20 @@ class RowsPath:
         computed in one forward pass. Every other chunk is a prefill, and is computed in a forward
         pass of its own.
         """
-        # The indices of the decodes and of the prefills in `plan.chunks`.
-        decodes: list[int] = []
-        prefills: list[int] = []
-        for index, chunk in enumerate(plan.chunks):
-            is_single_token = chunk.num_tokens == 1 and chunk.start > 0
-            if is_single_token and self._has_state(chunk):
-                decodes.append(index)
-            else:
-                prefills.append(index)
-        # The logits of each chunk, in the order of the chunks in the plan.
-        logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
+        decodes: list[Chunk] = []
+        prefills: list[Chunk] = []
+        for chunk in plan.chunks:
+            is_decode = chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk)
+            (decodes if is_decode else prefills).append(chunk)
+        logits_of_rows: dict[int, Tensor | None] = {}
         if decodes:
-            logits = self._decode([plan.chunks[index] for index in decodes])
-            for index, chunk_logits in zip(decodes, logits, strict=True):
+            for chunk, logits in zip(decodes, self._decode(decodes), strict=True):
                 # If no logits of a chunk are needed, an empty tensor is stored for the chunk.
-                logits_of_chunks[index] = chunk_logits[: plan.chunks[index].num_logits]
-        for index in prefills:
-            logits_of_chunks[index] = self._prefill(plan.chunks[index])
-        return join_rows(logits_of_chunks, self._vocab_size)
+                logits_of_rows[_row(chunk)] = logits[: chunk.num_logits]
+        for chunk in prefills:
+            logits_of_rows[_row(chunk)] = self._prefill(chunk)
+        in_order = [logits_of_rows[_row(chunk)] for chunk in plan.chunks]
+        return join_rows(in_order, self._vocab_size)
 
     @property
     def kv_cache(self) -> KVCache | None:
@@ -168,7 +131,7 @@ class RowsPath:
     def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
         if sequence.row is not None:
-            self._delete_state(sequence.row)
+            self._states.delete(sequence.row)
         if self._key_storage.kv_cache is not None:
             self._key_storage.kv_cache.clear(sequence.all_blocks())
 
@@ -177,8 +140,7 @@ class RowsPath:
 
         At least one sequence must have a state.
         """
-        self._split_batch_cache()
-        return num_bytes(next(iter(self._states.values())))
+        return self._states.bytes_per_sequence()
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
         """Load states of new sequences from snapshots. Delete snapshots that are no longer needed.
@@ -187,17 +149,10 @@ class RowsPath:
         """
         for chunk_index, snapshot_id in snapshots.loads:
             chunk = plan.chunks[chunk_index]
-            self._states[_row(chunk)] = copy_state(self._snapshots[snapshot_id])
-            self._state_lengths[_row(chunk)] = chunk.start
+            state = copy_state(self._snapshots[snapshot_id])
+            self._states.store(_row(chunk), state, num_tokens=chunk.start)
         for snapshot_id in snapshots.deleted:
             self._snapshots.pop(snapshot_id, None)
-
-    def _copy_state(self, row: int) -> State:
-        """Return a copy of one sequence's recurrent state. Later steps do not change the copy."""
-        if self._batch_cache is not None and row in self._batch_cache.rows:
-            rows, cache = self._batch_cache
-            return row_state(cache, rows.index(row), len(rows))
-        return copy_state(self._states[row])
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Compute one token for each of several sequences, in a single forward pass.
@@ -207,56 +162,25 @@ class RowsPath:
         Returns:
             Logits, [num_chunks, 1, vocab_size].
         """
-        rows = tuple(_row(chunk) for chunk in chunks)
-        # A forward pass that fails may leave partly changed states. The states are therefore
-        # removed from this object before the forward pass, and stored again only if the forward
-        # pass succeeds.
-        cache = self._take_cache(rows)
-        lengths = [self._state_lengths.pop(row) for row in rows]
-        ids, positions = token_inputs(chunks, self._device)
-        logits = self._run_model(chunks, ids, positions, cache, num_logits=1)
-        self._batch_cache = _BatchCache(rows, cache)
-        for row, length in zip(rows, lengths, strict=True):
-            self._state_lengths[row] = length + 1
-        return logits
-
-    def _take_cache(self, rows: tuple[int, ...]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Remove the states of `rows` from this object. Return a cache that contains the states."""
-        if self._batch_cache is not None and self._batch_cache.rows == rows:
-            cache = self._batch_cache.cache
-            self._batch_cache = None
-            return cache
-        self._split_batch_cache()
-        return self._merged_cache([self._states.pop(row) for row in rows])
+        cache = self._states.take([_row(chunk) for chunk in chunks])
+        return self._run_model(chunks, cache, num_logits=1)
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute a chunk in one forward pass, or skip a chunk whose tokens a later chunk computes.
+        """Compute a chunk from the stored state, or from the first token of its sequence.
 
-        Some models must compute a prompt in one pass. Example: a prompt of 20 tokens is divided
-        into the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second
-        chunk is extended to the tokens 0 to 19, so that one pass computes the whole prompt.
-
-        A preempted sequence is computed again from its first token. Its first computation needed
-        one pass for the prompt and one pass for each output token. On some models, one pass for all
-        tokens gives different logits, so the passes are repeated one by one (`_replays_preempted`).
+        Skip a chunk if a later chunk computes its tokens, too, because some models must compute a
+        prompt in one pass. Example: a prompt of 20 tokens is divided into the chunks 0 to 15 and 16
+        to 19. For the first chunk, the result is None. For the second chunk, one pass computes the
+        tokens 0 to 19.
 
         Returns:
             Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
         """
         if self._is_computed_later(chunk):
-            return None  # This model must compute the prompt in one pass, with the last chunk.
-        if self._can_continue(chunk):  # The stored state covers exactly the tokens before `chunk`.
+            return None
+        if self._can_continue(chunk):
             return self._continue_state(chunk)
-        # The stored state cannot be used, so compute the sequence again from its first token. There
-        # are three possible reasons: the state lacks some earlier tokens; the state covers draft
-        # tokens that were rejected; or the model can continue a state only by one token, but
-        # `chunk` has several tokens.
-        whole = extend_to_start(chunk)  # a chunk that also contains all earlier tokens
-        prompt_len = whole.sequence.num_prompt_tokens
-        has_output_tokens = whole.num_tokens > prompt_len
-        if self._replays_preempted and has_output_tokens:
-            return self._replay(whole, prompt_len)
-        return self._continue_state(whole)
+        return self._restart(chunk)
 
     def _is_computed_later(self, chunk: Chunk) -> bool:
         """Return whether a later chunk of the sequence will compute the tokens of `chunk`, too."""
@@ -272,116 +196,104 @@ class RowsPath:
         is_exact = chunk.num_tokens == 1 or not self._computes_from_start
         return is_exact and self._has_state(chunk)
 
+    def _restart(self, chunk: Chunk) -> Tensor:
+        """Compute a sequence from its first token to the end of `chunk`. Ignore the stored state.
+
+        The stored state cannot be used for one of three reasons: it lacks some earlier tokens; it
+        covers draft tokens that were rejected; or the model can continue a state only by one token,
+        but `chunk` has several tokens.
+
+        Returns:
+            Logits, [num_logits, vocab_size].
+        """
+        whole = extend_to_start(chunk)  # a chunk that also contains all earlier tokens
+        prompt_len = whole.sequence.num_prompt_tokens
+        has_output_tokens = whole.num_tokens > prompt_len
+        if self._replays_preempted and has_output_tokens:
+            return self._replay(whole, prompt_len)
+        return self._continue_state(whole)
+
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
         """Compute a sequence again: one pass for the prompt, then one pass for each output token.
 
         These are the passes of the first computation. On some models, one pass over all tokens
         gives different logits. Example: a sequence with 20 prompt tokens and 2 output tokens is
-        computed in three passes, for the tokens 0 to 19, the token 20, and the token 21. `chunk`
-        contains all tokens of the sequence, and `prompt_len` is the number of prompt tokens.
+        computed in three passes, for the tokens 0 to 19, the token 20, and the token 21.
+
+        Args:
+            chunk: all tokens of the sequence. At least one logit must be needed.
+            prompt_len: the number of prompt tokens.
 
         Returns:
-            Logits, [num_logits, vocab_size]. The chunk must need at least one logit.
+            Logits, [num_logits, vocab_size].
         """
         output_positions = range(prompt_len, chunk.num_tokens)
-        num_prompt_logits = max(0, chunk.num_logits - len(output_positions))
+        num_prompt_logits = max(1, chunk.num_logits - len(output_positions))
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
         parts = [self._continue_state(prompt)]
         for position in output_positions:
-            # `_decode` ignores `num_logits`, and always returns the logits of the one new token.
-            decode = chunk._replace(start=position, num_tokens=1)
-            parts.append(self._decode([decode])[0])
-        # `parts` contains `num_prompt_logits` rows of logits for the prompt, and one row for each
-        # output token. Return only the last `chunk.num_logits` rows.
-        logits = torch.cat(parts)
-        return logits[len(logits) - chunk.num_logits :]
+            (logits,) = self._decode([chunk._replace(start=position, num_tokens=1)])
+            parts.append(logits)  # one row
+        # There may be more rows than needed, because each pass returns the logits of a token.
+        return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue_state(self, chunk: Chunk) -> Tensor:
         """Compute the tokens of a chunk in one pass, and update the state of the sequence.
 
         The pass starts from the stored state, or from an empty state if the chunk contains the
-        first token. Afterwards, the new state is stored in `_batch_cache`, as a batch of one
-        sequence. The states of all other sequences are in `_states`.
+        first token.
 
         Returns:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.
         """
-        row = _row(chunk)
-        # The state of this sequence may be in the merged cache of the last batch. Split this cache,
-        # and store one state for each of its sequences in `_states`.
-        self._split_batch_cache()
-        # A forward pass that fails may leave a partly changed state. The state is therefore removed
-        # from this object before the forward pass, and stored again only if the forward pass
-        # succeeds.
-        state = self._states.pop(row, None)
-        self._state_lengths.pop(row, None)
-        earlier_states = [state] if state and chunk.start > 0 else []
-        cache = self._merged_cache(earlier_states)
-        ids, positions = token_inputs([chunk], self._device)
+        if chunk.start > 0:
+            cache = self._states.take([_row(chunk)])
+        else:
+            self._states.delete(_row(chunk))
+            cache = self._key_storage.make_cache()
         # The model always returns the logits of at least one token. If no logits are needed, these
         # logits are dropped below.
-        num_logits = max(1, chunk.num_logits)
-        logits = self._run_model([chunk], ids, positions, cache, num_logits=num_logits)
-        self._batch_cache = _BatchCache((row,), cache)
-        self._state_lengths[row] = chunk.start + chunk.num_tokens
+        logits = self._run_model([chunk], cache, num_logits=max(1, chunk.num_logits))
         return logits[0, : chunk.num_logits]
 
     def _run_model(
         self,
         chunks: list[Chunk],
-        ids: Tensor,
-        positions: Tensor,
         cache: Any,  # noqa: ANN401 - an untyped cache
+        *,
         num_logits: int,
     ) -> Tensor:
-        """Run the model on the tokens of `chunks`, and apply the adapter of each sequence.
+        """Run the model on the tokens of `chunks`, and store the new states of the sequences.
 
         Args:
-            chunks: the chunks, one for each row.
-            ids: [num_chunks, num_tokens] int64.
-            positions: [num_chunks, num_tokens] int64.
+            chunks: the chunks, one for each row. All chunks have the same number of tokens.
             cache: the cache with the states of the rows. Mutated.
             num_logits: the number of last tokens whose logits are returned.
 
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].
         """
-        # Inside `_key_storage.serving`, the attention layers can access the keys and values of
-        # `chunks`. `mask` is the attention mask. It is None if the model's attention needs no mask.
-        with self._key_storage.serving(chunks, cache) as mask, self._adapters.serving(chunks):
-            return self._call(
+        ids, positions = token_inputs(chunks, self._device)
+        # In this context, the attention layers can access the keys and values of `chunks`.
+        keys_of_chunks = self._key_storage.serving(chunks, cache)
+        with keys_of_chunks as attention_mask, self._adapters.serving(chunks):
+            logits = self._call(
                 ids,
                 num_logits=num_logits,
                 position_ids=positions,
-                attention_mask=mask,
+                attention_mask=attention_mask,
                 cache=cache,
             )
-
-    def _merged_cache(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache that merges the states of a batch of sequences. `states` may be empty."""
-        cache = self._key_storage.make_cache()
-        if states:
-            merge_states(cache, states)
-        return cache
+        self._states.put(
+            [_row(chunk) for chunk in chunks],
+            cache,
+            [chunk.start + chunk.num_tokens for chunk in chunks],
+        )
+        return logits
 
     def _has_state(self, chunk: Chunk) -> bool:
         """Return whether a sequence's state covers exactly the tokens before `chunk`."""
-        return chunk.start == self._state_lengths.get(_row(chunk), 0)
-
-    def _delete_state(self, row: int) -> None:
-        """Delete the state of a row."""
-        if self._batch_cache is not None and row in self._batch_cache.rows:
-            self._split_batch_cache()
-        self._states.pop(row, None)
-        self._state_lengths.pop(row, None)
-
-    def _split_batch_cache(self) -> None:
-        """Split the cache of the last batch into separate states, one for each sequence."""
-        if self._batch_cache is None:
-            return
-        rows, cache = self._batch_cache
-        self._batch_cache = None
-        self._states.update(zip(rows, split_states(cache, len(rows)), strict=True))
+        return self._states.num_tokens(_row(chunk)) == chunk.start
 
 
 def _row(chunk: Chunk) -> int:

@@ -7,7 +7,8 @@ a cache for other rows. Keys and values are not in the cache, because they are i
 """
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from nereid_backend.paths.model_call import BlockCacheLayer, UnfitError
+from nereid_backend.paths.model_call import BlockCacheLayer, UnfitError, num_bytes
 
 # The state of one sequence: a list with one dict for each layer of the cache. The dict maps the
 # names of the layer's attributes to their values. Each tensor contains only the part that belongs
@@ -53,19 +54,16 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
 def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
     """Return a cache layer that replaces `layer` and stores neither keys nor values.
 
-    `layer` stores             returned
-    a state, keys and values   StateAndBlockLayer, which stores only the state
-    a state                    `layer`
-    keys and values            BlockCacheLayer, which stores nothing
-    nothing                    `layer`
+    Only the keys and values are left out. If `layer` also stores a recurrent state, the result is a
+    `StateAndBlockLayer`, which stores the state.
 
     Raises:
-        UnfitError: if the layer stores anything else.
+        UnfitError: if the layer stores anything other than keys, values and states.
     """
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         has_keys = isinstance(layer, DynamicLayer)
         return StateAndBlockLayer(layer.number_of_states) if has_keys else layer
-    if isinstance(layer, DummyLayer):
+    if isinstance(layer, DummyLayer):  # It stores nothing.
         return layer
     # Subclasses of DynamicLayer and DynamicSlidingWindowLayer are not accepted, because a subclass
     # may store more than keys and values.
@@ -77,26 +75,108 @@ def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers ar
     )
 
 
-def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an untyped cache
-    """Split the cache of a batch into separate states, one for each sequence.
+class _BatchCache(NamedTuple):
+    """The merged states of a batch.
 
-    Args:
-        cache: a cache from `make_cache`.
-        num_rows: the number of rows of the batch.
+    Attributes:
+        rows: the rows of the batch (`Sequence.row`), in order.
+        cache: the transformers cache with the states of these rows.
     """
-    states = []
-    for row in range(num_rows):
-        state = [_row_state(layer, row, num_rows) for layer in cache.layers]
-        states.append(state)
-    return states
+
+    rows: list[int]
+    cache: Any
 
 
-def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
-    """Return a copy of one sequence's state from the cache of a batch of `num_rows` sequences."""
-    state = [_row_state(layer, row, num_rows) for layer in cache.layers]
-    # For a batch of one sequence, `_row_state` returns the tensors of the cache itself, so they are
-    # copied here.
-    return copy_state(state) if num_rows == 1 else state
+class SequenceStates:
+    """The recurrent states of the running sequences.
+
+    The states of the last batch stay merged in one cache, because the next step usually computes
+    the same sequences. A sequence is identified by its row in the runner's tables (`Sequence.row`).
+    """
+
+    def __init__(self, make_cache: Callable[[], Any]) -> None:
+        """Create an object without states. `make_cache` creates an empty cache."""
+        self._make_cache = make_cache
+        # The state of each sequence, except the sequences in `_batch_cache`.
+        self._states: dict[int, State] = {}
+        self._batch_cache: _BatchCache | None = None
+        # For each sequence with a state, the number of tokens that the state covers.
+        self._num_tokens: dict[int, int] = {}
+
+    def num_tokens(self, row: int) -> int:
+        """Return the number of tokens that the state of a sequence covers; 0 without a state."""
+        return self._num_tokens.get(row, 0)
+
+    def take(self, rows: list[int]) -> Any:  # noqa: ANN401 - an untyped cache
+        """Remove the states of `rows` from this object, and return a cache that contains them.
+
+        The caller stores the cache with `put` after the forward pass. A forward pass that fails may
+        leave partly changed states, which are then not stored.
+        """
+        for row in rows:
+            del self._num_tokens[row]
+        if self._batch_cache is not None and self._batch_cache.rows == rows:
+            cache = self._batch_cache.cache
+            self._batch_cache = None
+            return cache
+        self._split_batch_cache()
+        cache = self._make_cache()
+        merge_states(cache, [self._states.pop(row) for row in rows])
+        return cache
+
+    def put(
+        self,
+        rows: list[int],
+        cache: Any,  # noqa: ANN401 - an untyped cache
+        num_tokens: list[int],
+    ) -> None:
+        """Store the states of `rows`, which cover the first `num_tokens` tokens of each sequence.
+
+        `cache` contains the states. The sequences must not have states in this object.
+        """
+        self._split_batch_cache()
+        self._batch_cache = _BatchCache(rows, cache)
+        self._num_tokens.update(zip(rows, num_tokens, strict=True))
+
+    def store(self, row: int, state: State, num_tokens: int) -> None:
+        """Store the state of one sequence, which covers the first `num_tokens` tokens."""
+        self._states[row] = state
+        self._num_tokens[row] = num_tokens
+
+    def copy(self, row: int) -> State:
+        """Return a copy of one sequence's state. Later steps do not change the copy."""
+        if self._batch_cache is not None and row in self._batch_cache.rows:
+            rows, cache = self._batch_cache
+            state = _state_of_row(cache, rows.index(row), len(rows))
+            # `_state_of_row` returns the tensors of the cache itself if there is only one row.
+            return copy_state(state) if len(rows) == 1 else state
+        return copy_state(self._states[row])
+
+    def delete(self, row: int) -> None:
+        """Delete the state of a sequence, if it has one."""
+        if self._batch_cache is not None and row in self._batch_cache.rows:
+            self._split_batch_cache()
+        self._states.pop(row, None)
+        self._num_tokens.pop(row, None)
+
+    def bytes_per_sequence(self) -> int:
+        """Return the size of a state in bytes. At least one sequence must have a state."""
+        self._split_batch_cache()
+        return num_bytes(next(iter(self._states.values())))
+
+    def _split_batch_cache(self) -> None:
+        """Split the cache of the last batch into separate states, one for each sequence."""
+        if self._batch_cache is None:
+            return
+        rows, cache = self._batch_cache
+        self._batch_cache = None
+        for index, row in enumerate(rows):
+            self._states[row] = _state_of_row(cache, index, len(rows))
+
+
+def _state_of_row(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
+    """Return the state of one sequence from the cache of a batch of `num_rows` sequences."""
+    return [_row_state(layer, row, num_rows) for layer in cache.layers]
 
 
 def copy_state(state: State) -> State:
@@ -123,13 +203,11 @@ def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an 
         states: the state of each sequence. A state is a list with one dict for each layer, which
             maps the names of the layer's attributes to their values.
     """
-    # Each sequence's state is a list with one item for each layer. `zip` turns the list of states
-    # into one tuple for each layer, with one item for each sequence.
-    states_by_layer = zip(*states, strict=True)
-    for layer, row_states in zip(cache.layers, states_by_layer, strict=True):
-        for attribute in row_states[0]:  # such as "recurrent_states"
-            row_values = [row_state[attribute] for row_state in row_states]
-            setattr(layer, attribute, _merge_values(row_values))
+    for layer_index, layer in enumerate(cache.layers):
+        layer_states = [state[layer_index] for state in states]  # one dict for each sequence
+        for attribute in layer_states[0]:  # such as "recurrent_states"
+            values = [layer_state[attribute] for layer_state in layer_states]
+            setattr(layer, attribute, _merge_values(values))
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
@@ -170,9 +248,9 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row
     """Merge the values that several sequences have for one attribute of a cache layer.
 
-    `parts` contains the value of each sequence. Tensors are concatenated, and other values must be
-    equal. Examples: two tensors [1, 8] give a tensor [2, 8], and the values True and True give
-    True.
+    `parts` contains the value of each sequence. Tensors are concatenated, the values of a dict are
+    merged key by key, and other values must be equal. Examples: two tensors [1, 8] give a tensor
+    [2, 8]; two dicts {0: tensor [1, 8]} give {0: tensor [2, 8]}; True and True give True.
 
     Raises:
         UnfitError: if values that are not tensors differ.
@@ -182,7 +260,7 @@ def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cu
         return torch.cat(parts) if len(parts) > 1 else first
     if isinstance(first, dict):
         return {key: _merge_values([part[key] for part in parts]) for key in first}
-    for part in parts:
+    for part in parts[1:]:
         if part != first:
             raise UnfitError(
                 "sequences of this model cannot share a batch, because an attribute of their "

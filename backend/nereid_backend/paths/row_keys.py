@@ -89,17 +89,16 @@ class HookedKeys:
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
         """Return a context manager in which Nereid's code computes the attention of `chunks`.
 
-        The context yields None instead of an attention mask, because Nereid's code derives from the
-        lengths of the sequences to which tokens each token attends.
+        The context yields None, because Nereid's code needs no attention mask.
 
         Args:
             chunks: the chunks of the next forward pass, one for each row of the batch.
             cache: the cache that is passed to the model. Mutated: the number of earlier tokens in
                 its attention layers.
         """
-        # The model builds an attention mask, and derives its size from the number of earlier tokens
-        # in the cache. Nereid does not use the mask. Store the number for the chunk with the most
-        # earlier tokens, so that the mask is large enough for every chunk.
+        # The model's code builds a mask, although Nereid's attention ignores the mask. The code
+        # derives the size of the mask from the number of earlier tokens in the cache, so the cache
+        # gets the number of the longest sequence.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
@@ -169,14 +168,13 @@ class RowsForward:
         """Compute attention; see `AttentionForward`.
 
         The batch is either one row of several tokens or several rows of one token. `_packed`
-        computes the attention of tokens that are packed into one row. Several rows are therefore
-        packed first ([num_rows, num_heads, 1, dim] becomes [1, num_heads, num_rows, dim]), and the
-        result is converted back ([1, num_rows, num_heads, dim] becomes [num_rows, 1, num_heads,
-        dim]).
+        computes the attention of tokens in one row, so several rows are joined into one row.
         """
         if query.shape[0] == 1:
             return self._packed(module, query, key, value, **kwargs)
-        output = self._packed(
-            module, query.transpose(0, 2), key.transpose(0, 2), value.transpose(0, 2), **kwargs
+        # [num_rows, num_heads, 1, dim] becomes [1, num_heads, num_rows, dim].
+        joined_query, joined_key, joined_value = (
+            tensor.transpose(0, 2) for tensor in (query, key, value)
         )
-        return output.transpose(0, 1)
+        output = self._packed(module, joined_query, joined_key, joined_value, **kwargs)
+        return output.transpose(0, 1)  # [1, num_rows, ...] becomes [num_rows, 1, ...]

@@ -18,7 +18,8 @@ from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
 # The names of linear layers that compute queries, keys and values together.
 _FUSED_LAYERS = frozenset(("qkv_proj", "query_key_value"))
-# If a layer with one of these names is divided, each rank computes only some of the query heads.
+# The names of linear layers whose outputs are divided into heads. If such a layer is divided, each
+# rank computes only some of the query heads.
 _LAYERS_OF_HEADS = _FUSED_LAYERS | {"k_proj", "q_proj", "q_b_proj"}
 
 
@@ -110,15 +111,14 @@ def check_checkpoint(config: EngineConfig) -> None:
             "checkpoint that is not quantised, or set tensor_parallel_size=1."
         )
     empty_model = model_without_weights(model_config)  # None if transformers has no suitable class
-    plan = tensor_parallel_plan(empty_model)  # empty if there is no model
+    plan = tensor_parallel_plan(empty_model)
     problem = _plan_problem(plan)
-    if problem is not None:
+    if empty_model is None or problem is not None:
         raise UnsupportedModelError(
             f"{_architecture(model_config)} cannot be combined with tensor_parallel_size={size}, "
             f"because transformers {transformers.__version__} has {problem} for dividing this "
             "architecture (base_model_tp_plan). Set tensor_parallel_size=1."
         )
-    assert empty_model is not None  # because the plan is not empty
     _check_heads(model_config.get_text_config(decoder=True), plan, size)
     _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
 
@@ -182,16 +182,12 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
-    # If a layer that computes attention heads (such as q_proj or k_proj) is divided, the ranks
-    # divide the query heads among themselves.
-    divides_query_heads = bool(divided_layers & _LAYERS_OF_HEADS)
-    # A fused layer, such as qkv_proj, computes queries, keys and values together.
-    has_fused_layer = bool(divided_layers & _FUSED_LAYERS)
-    divided_fields = []  # the fields of the config whose value must be a multiple of `size`
-    if divides_query_heads:
-        divided_fields.append("num_attention_heads")
-    if has_fused_layer:
-        divided_fields.append("num_key_value_heads")
+    # Maps each number of heads to the layers that divide these heads among the ranks.
+    layers_of_fields = {
+        "num_attention_heads": _LAYERS_OF_HEADS,
+        "num_key_value_heads": _FUSED_LAYERS,
+    }
+    divided_fields = [name for name, layers in layers_of_fields.items() if divided_layers & layers]
     for field in divided_fields:
         # `num_heads` is None if the config does not contain the field, or if the field has a
         # separate value for each layer.

@@ -32,7 +32,7 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
     Example: if some layers have 8 KV heads and all others have 2, the result is [2, 8]. Attention
     layers whose layer k_proj is not divided by `plan` are ignored.
     """
-    layers = _attention_with_style(model, plan, "colwise")
+    layers = _attention_layers_with_style(model, plan, "colwise")
     return sorted({_num_kv_heads(attention) for _, attention in layers})
 
 
@@ -41,9 +41,8 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
 
     A plan tells transformers how to divide each layer among the ranks (processes). With these
     changes, each rank loads the whole layers k_proj and v_proj, which compute the KV heads.
-    `keep_own_heads` then deletes the heads of other ranks. The caller has refused a number of KV
-    heads that is neither a multiple nor a divisor of the number of ranks, such as 6 heads on 4
-    ranks.
+    `keep_own_heads` then deletes the heads of other ranks. Each number of KV heads must be a
+    multiple or a divisor of the number of ranks.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -59,8 +58,8 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
     if has_enough_heads:
         return {}
     rules = {}
-    for attention_name, attention in _attention_with_style(model, plan, "colwise"):
-        for projection_name, _layer in _projections(attention):
+    for attention_name, attention in _attention_layers_with_style(model, plan, "colwise"):
+        for projection_name in _projections(attention):
             rule = replace_layer_number_by_wildcard(f"{attention_name}.{projection_name}")
             rules[rule] = _REPLICATE
     return rules
@@ -80,14 +79,13 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
     Mutates: the layers k_proj and v_proj of `model`.
     """
     # If `rules` contains the style "replicate" for a layer, every rank has loaded the whole layer.
-    for _name, attention in _attention_with_style(model, rules, _REPLICATE):
-        # The number of KV heads is a multiple or a divisor of the number of ranks.
+    for _, attention in _attention_layers_with_style(model, rules, _REPLICATE):
         num_heads = _num_kv_heads(attention)
-        # If there are fewer KV heads than ranks, several ranks compute the same head. Every rank
-        # has at least one head.
+        # Example: with 2 heads on 4 ranks, the first heads are 0, 0, 1 and 1, and each rank has one
+        # head. With 4 heads on 2 ranks, the first heads are 0 and 2, and each rank has two heads.
         first_own_head = rank.number * num_heads // rank.size
         num_own_heads = max(1, num_heads // rank.size)
-        for _projection_name, layer in _projections(attention):
+        for layer in _projections(attention).values():
             head_rows = layer.out_features // num_heads
             _keep_rows(layer, first_own_head * head_rows, num_own_heads * head_rows)
 
@@ -104,13 +102,13 @@ def _keep_rows(layer: nn.Linear, start: int, num_rows: int) -> None:
     layer.out_features = num_rows
 
 
-def _attention_with_style(
+def _attention_layers_with_style(
     model: PreTrainedModel, plan: Mapping[str, str], style: str
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the attention layers (name, module) whose k_proj has the value `style` in `plan`.
 
-    The style determines how k_proj is divided among the ranks: "colwise" divides its outputs, and
-    "replicate" does not divide the layer.
+    The style determines how k_proj, which computes the KV heads, is divided among the ranks:
+    "colwise" divides its outputs, and "replicate" does not divide the layer.
     """
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
@@ -119,15 +117,13 @@ def _attention_with_style(
                 yield name, layer
 
 
-def _projections(attention: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """For each of the layers k_proj and v_proj, yield the name and the layer.
+def _projections(attention: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers k_proj and v_proj of an attention layer by name.
 
     Some models have no layer v_proj, because their values are equal to their keys.
     """
-    for name in ("k_proj", "v_proj"):
-        layer = getattr(attention, name, None)
-        if isinstance(layer, nn.Linear):
-            yield name, layer
+    layers = {name: getattr(attention, name, None) for name in ("k_proj", "v_proj")}
+    return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
 
 
 def _num_kv_heads(attention: nn.Module) -> int:

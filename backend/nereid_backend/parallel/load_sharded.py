@@ -8,6 +8,8 @@ scheduler and the sampler. In each forward pass, all ranks compute their parts a
     rank n     receive  | forward pass |              (rank_process.py)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +27,7 @@ from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import kv_cache_budget
+from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
 from nereid_backend.model.weight_memory import check_weight_memory
 from nereid_backend.parallel.check_support import (
@@ -97,16 +100,14 @@ def load_sharded(
     check_settings(config, device)
     check_checkpoint(config)
     rank_config = _settings_of_one_rank(config, device)  # each rank gets a share of the memory
-    # The undivided model is also loaded into the main memory, because its logits are compared with
-    # the logits of the divided model.
+    # This process also loads the undivided model, to compare its logits with the logits of the
+    # divided model. The whole model must therefore fit into the main memory.
     check_weight_memory(rank_config, device)
     num_other_ranks = config.tensor_parallel_size - 1
     progress(f"tensor parallelism: starting {num_other_ranks} more processes")
     ranks = Ranks(rank_config, device)
     try:
-        # `load` calls `open_model`, which reads the weights and chooses the forward path.
-        open_model = partial(_open_sharded, ranks)
-        loaded = load(rank_config, hook, progress, open_model)
+        loaded = load(rank_config, hook, progress, open_model=partial(_open_sharded, ranks))
     except BaseException:
         ranks.close()
         raise
@@ -141,8 +142,6 @@ def _open_sharded(
 ) -> OpenedModel:
     """Load rank 0's part of the model, and check the logits that the ranks compute together.
 
-    Tensor parallelism supports neither LoRA adapters nor images.
-
     Args:
         ranks: the processes of the other ranks. These processes load their parts at the same time.
         config: the settings of a rank, with its share of the CPUs and of the memory.
@@ -168,8 +167,6 @@ def _open_sharded(
             shard.checkpoint.model.config,
             f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
         ),
-        # A function that computes the size of the KV cache. Its only argument is the memory that a
-        # step needs. The function asks all ranks for their free memory.
         cache_budget=partial(_smallest_budget, ranks, config),
     )
 
@@ -193,17 +190,12 @@ def _check_logits(
         UnsupportedModelError: if the logits differ.
     """
     checkpoint = shard.checkpoint
-
-    def build_on_all_ranks(sizes: Sizes) -> ForwardPath:
-        ranks.send("build", sizes)
-        return ShardedPath(shard.spec.build(sizes), ranks)
-
-    spec = replace(shard.spec, build=build_on_all_ranks)
+    spec = _sharded_spec(shard, ranks)
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
         # Load the undivided model for a short time, and compute the expected logits with it.
         trials = _undivided_trials(config, hook, shard)
-        spec, difference = check_variant(checkpoint, spec, trials)
+        measured_spec, difference = check_variant(checkpoint, spec, trials)
     except UnfitError as error:
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
@@ -211,15 +203,25 @@ def _check_logits(
             f"{first_line(error)}. Set tensor_parallel_size=1."
         ) from error
     progress(f"path: {spec.name}, divided over {ranks.rank.size} processes.")
-    trial = trials.get_for(spec)  # cached by the check
-    return ChosenPath(spec, difference, model_limit(checkpoint.text_config), trial)
+    trial = trials.get_for(spec)  # `trials` has cached the test sequences and logits of the check.
+    return ChosenPath(measured_spec, difference, model_limit(checkpoint.text_config), trial)
+
+
+def _sharded_spec(shard: Shard, ranks: Ranks) -> PathSpec:
+    """Return a description of the forward path that all ranks build and run at the same time."""
+
+    def build_on_all_ranks(sizes: Sizes) -> ForwardPath:
+        ranks.send("build", sizes)
+        return ShardedPath(shard.spec.build(sizes), ranks)
+
+    return replace(shard.spec, build=build_on_all_ranks)
 
 
 def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
     """Compute the logits of test sequences with the undivided model on the CPU.
 
-    Return the test sequences and the logits, with which the logits of the divided model are
-    compared. `shard` is the part of the divided model that this process computes.
+    Return a `Trials` object that has cached the logits, with which the logits of the divided model
+    are compared. `shard` is the part of the divided model that this process computes.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -233,15 +235,23 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
         trust_remote_code=config.trust_remote_code,
     )
     trials = Trials(undivided, config)
-    # The other ranks are idle while the undivided model runs, so this process can use more CPUs
-    # than the setting num_threads allows. One CPU is left for the server.
+    with _more_threads():
+        trials.get_for(shard.spec)  # `trials` caches the test sequences and the logits.
+    return trials
+
+
+@contextmanager
+def _more_threads() -> Iterator[None]:
+    """Let torch use all CPUs except one, which is left for the server, until the context ends.
+
+    The other ranks must be idle meanwhile.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(num_threads, usable_cpus() - 1))
     try:
-        trials.get_for(shard.spec)  # `trials` caches the logits
+        yield
     finally:
         torch.set_num_threads(num_threads)
-    return trials
 
 
 def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:
@@ -256,11 +266,12 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
         activations: the memory that one step needs, in bytes.
     """
     own_rank = ranks.rank
-    ranks.send("budget", activations)  # Each other rank computes its budget and sends it to all.
-    own_budget = kv_cache_budget(config, own_rank.device, activations)
-    budget = own_rank.smallest(own_budget)
+    # Each other rank computes its budget, and then also calls `smallest`, which exchanges the
+    # budgets of all ranks.
+    ranks.send("budget", activations)
+    budget = own_rank.smallest(kv_cache_budget(config, own_rank.device, activations))
     if own_rank.device.type == "cpu" and config.kv_cache_bytes is None:
-        # On a CPU, all ranks use the same main memory, so each rank gets an equal share of it.
+        # The budget is a share of the free main memory, which all ranks use together.
         budget //= own_rank.size
     return budget
 

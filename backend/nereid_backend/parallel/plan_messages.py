@@ -78,20 +78,19 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
-        # New blocks are appended to a block table. Freed blocks are always the first blocks of the
-        # table, and are replaced by the null block, so a block table never becomes shorter. The
-        # message therefore contains only the new blocks and the number of freed blocks
-        # (`num_null_blocks`).
         self._num_sent[row] = len(sequence.block_table)
+        # Tensor parallelism supports only one group of layers, and so only one block table.
+        (num_null_blocks,) = sequence.num_null_blocks
         return ChunkMessage(
             row=row,
             start=chunk.start,
             token_ids=tokens_of(chunk),
             is_first=chunk.is_first,
             num_logits=chunk.num_logits,
+            # A block table never becomes shorter: new blocks are appended, and freed blocks at its
+            # start are replaced by the null block.
             new_blocks=sequence.block_table[num_sent_blocks:],
-            # Tensor parallelism supports only one block table for each sequence.
-            num_null_blocks=sequence.num_null_blocks[0],
+            num_null_blocks=num_null_blocks,
         )
 
 
@@ -129,7 +128,7 @@ class PlanDecoder:
         sequence.num_null_blocks = [message.num_null_blocks]
         # The messages do not contain tokens that were found in the prefix cache. The forward pass
         # reads only new tokens, so zeros can replace the missing tokens in `token_ids`.
-        num_missing = message.start - len(sequence.token_ids)
+        num_missing = max(0, message.start - len(sequence.token_ids))
         sequence.token_ids += [0] * num_missing
         # Some draft tokens of the previous message may have been rejected. Therefore, the tokens of
         # the new message replace all tokens from `message.start` on.

@@ -137,21 +137,22 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoRe
     """Put the messages of rank 0 into a queue. Exit the process if rank 0 sends "stop" or ends.
 
     This function runs in a separate thread, so that the process can exit while the main thread
-    waits for another rank.
+    waits for another rank. `os._exit` is used, because `sys.exit` would end only this thread.
     """
-    rank: Rank | None = None
+    try:
+        first_message = connection.recv()  # the settings and the description of this rank
+    except (EOFError, OSError):
+        os._exit(0)  # Rank 0 has ended.
+    _config, rank = first_message
+    messages.put(first_message)
     while True:
         try:
             message = connection.recv()
         except (EOFError, OSError):
-            message = _STOP  # rank 0 has ended
+            message = _STOP  # Rank 0 has ended.
         if message == _STOP:
-            if rank is not None:
-                rank.remove_store()  # the folder through which the ranks find each other
+            rank.remove_store()  # the folder through which the ranks find each other
             os._exit(0)
-        is_first_message = rank is None
-        if is_first_message:  # It contains the settings and the description of this rank.
-            _config, rank = message
         messages.put(message)
 
 

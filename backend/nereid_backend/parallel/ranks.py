@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, EngineError, LostRankError
-from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
+from nereid_backend.parallel.process_group import STARTED, Rank
 
 _MODULE = "nereid_backend.parallel.rank_process"
 _EXIT_TIMEOUT_S = 5.0
@@ -75,8 +75,8 @@ class Ranks:
         # The processes of the ranks 1, 2, ... and the connections to these processes.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        # A description of another rank's failure; empty if no other rank has failed.
-        # `_wait_for_failure` first stores the description and then sets the event `_has_failed`.
+        # `_wait_for_failure` stores a description of another rank's failure here, and then sets the
+        # event `_has_failed`. The description is empty if no other rank has failed.
         self._failure = ""
         self._has_failed = threading.Event()
         # Whether `close` was called. The ranks then end intentionally, so `_wait_for_failure`
@@ -234,29 +234,32 @@ class Ranks:
 
         A separate thread runs this method. It returns without a description if `close` was called.
         """
-        # If `close` closes the connections while `wait` is running, `wait` raises an OSError.
+        # After its start, a rank sends a message only if it fails. If a rank ends, its connection
+        # is closed. `wait` returns in both cases. If `close` closes the connections while `wait` is
+        # running, `wait` raises an OSError.
         with contextlib.suppress(OSError):
-            # After its start, a rank sends a message only if it fails. If a rank ends, its
-            # connection is closed. `wait` returns in both cases.
             multiprocessing.connection.wait(self._connections)
-            if self._is_closing:
-                return
-            # If a rank ends unexpectedly, the other ranks lose their connections to it and fail
-            # shortly afterwards. Wait for these failures, so that `_describe_failures` can ignore
-            # them and report only the cause.
-            time.sleep(_FOLLOWING_ERRORS_S)
-            self._failure = self._describe_failures()
-            # Remove the folder of the store before `_has_failed` is set, because this process may
-            # end at any time after `_has_failed` is set.
-            self.rank.remove_store()
-            self._has_failed.set()
-            if self.rank.device_type == "cuda":
-                # NCCL would wait forever for a rank that has ended, so the process group is
-                # aborted. gloo raises an error instead of waiting.
-                distributed_c10d._abort_process_group()
+            if not self._is_closing:
+                self._report_failure()
+
+    def _report_failure(self) -> None:
+        """Store a description of the failure of another rank in `_failure`."""
+        # If a rank ends unexpectedly, the other ranks lose their connections to it and fail
+        # shortly afterwards. Wait for these failures, so that `_describe_failures` can ignore them
+        # and report only the cause.
+        time.sleep(_FOLLOWING_ERRORS_S)
+        self._failure = self._describe_failures()
+        # Remove the folder of the store before `_has_failed` is set, because this process may end
+        # at any time after `_has_failed` is set.
+        self.rank.remove_store()
+        self._has_failed.set()
+        if self.rank.device_type == "cuda":
+            # NCCL would wait forever for a rank that has ended, so the process group is aborted.
+            # gloo raises an error instead of waiting.
+            distributed_c10d._abort_process_group()
 
     def _describe_failures(self) -> str:
-        """Describe the ranks that ended without a message or, if there are none, the failed ranks.
+        """Describe the ranks that died without a message or, if there are none, the failed ranks.
 
         A failed rank has sent an error message before its process ended. A dead rank has ended
         without a message, for example after a signal. Examples: "rank 1 of the model failed: out of
@@ -269,24 +272,12 @@ class Ranks:
             is_running = not connection.poll()
             if is_running:
                 continue
-            end = self._describe_end(number, connection)
-            description = f"rank {number} of the model {end}"
-            if end.startswith(FAILED):
-                failures.append(description)
-            else:
-                deaths.append(description)
+            try:
+                failures.append(f"rank {number} of the model {connection.recv()}")
+            except (EOFError, OSError):
+                deaths.append(f"rank {number} of the model {self._describe_death(number)}")
         # If a rank has ended without a message, it has caused the failures of the other ranks.
         return "; ".join(deaths or failures)
-
-    def _describe_end(self, number: int, connection: Connection) -> str:
-        """Return the error message of a rank, or describe how its process ended without a message.
-
-        Examples: "failed: RuntimeError: out of memory" and "ended (signal 9)".
-        """
-        try:
-            return str(connection.recv())
-        except (EOFError, OSError):
-            return self._describe_death(number)
 
     def _describe_death(self, number: int) -> str:
         """Describe how the process of a rank has ended. Example: "ended (signal 9)"."""

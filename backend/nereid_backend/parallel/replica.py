@@ -40,8 +40,7 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
         return config
     _restrict_gpus(config, index)
     # Each process gets an equal part of the disk cache: at least 1 byte, because the setting must
-    # not be 0. The setting prefix_cache_disk_bytes can be a text such as "10GiB".
-    # prefix_cache_disk_size contains the same size as a number of bytes.
+    # not be 0. `prefix_cache_disk_size` is the setting as a number of bytes.
     disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
     return replace(
         config,

@@ -48,9 +48,9 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
         UnsupportedModelError: if the divided model cannot use the forward path `packed`.
     """
     # In transformers' plan for dividing the layers, every rank gets different KV heads. If there
-    # are fewer KV heads than ranks, this is impossible. `rules` then changes the plan: each rank
-    # loads all KV heads, and `keep_own_heads` deletes the heads that this rank does not compute.
-    # Otherwise, `rules` is empty, and `keep_own_heads` deletes nothing.
+    # are fewer KV heads than ranks, `rules` changes the plan: each rank loads all KV heads, and
+    # `keep_own_heads` deletes the heads that this rank does not compute. Otherwise, `rules` is
+    # empty.
     rules = _replication_rules(config, rank.size)
     with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(
@@ -64,16 +64,23 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
     keep_own_heads(checkpoint.model, rules, rank)
-    # Only the forward path `packed` (one row with the tokens of all sequences) supports tensor
-    # parallelism.
+    return Shard(checkpoint, _checked_spec(config, hook, checkpoint))
+
+
+def _checked_spec(config: EngineConfig, hook: AttentionHook, checkpoint: Checkpoint) -> PathSpec:
+    """Return the `PathSpec` of the forward path `packed`, which tensor parallelism requires.
+
+    Raises:
+        UnsupportedModelError: if the divided model cannot use this path.
+    """
     try:
-        return Shard(checkpoint, packed_spec(checkpoint, hook, config.max_model_len))
+        return packed_spec(checkpoint, hook, config.max_model_len)
     except Exception as error:
         # The code of a model can raise any exception.
         raise UnsupportedModelError(
-            f"{checkpoint.architecture} cannot be combined with tensor_parallel_size={rank.size}. "
-            'The divided model cannot use the forward path "packed", because '
-            f"{first_line(error)}. Set tensor_parallel_size=1."
+            f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
+            f'{config.tensor_parallel_size}. The divided model cannot use the forward path "packed", '
+            f"because {first_line(error)}. Set tensor_parallel_size=1."
         ) from error
 
 

@@ -101,35 +101,38 @@ def probe_cache(
     parts: list[LayerParts] = []  # for each layer, the indices of its shapes in `specs`
     for layer in cache.layers:
         _check_class(layer, accepts_states=accepts_states)
-        parts.append(_add_layer(specs, layer))
+        layer_parts, layer_specs = _describe_layer(layer, first_index=len(specs))
+        parts.append(layer_parts)
+        specs += layer_specs
     if not specs:
         raise UnfitError("the model stores nothing in transformers' cache")
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     return CacheLayout(specs, parts, has_states)
 
 
-def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
-    """Append a cache layer's tensor shapes to `specs`, and return a description of the layer.
+def _describe_layer(
+    layer: Any,  # noqa: ANN401 - transformers' layers are untyped
+    first_index: int,
+) -> tuple[LayerParts, list[LayerSpec]]:
+    """Return which tensors of a cache layer are stored in blocks, and the shapes of these tensors.
 
     The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
-    selects the tokens for sparse attention), or all of these. The description contains the indices
-    of the appended shapes, and the number of token positions that the indexer stores for a token.
-
-    Mutates: specs.
+    selects the tokens for sparse attention), all of these, or nothing. `first_index` is the index
+    of the layer's first shape in `CacheLayout.layers`.
     """
-    keys_index = None
+    specs: list[LayerSpec] = []
+    keys_index = indexer_index = None
     if getattr(layer, "keys", None) is not None:
-        keys_index = len(specs)
+        keys_index = first_index
         specs.append(_keys_spec(layer))
-    indexer_index = None
     if getattr(layer, "indexer_keys", None) is not None:
-        indexer_index = len(specs)
+        indexer_index = first_index + len(specs)
         specs.append(_indexer_spec(layer))
-    # The dimensions of `positions` are [num_positions, num_seqs, num_tokens]. This layer contains
-    # one token of one sequence, so the last two sizes are 1.
+    # [num_positions, num_seqs, num_tokens]. The last two sizes are 1, because this layer contains
+    # one token of one sequence.
     positions = getattr(layer, "indexer_position_ids", None)
     num_positions = 0 if positions is None else positions.shape[0]
-    return LayerParts(keys_index, indexer_index, num_positions)
+    return LayerParts(keys_index, indexer_index, num_positions), specs
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
@@ -222,15 +225,11 @@ class GatheredStep:
         longest = int(starts.max()) + num_tokens
         num_blocks = math.ceil(longest / block_size)
         blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
-        # [num_seqs, num_tokens], the positions of the new tokens. In the example: [[5], [2]].
-        new_positions = starts[:, None] + torch.arange(num_tokens)
-        # For each new token, the number of the block that contains the token. In the docstring's
-        # example: [[3], [8]].
-        new_blocks = blocks.gather(1, new_positions // block_size)
-        slots = new_blocks * block_size + new_positions % block_size
-        lens = starts[:, None] + num_tokens
+        new_positions = starts[:, None] + torch.arange(num_tokens)  # in the example: [[5], [2]]
+        slots = _slots(blocks, new_positions, block_size)
         # Sequences are padded on the left, so a negative position means padding.
-        positions = torch.arange(longest)[None] - (longest - lens)
+        num_padding = longest - (starts + num_tokens)  # in the example: [0, 3]
+        positions = torch.arange(longest) - num_padding[:, None]
         mask = (positions >= 0).long()
         device = cache.device
         return cls(
@@ -241,6 +240,16 @@ class GatheredStep:
             num_past_tokens=longest - num_tokens,
             block_size=block_size,
         )
+
+
+def _slots(blocks: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return the slots (indices in the KV cache) of the tokens at `positions` of each sequence.
+
+    Example: with block_size 4, the block table [7, 3] and the position 5 give the slot
+    3 * 4 + 1 = 13.
+    """
+    blocks_of_tokens = blocks.gather(1, positions // block_size)
+    return blocks_of_tokens * block_size + positions % block_size
 
 
 def _padded_block_tables(chunks: list[Chunk], num_blocks: int, null_block: int) -> Tensor:
@@ -335,9 +344,11 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         # The KV cache stores a key and a value for each token of a layer. For each token, an
         # indexer has a key, but no value. The first half of this key is therefore stored as the
         # key, and the second half is stored as the value.
-        first_half, second_half = indexer_key_states[:, None].chunk(2, dim=-1)
+        keys_of_one_head = indexer_key_states[:, None]  # [num_seqs, 1, num_tokens, dim]
+        first_half, second_half = keys_of_one_head.chunk(2, dim=-1)
         all_halves = self._store_and_read(layer_index, first_half, second_half)
-        return torch.cat(all_halves, dim=-1)[:, 0]
+        all_keys_of_one_head = torch.cat(all_halves, dim=-1)
+        return all_keys_of_one_head[:, 0]
 
     def _store_and_read(
         self, layer_index: int, key: Tensor, value: Tensor
@@ -366,15 +377,17 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
-        # `keys` and `values` contain padding after the tokens of each sequence, but the model
-        # expects the padding before the tokens. Therefore, move the tokens of shorter sequences to
-        # the right. Example: the sequences have 4 and 2 tokens. `step.positions` is [[0, 1, 2, 3],
-        # [0, 0, 0, 1]], so the second sequence [a, b, -, -] becomes [a, a, a, b], and the mask
-        # hides the first two tokens.
-        token_index = step.positions[:, None, :, None]
-        padded_keys = torch.take_along_dim(keys, token_index, dim=2)
-        padded_values = torch.take_along_dim(values, token_index, dim=2)
-        return padded_keys, padded_values
+        return _pad_left(keys, step.positions), _pad_left(values, step.positions)
+
+
+def _pad_left(rows: Tensor, positions: Tensor) -> Tensor:
+    """Move the padding of shorter sequences from the end of each row to its start.
+
+    `rows` are keys or values, [num_seqs, num_heads, n, dim]. `positions`, [num_seqs, longest], is
+    the index of the token at each place. Example: for the positions [0, 0, 0, 1], the row
+    [e, f, -, -] becomes [e, e, e, f]. The mask hides the first two tokens.
+    """
+    return torch.take_along_dim(rows, positions[:, None, :, None], dim=2)
 
 
 class StateAndGatheredLayer(LinearAttentionLayer, GatheredLayer):  # type: ignore[no-untyped-call, override]

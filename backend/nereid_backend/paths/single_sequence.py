@@ -11,7 +11,6 @@ In an encoder-decoder model, the prompt is the input of the encoder. The input o
 with the start token of the decoder, and the output tokens follow.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.paths.model_call import UnfitError, join_rows, num_bytes
+from nereid_backend.paths.model_call import ModelCall, UnfitError, join_rows, num_bytes
 
 
 @dataclass(slots=True)
@@ -58,13 +57,12 @@ class SinglePath:
         self._uses_cache = uses_cache
         self._has_encoder = bool(self._model.config.is_encoder_decoder)
         self._generation_config = self._model.generation_config
-        argument_names = inspect.signature(self._model.forward).parameters
-        # Whether the position ids of the tokens are passed to the model. Encoder-decoder models get
-        # no position ids, as in transformers' `generate`.
-        self._takes_positions = "position_ids" in argument_names and not self._has_encoder
+        call = ModelCall(checkpoint.model)
+        # Whether the position ids of the tokens are passed to the model. transformers' `generate`
+        # passes no position ids to encoder-decoder models.
+        self._takes_positions = call.takes("position_ids") and not self._has_encoder
         # The name of the model's argument for the cache.
-        has_cache_params = "cache_params" in argument_names
-        self._cache_name = "cache_params" if has_cache_params else "past_key_values"
+        self._cache_name = "cache_params" if call.takes("cache_params") else "past_key_values"
         # The stored state of each sequence. The key is the index of the sequence in the runner's
         # tables (`Sequence.row`).
         self._states: dict[int, _SequenceState] = {}
@@ -104,21 +102,12 @@ class SinglePath:
         if chunk.num_logits == 0:
             return None  # A later chunk of the prompt computes these tokens, too.
         # Each call of the model returns the logits of the last token in a prefix of the sequence.
-        # The lengths of the needed prefixes are first_len, first_len + 1, ..., last_len.
         last_len = chunk.start + chunk.num_tokens
-        first_len = last_len - chunk.num_logits + 1
-        # Before the first call, the stored state must cover the first `first_len - 1` tokens. If it
-        # covers a different number of tokens, for example after a preemption, `_restore_state`
-        # computes it again. If the prompt has more than `first_len - 1` tokens, `_restore_state`
-        # does nothing, because the first call then starts from the first token.
-        num_covered = first_len - 1
-        if self._uses_cache and not self._covers(row, num_covered):
-            self._restore_state(row, chunk.sequence, num_covered)
+        prefix_lens = range(last_len - chunk.num_logits + 1, last_len + 1)
+        if self._uses_cache:
+            self._restore_state(row, chunk.sequence, num_tokens=prefix_lens[0] - 1)
         return torch.stack(
-            [
-                self._logits_after(row, chunk.sequence, prefix_len)
-                for prefix_len in range(first_len, last_len + 1)
-            ]
+            [self._logits_after(row, chunk.sequence, prefix_len) for prefix_len in prefix_lens]
         )
 
     def _restore_state(self, row: int, sequence: Sequence, num_tokens: int) -> None:
@@ -127,13 +116,17 @@ class SinglePath:
         The model is called as before the preemption: once for the prompt, and then once for each
         output token. On some models, one call for all tokens gives different logits. Example: for a
         prompt of 5 tokens and num_tokens=7, the calls compute the tokens 0 to 4, the token 5, and
-        the token 6. If `num_tokens` is less than the length of the prompt, nothing is computed,
-        because the next call of the model then computes the whole prompt.
+        the token 6.
+
+        Do nothing if the stored state covers exactly these tokens, or if `num_tokens` is less than
+        the length of the prompt, because the next call of the model then computes the whole prompt.
 
         Mutates: the stored state of `row`.
         """
+        if self._covers(row, num_tokens):
+            return
         for prefix_len in range(sequence.num_prompt_tokens, num_tokens + 1):
-            self._logits_after(row, sequence, prefix_len)
+            self._logits_after(row, sequence, prefix_len)  # Only the new state is needed.
 
     def _covers(self, row: int, num_tokens: int) -> bool:
         """Return whether a sequence's stored state covers exactly `num_tokens` tokens."""
@@ -151,9 +144,11 @@ class SinglePath:
         """
         # If a call of the model fails, the cache may be partly changed. The stored state is
         # therefore removed before the call.
-        state = self._states.pop(row, None)
-        if state is None or state.num_tokens != num_tokens - 1:
-            # Start again: no token is cached, and the next call computes all `num_tokens` tokens.
+        can_continue = self._covers(row, num_tokens - 1)
+        stored_state = self._states.pop(row, None)
+        if can_continue and stored_state is not None:
+            state = stored_state
+        else:
             state = self._state_before_first_call(sequence, num_tokens)
         inputs = self._next_arguments(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
@@ -174,13 +169,16 @@ class SinglePath:
             token_ids: the tokens that the decoder has already read, followed by the new tokens.
         """
         is_first_call = state.num_tokens == 0
-        num_new_tokens: int | None = 1
-        if is_first_call:
-            # If `_first_arguments` has created an empty cache, all tokens are new. Otherwise, the
-            # model creates its own cache in this call, or works without a cache. transformers
-            # requires that `next_sequence_length` is None if there is no cache yet.
-            has_cache = state.arguments.get(self._cache_name) is not None
-            num_new_tokens = len(token_ids) if has_cache else None
+        has_empty_cache = is_first_call and state.arguments.get(self._cache_name) is not None
+        num_new_tokens: int | None
+        if not is_first_call:
+            num_new_tokens = 1
+        elif has_empty_cache:
+            num_new_tokens = len(token_ids)
+        else:
+            # The model creates its own cache in this call, or works without a cache. transformers
+            # requires None in these cases.
+            num_new_tokens = None
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
             torch.tensor([token_ids], device=self._device),
             next_sequence_length=num_new_tokens,

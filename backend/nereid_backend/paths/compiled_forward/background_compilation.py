@@ -65,20 +65,20 @@ class BackgroundCompilation:
     def _exchange_messages(self, message: bytes, timeout_s: float) -> None:
         """Send the model, wait at most `timeout_s` seconds for the result, and end the process.
 
-        A separate thread runs this method. The result is the reason why there is no library, or ""
-        after a success. It is stored in `outcome`.
+        A separate thread runs this method. The result is stored in `_outcome`; see `outcome`.
         """
-        reason = f"the compilation took longer than {timeout_s:g} s"
         try:
             self._connection.send_bytes(message)
             if self._connection.poll(timeout_s):
-                reason = self._connection.recv_bytes().decode()
+                outcome = self._connection.recv_bytes().decode()
+            else:
+                outcome = f"the compilation took longer than {timeout_s:g} s"
         except (EOFError, OSError):
-            reason = "the compilation was killed or needed too much memory"
+            outcome = "the compilation was killed or needed too much memory"
         self._kill()
         self._process.wait()
         self._connection.close()
-        self._outcome = reason
+        self._outcome = outcome
 
     def _kill(self) -> None:
         """Kill the process and the C++ compiler."""

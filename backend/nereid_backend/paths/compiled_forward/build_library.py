@@ -135,20 +135,22 @@ def _trace(
     Raises:
         TraceError: if torch cannot trace the model's code.
     """
+    # For each input, a dict of the dimensions whose size can change from call to call.
     num_tokens = torch.export.Dim("num_tokens", min=MIN_ROWS)
     num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
-    positions = torch.arange(_EXAMPLE_TOKENS, device=device)
-    input_ids = torch.zeros_like(positions)
-    # The inputs of the compiled code share no memory, so the inputs of the trace must not share
-    # memory either. A slice shares the memory of `positions`, so copy the slice with `clone`.
-    logits_index = positions[:_EXAMPLE_LOGITS].clone()
+    variable_sizes = ({1: num_tokens}, {1: num_tokens}, {0: num_logits})
+    # torch.export requires example inputs. They must not share memory, because the inputs of the
+    # compiled code do not share memory.
+    input_ids = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64, device=device)
+    positions = torch.arange(_EXAMPLE_TOKENS, device=device)[None]
+    logits_index = torch.arange(_EXAMPLE_LOGITS, device=device)
     try:
         # `TracedForward` records each attention call in the trace as a call of one torch operator.
         with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
             return torch.export.export(
                 traced_model,
-                (input_ids[None], positions[None], logits_index),
-                dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
+                (input_ids, positions, logits_index),
+                dynamic_shapes=variable_sizes,
                 strict=False,
             )
     except Exception as error:

@@ -86,8 +86,8 @@ def _lower_priority() -> None:
 def _compile(message: bytes, folder: Path) -> None:
     """Compile the model in `message`, and store the library in `folder`.
 
-    `pack_skeleton` has created the message, which contains the model without large weights. The
-    caller has a lock, so only one process of this machine compiles at a time.
+    The message is the result of `pack_skeleton`: the model without large weights. The caller has a
+    lock, so only one process of this machine compiles at a time.
 
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
@@ -108,12 +108,13 @@ def _compile(message: bytes, folder: Path) -> None:
     if has_library(folder):
         return  # Another process has compiled the same model.
     _delete_folders_of_killed_compilations(folder.parent)
-    model, attention, is_native, num_threads = unpack_skeleton(message)
+    model, attention_name, is_native, num_threads = unpack_skeleton(message)
     limit_memory(_MAX_BYTES)
     # The compiled library later uses at most this number of threads, so the number is set first.
     torch.set_num_threads(num_threads)
     try:
-        build_library(model, AttentionHook(attention), folder, is_native=is_native)
+        hook = AttentionHook(attention_name)  # the model's config contains this name
+        build_library(model, hook, folder, is_native=is_native)
     except TraceError as error:
         write_trace_error(folder, error)
         raise

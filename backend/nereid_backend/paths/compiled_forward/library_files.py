@@ -31,6 +31,21 @@ _TRACE_ERROR_FILE = "trace_error.txt"
 # bytes is the number of these checks.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
+# The C declarations of the functions in cpu_shim.cpp that compiled code calls.
+_PACKED_LINEAR_SHIM = (
+    "AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, "
+    "AtenTensorHandle* bias, int64_t out_features, AtenTensorHandle* out)"
+)
+_GROUPED_LINEAR_SHIM = (
+    "AOTITorchError aoti_torch_cpu_grouped_linear(AtenTensorHandle x, AtenTensorHandle values, "
+    "AtenTensorHandle scales, AtenTensorHandle* zeros, AtenTensorHandle* bias, int64_t bits, "
+    "int64_t group_size, int64_t out_features, AtenTensorHandle* out)"
+)
+_PAGED_ATTEND_SHIM = (
+    "AOTITorchError aoti_torch_cpu_paged_attend(AtenTensorHandle query, AtenTensorHandle key, "
+    "AtenTensorHandle value, AtenTensorHandle* sinks, int64_t layer, double scale, "
+    "AtenTensorHandle* out)"
+)
 # torch's compiler writes the values of vectors with at most `_MAX_INLINED_ELEMENTS` elements into
 # the library. Two checkpoints can therefore share a library only if these values are equal in both
 # checkpoints.
@@ -91,14 +106,16 @@ def begin_check(folder: Path) -> None:
         UnfitError: if the last `_MAX_FAILED_CHECKS` checks did not succeed.
     """
     file = folder / _CHECKS_FILE
-    if file.is_file() and file.stat().st_size >= _MAX_FAILED_CHECKS:
+    # Each check without success has appended one byte.
+    num_failed_checks = file.stat().st_size if file.is_file() else 0
+    if num_failed_checks >= _MAX_FAILED_CHECKS:
         raise UnfitError(
             f"the last {_MAX_FAILED_CHECKS} checks of the library in {folder} did not succeed. "
             "Delete this folder to compile the model again"
         )
     # If the folder belongs to another user, this process cannot write the file.
     with contextlib.suppress(OSError), file.open("ab") as opened:
-        opened.write(b".")  # The size of the file is the number of checks without success.
+        opened.write(b".")
 
 
 def confirm_check(folder: Path) -> None:
@@ -142,24 +159,13 @@ def shims_of(device: torch.device, is_native: bool) -> Shims:
     if device.type != "cpu":
         return {}
     operators = torch.ops.nereid
-    handle = "AtenTensorHandle"
     shims: Shims = {}
     if native_linear.is_available():
-        shims[operators.packed_linear.default] = [
-            f"AOTITorchError aoti_torch_cpu_packed_linear({handle} x, {handle} packed, "
-            f"{handle}* bias, int64_t out_features, {handle}* out)"
-        ]
+        shims[operators.packed_linear.default] = [_PACKED_LINEAR_SHIM]
     if grouped_linear.is_available():
-        shims[operators.grouped_linear.default] = [
-            f"AOTITorchError aoti_torch_cpu_grouped_linear({handle} x, {handle} values, "
-            f"{handle} scales, {handle}* zeros, {handle}* bias, int64_t bits, int64_t group_size, "
-            f"int64_t out_features, {handle}* out)"
-        ]
+        shims[operators.grouped_linear.default] = [_GROUPED_LINEAR_SHIM]
     if is_native:
-        shims[operators.paged_attend.default] = [
-            f"AOTITorchError aoti_torch_cpu_paged_attend({handle} query, {handle} key, "
-            f"{handle} value, {handle}* sinks, int64_t layer, double scale, {handle}* out)"
-        ]
+        shims[operators.paged_attend.default] = [_PAGED_ATTEND_SHIM]
     return shims
 
 
@@ -167,29 +173,13 @@ def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
     """Return a hash that changes whenever a model must be compiled again.
 
     A library is the compiled code of a model. The hash depends on everything that affects this
-    code: the versions of torch and transformers, the source code, the config and the modules of the
-    model, the shapes of the weights, and the hardware. The compiler writes the values of very short
-    vectors into the library, so the hash depends on these values, too. It does not depend on the
-    values of other weights.
+    code: the versions of torch and transformers, the source code, the model, and the hardware.
 
     Args:
         model: the model.
         shims: maps each of Nereid's operators that compiled code calls as a C function to the C
             declaration of this function, a list of strings.
     """
-    # `attn_implementation` contains the name of the attention function. Every traced model uses
-    # Nereid's attention function, but its name can differ between processes. Therefore, leave the
-    # name out.
-    config = {
-        name: value
-        for name, value in model.config.to_dict().items()
-        if not name.startswith("_") and "attn_implementation" not in name
-    }
-    tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype), _inlined_values(tensor))
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    ]
-    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
     package = Path(__file__).parents[2]  # the folder nereid_backend
     model_source = Path(inspect.getfile(type(model)))
     parts = [
@@ -197,14 +187,32 @@ def _hash_of_library(model: PreTrainedModel, shims: Shims) -> str:
         version("transformers"),
         *((package / source).read_text(encoding="utf-8") for source in _SOURCES_OF_LIBRARY),
         model_source.read_text(encoding="utf-8"),
-        json.dumps(config, sort_keys=True, default=str),
-        repr(modules),
-        repr(tensors),
+        *_describe_model(model),
         repr(sorted(map(str, shims.values()))),
         str(torch.get_num_threads()),
         *_hardware_and_its_libraries(model.device),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _describe_model(model: PreTrainedModel) -> list[str]:
+    """Return texts that change if the config, the modules or the weights' shapes change.
+
+    The values of weights are left out, except very short vectors; see `_inlined_values`.
+    """
+    # The names of private attributes begin with "_". `attn_implementation` contains the name of
+    # Nereid's attention function, which can differ between processes.
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if not name.startswith("_") and "attn_implementation" not in name
+    }
+    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), _inlined_values(tensor))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return [json.dumps(config, sort_keys=True, default=str), repr(modules), repr(tensors)]
 
 
 def _inlined_values(tensor: Tensor) -> object:

@@ -104,31 +104,35 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
         Exception: of any class, if the library is damaged or does not match the model.
     """
     begin_check(folder)
-    device = model.device
-    # By default, each call of the library takes locks, because several threads may call the
-    # library. A call that takes locks cannot be captured into a CUDA graph. The engine calls the
-    # library from only one thread, so the locks are turned off here.
-    #
-    # The public function `aoti_load_package` is not used, because it compares this processor with
-    # the processor on which the library was compiled. The comparison takes 1.4 s, and is
-    # unnecessary: libraries for different processors are in different folders. Also, each call of a
-    # library that `aoti_load_package` has loaded takes longer.
-    is_single_threaded = True
-    num_runners = 1
-    device_index = -1 if device.index is None else device.index
-    library = torch._C._aoti.AOTIModelPackageLoader(
-        str(folder / LIBRARY_FILE), "model", is_single_threaded, num_runners, device_index
-    )
-    # The library contains no tensors. It needs the weights of the model, and small tensors that the
-    # model's code creates (the literals). `build_library` has stored the literals in a file.
-    literals = load_literals(folder / LITERALS_FILE, device)
+    library = _open_library(folder / LIBRARY_FILE, model.device)
+    # The library contains no tensors. It reads the weights of the model, and the small tensors that
+    # the model's code creates (the literals), which are stored in a file.
+    literals = load_literals(folder / LITERALS_FILE, model.device)
     _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 
     def run(*inputs: Tensor) -> Tensor:
-        [logits] = library.boxed_run(list(inputs))  # a list with one output
+        (logits,) = library.boxed_run(list(inputs))
         return logits
 
     return CompiledForward(run, folder)
+
+
+def _open_library(file: Path, device: torch.device) -> Any:  # noqa: ANN401 - torch's class is untyped
+    """Open a compiled library for calls on `device` from a single thread.
+
+    The public function `aoti_load_package` is not used, because it compares this processor with the
+    processor on which the library was compiled. The comparison takes 1.4 s, and is unnecessary:
+    libraries for different processors are in different folders. Also, each call of a library that
+    `aoti_load_package` has loaded takes longer.
+    """
+    # Without this argument, each call of the library takes locks. A call that takes locks cannot be
+    # captured into a CUDA graph.
+    is_single_threaded = True
+    num_runners = 1
+    device_index = -1 if device.index is None else device.index
+    return torch._C._aoti.AOTIModelPackageLoader(
+        str(file), "model", is_single_threaded, num_runners, device_index
+    )
 
 
 def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - untyped

@@ -82,23 +82,23 @@ class _SkeletonPickler(pickle.Pickler):
             return NotImplemented
         if type(value) not in (Tensor, nn.Parameter):
             raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
-        memory_size = _memory_size(value)  # the number of elements between the first and the last
-        data = None
-        if memory_size <= MAX_LITERAL_ELEMENTS:
-            memory = value.detach().as_strided((memory_size,), (1,))
+        num_elements = _num_spanned_elements(value)
+        data = None  # The values of large tensors are not needed for the compilation.
+        if num_elements <= MAX_LITERAL_ELEMENTS:
+            memory = value.detach().as_strided((num_elements,), (1,))
             data = memory.view(torch.uint8).numpy().tobytes()
         arguments = (
             tuple(value.shape),
             value.stride(),
             value.dtype,
             isinstance(value, nn.Parameter),
-            memory_size,
+            num_elements,
             data,
         )
         return _restore_tensor, arguments
 
 
-def _memory_size(tensor: Tensor) -> int:
+def _num_spanned_elements(tensor: Tensor) -> int:
     """Return the size of the memory range that contains all elements of a tensor, in elements.
 
     Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has
@@ -117,7 +117,7 @@ def _restore_tensor(
     stride: tuple[int, ...],
     dtype: torch.dtype,
     is_parameter: bool,
-    memory_size: int,
+    num_elements: int,
     data: bytes | None,
 ) -> Tensor:
     """Create a tensor with the given shape, memory layout and values.
@@ -127,10 +127,10 @@ def _restore_tensor(
         stride: for each dimension, the distance between two neighbouring elements in memory.
         dtype: the data type.
         is_parameter: whether the tensor is a parameter of a module.
-        memory_size: the number of elements in the tensor's memory.
+        num_elements: the number of elements in the tensor's memory.
         data: the bytes of the memory; None for a large tensor, whose values were not sent.
     """
-    memory = torch.empty(memory_size, dtype=dtype)
+    memory = torch.empty(num_elements, dtype=dtype)
     if data:
         # The bytes are copied to a bytearray first, because torch requires writable memory.
         memory.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

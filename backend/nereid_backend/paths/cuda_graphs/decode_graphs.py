@@ -195,18 +195,13 @@ class DecodeGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(num_rows, self._sizes, self._device)
-        if batch is None:  # All rows are padding, and all rows are compared.
-            num_compared = num_rows
-        else:
+        if batch is not None:
             step.fill(batch)
-            num_compared = batch.num_logits
         # Run the step without a graph, to get the expected logits. This run also compiles kernels
         # that are not compiled yet. The replay of the graph repeats the step. This is harmless,
         # because the replay stores the same keys and values in the KV cache as this run.
         expected = self._run(step.batch())
-        if self._logits is None:
-            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
-        logits = self._logits[:num_rows]
+        logits = self._logits_like(expected)
 
         def compute_step() -> None:
             logits.copy_(self._run(step.batch()))
@@ -214,8 +209,18 @@ class DecodeGraphs:
         replay = self._capture(compute_step)
         logits.zero_()  # Only a replay can write the expected logits.
         replay()
+        num_compared = num_rows if batch is None else batch.num_logits  # leave out the padding
         check_replay(logits[:num_compared], expected[:num_compared])
         return _DecodeGraph(step, replay, logits)
+
+    def _logits_like(self, expected: Tensor) -> Tensor:
+        """Return the tensor for a graph's logits. It has the shape and data type of `expected`.
+
+        All graphs share the memory of these tensors.
+        """
+        if self._logits is None:
+            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
+        return self._logits[: len(expected)]
 
 
 class _DecodeGraph(NamedTuple):
@@ -254,11 +259,11 @@ class StaticStep:
         # The token id, position, cache slot and length of a padding sequence, [4, 1]. Nothing is
         # stored for the slot -1.
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
-        # The token id, position, cache slot and length of each sequence, [4, rows]. Each of these
-        # four rows starts at an aligned address, because Triton would compile a second kernel for
-        # unaligned pointers.
+        # Triton would compile a second kernel for unaligned pointers, so each of the four rows
+        # starts at an aligned address.
         num_aligned = math.ceil(num_rows / _ALIGNED_VALUES) * _ALIGNED_VALUES
-        self._numbers = self._padding.repeat(1, num_aligned)[:, :num_rows]
+        self._inputs = self._padding.repeat(1, num_aligned)[:, :num_rows]
+        self._token_ids, self._positions, self._slots, self._lens = self._inputs
         # The block table of each sequence in the batch, [rows, max_blocks].
         max_blocks = math.ceil(sizes.max_model_len / sizes.block_size)
         self._table = torch.full((num_rows, max_blocks), self._null_block, device=device)
@@ -276,23 +281,20 @@ class StaticStep:
         The step has at most as many tokens as this object has rows.
         """
         num_tokens = batch.num_logits  # A decode step needs the logits of each of its tokens.
-        # Each of these tensors is a view of one row of `_numbers`. `lens` contains the length of
-        # each sequence.
-        tokens, positions, slots, lens = self._numbers
-        self._numbers[:, num_tokens:] = self._padding
+        self._inputs[:, num_tokens:] = self._padding
         self._table.fill_(self._null_block)
-        tokens[:num_tokens].copy_(batch.input_ids[0])
-        positions[:num_tokens].copy_(batch.position_ids[0])
-        slots[:num_tokens].copy_(batch.attention.slots)
+        self._token_ids[:num_tokens].copy_(batch.input_ids[0])
+        self._positions[:num_tokens].copy_(batch.position_ids[0])
+        self._slots[:num_tokens].copy_(batch.attention.slots)
         # If the sequences of a step have very different lengths, the step has several groups of
         # decodes. The width of a group's block tables depends on the longest sequence of the group.
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
             if group.tokens is None:  # The group contains all decodes, in the order of the rows.
-                lens[:num_tokens].copy_(group.lens)
+                self._lens[:num_tokens].copy_(group.lens)
                 columns[:num_tokens].copy_(group.blocks)
             else:  # `group.tokens` contains the rows of the group's decodes.
-                lens.index_copy_(0, group.tokens, group.lens)
+                self._lens.index_copy_(0, group.tokens, group.lens)
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
@@ -301,21 +303,19 @@ class StaticStep:
         The inputs are the tensors of this object. A replay of the captured run therefore reads the
         values that `fill` has copied into these tensors.
         """
-        # The cache slots are not needed here, because `attention` contains them.
-        token_ids, positions, _slots, lens = self._numbers
         attention = self._attention_metadata()
         decodes = self._kernel_metadata.decodes
         assert decodes is not None, "each row is a decode (a sequence with one new token)"
         # This operation becomes part of the graph. Each replay therefore computes the length of the
         # longest sequence in the replayed step. The kernels read all other data about the sequences
         # from the tensors of this object.
-        longest = lens.amax(0, keepdim=True)
+        longest = self._lens.amax(0, keepdim=True)
         attention.kernel_metadata = replace(
             self._kernel_metadata, decodes=decodes.for_capture(longest)
         )
         return StepBatch(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
+            input_ids=self._token_ids[None],
+            position_ids=self._positions[None],
             attention=attention,
             logits_index=self._logits_index,
             num_logits=self._num_rows,
@@ -323,13 +323,12 @@ class StaticStep:
 
     def _attention_metadata(self) -> AttentionBatch:
         """Return attention metadata that refers to the tensors of this object."""
-        _token_ids, _positions, slots, lens = self._numbers
         # All decodes form one group. `tokens` is None, which means that decode i belongs to row i.
         decodes = DecodeGroup(
-            tokens=None, blocks=self._table, lens=lens, block_size=self._block_size
+            tokens=None, blocks=self._table, lens=self._lens, block_size=self._block_size
         )
         return AttentionBatch(
-            slots=slots,
+            slots=self._slots,
             num_decodes=self._num_rows,
             decodes=[decodes],
             prefills=[],
@@ -338,14 +337,12 @@ class StaticStep:
 
 
 def graph_batch_sizes(max_rows: int) -> list[int]:
-    """Return the batch sizes for which CUDA graphs are captured: 1, 2, 4, 8, 16, 24, ..., 64, 80.
+    """Return the batch sizes for which CUDA graphs are captured.
 
-    A step uses the graph with the next larger number of rows, and fills the rest with padding. Up
-    to 8, each number is twice the previous number. Up to 64, the distance between two numbers is 8.
-    Above 64, the distance is a quarter of the largest power of two that is not greater than the
-    smaller number: 80 follows 64, and 160 follows 128. Steps of more than 24 rows therefore have at
-    most a quarter of padding. Smaller steps can have more padding, but they spend more time on
-    reading weights than on multiplying them.
+    The sizes are 1, 2, 4, 8, 16, 24, ..., 64, 80, 96, 112, 128, 160, and so on. A step uses the
+    graph with the next larger number of rows, and fills the rest with padding. Steps of more than
+    24 rows have at most a quarter of padding. Smaller steps can have more padding, but they spend
+    more time on reading weights than on multiplying them.
 
     Args:
         max_rows: the largest number of rows of a step.

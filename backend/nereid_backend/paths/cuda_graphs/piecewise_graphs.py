@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 # Graphs are captured for these numbers of tokens. A step with more tokens gains nothing from a
 # graph, because the GPU takes longer to run the kernels than the CPU takes to launch them.
 TOKEN_COUNTS = (16, 32, *range(64, 513, 64))
+_MAX_CAPTURED_TOKENS = TOKEN_COUNTS[-1]
 
 Run = Callable[[StepBatch, PagedForward], Tensor]
 
@@ -107,10 +108,8 @@ class PiecewiseGraphs:
         # Maps (num_heads, key_dim, value_dim) to the buffers that all layers of this shape share;
         # see `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        # The attention metadata of the current step. Before the first step, it contains no tokens.
-        self._attention = AttentionBatch(
-            torch.empty(0), num_decodes=0, decodes=[], prefills=[], block_size=sizes.block_size
-        )
+        # The attention metadata of the step that is replayed; None while graphs are captured.
+        self._attention: AttentionBatch | None = None
         # The reason why a capture has failed; None if no capture has failed.
         self.failure: str | None = None
         self.num_captures = 0
@@ -163,6 +162,7 @@ class PiecewiseGraphs:
         graphs.static.fill(batch)
         self._attention = batch.attention  # `replay` computes this attention between the graphs
         graphs.replay()
+        self._attention = None
         self.num_replays += 1
         # The caller gets a copy of the logits. The next replay of a graph overwrites the original,
         # and may run before the caller has read the logits.
@@ -181,27 +181,29 @@ class PiecewiseGraphs:
             Exception: of any class, if the step cannot be captured.
         """
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
-        # Between two graphs, `attend` computes the attention of the sequences in `self._attention`.
-        # During a capture, `self._attention` contains no sequences, so `attend` returns
-        # immediately.
-        self._attention = static.attention()
-        # Compute the logits that the captured graphs must reproduce. This run is not captured, so
-        # it uses `_without_cut`, which does not end a graph.
+        # This run is not captured. Its logits are the logits that the graphs must compute.
         expected = self._run(static.batch(), self._attention_between_graphs(static, _without_cut))
+        graphs = self._capture_step(static, expected)
+        graphs.logits.zero_()  # Only a replay can write the expected logits.
+        graphs.replay()
+        check_replay(graphs.logits, expected)
+        return graphs
+
+    def _capture_step(self, static: "StaticTokens", expected: Tensor) -> "_StepGraphs":
+        """Capture the CUDA graphs of one step, which write logits with the shape of `expected`.
+
+        `static` contains the inputs of the step.
+        """
         # This tensor is created for the largest graph, which is captured first. The tensor is
         # therefore large enough for all graphs.
         if self._logits is None:
-            self._logits = expected.new_empty(static.num_logits, expected.shape[1])
+            self._logits = torch.empty_like(expected)
         logits = self._logits[: static.num_logits]
 
         def compute_step(cut: Cut) -> None:
             logits.copy_(self._run(static.batch(), self._attention_between_graphs(static, cut)))
 
-        replay = self._capture(compute_step)
-        logits.zero_()  # Only a replay can write the expected logits.
-        replay()
-        check_replay(logits, expected)
-        return _StepGraphs(static, replay, logits)
+        return _StepGraphs(static, self._capture(compute_step), logits)
 
     def _attention_between_graphs(
         self, static: "StaticTokens", cut: Cut
@@ -209,21 +211,20 @@ class PiecewiseGraphs:
         """Return the attention function that the model calls while CUDA graphs are captured."""
         return _AttentionBetweenGraphs(self._layers, self._cache, static.attention(), self, cut)
 
-    def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
+    def buffers(self, spec: LayerSpec, computed_query: Tensor) -> AttentionBuffers:
         """Return the tensors through which graphs and attention exchange queries and results.
 
         All layers with the shapes in `spec` share these tensors. The first call creates them, with
-        the data type and the device of `like`. The query is [num_heads, n, key_dim], and the result
-        of attention is [n, num_heads, value_dim], where n is the largest number of tokens.
+        the data type and the device of `computed_query`.
         """
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
-            num_tokens = TOKEN_COUNTS[-1]  # the largest number of tokens in a captured step
             # The model computes the query as [num_tokens, num_heads, key_dim], but attention
             # expects the heads first. Therefore, the dimensions are transposed. The order in memory
             # stays unchanged.
-            query = like.new_zeros(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
-            out = like.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
+            num_rows = (_MAX_CAPTURED_TOKENS, spec.num_heads)
+            query = computed_query.new_zeros(*num_rows, spec.key_dim).transpose(0, 1)
+            out = computed_query.new_zeros(*num_rows, spec.value_dim)
             self._buffers[shape] = AttentionBuffers(query, out)
         return self._buffers[shape]
 
@@ -249,7 +250,7 @@ class PiecewiseGraphs:
         Mutates: `buffers.out`.
         """
         attention = self._attention
-        if not attention.num_decodes and not attention.prefills:
+        if attention is None:
             return  # During a capture, the step contains only padding.
         num_tokens = attention.slots.numel()
         choose_backend.attend_stored(
@@ -296,42 +297,45 @@ class StaticTokens:
             sizes: the sizes of the KV cache, and the limits of a step.
             device: the device on which the tensors are created.
         """
+        # A step needs the logits of at most one token for each sequence.
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
         self._block_size = sizes.block_size
         # The token id, position and cache slot of a padding token, [3, 1]. Nothing is stored for
         # the slot -1.
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
-        # The token id, position and cache slot of every token of the step, [3, num_tokens].
-        self._numbers = self._padding.repeat(1, num_tokens)
+        self._inputs = self._padding.repeat(1, num_tokens)
+        self._token_ids, self._positions, self._slots = self._inputs
         # The indices of the tokens whose logits are needed. Unused items at the end are 0.
-        self._index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
+        self._logits_index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
 
     def fill(self, batch: StepBatch) -> None:
         """Copy a step's inputs into the tensors. Fill the remaining elements with padding."""
         num_tokens = batch.input_ids.shape[1]
-        tokens, positions, slots = self._numbers
-        self._numbers[:, num_tokens:] = self._padding
-        tokens[:num_tokens].copy_(batch.input_ids[0])
-        positions[:num_tokens].copy_(batch.position_ids[0])
-        slots[:num_tokens].copy_(batch.attention.slots)
+        self._inputs[:, num_tokens:] = self._padding
+        self._token_ids[:num_tokens].copy_(batch.input_ids[0])
+        self._positions[:num_tokens].copy_(batch.position_ids[0])
+        self._slots[:num_tokens].copy_(batch.attention.slots)
         num_logits = batch.num_logits
-        self._index[:num_logits].copy_(batch.logits_index[:num_logits])
-        self._index[num_logits:] = 0
+        self._logits_index[:num_logits].copy_(batch.logits_index[:num_logits])
+        self._logits_index[num_logits:] = 0
 
     def batch(self) -> StepBatch:
         """Return the inputs for one run."""
-        tokens, positions, _ = self._numbers
-        attention = self.attention()
-        return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
+        return StepBatch(
+            self._token_ids[None],
+            self._positions[None],
+            self.attention(),
+            self._logits_index,
+            self.num_logits,
+        )
 
     def attention(self) -> AttentionBatch:
         """Return attention metadata that contains the cache slots of all tokens, but no sequences.
 
         Keys and values are therefore stored, but no attention is computed.
         """
-        _token_ids, _positions, slots = self._numbers
         return AttentionBatch(
-            slots=slots, num_decodes=0, decodes=[], prefills=[], block_size=self._block_size
+            slots=self._slots, num_decodes=0, decodes=[], prefills=[], block_size=self._block_size
         )
 
 
@@ -357,8 +361,9 @@ class _AttentionBetweenGraphs(PagedForward):
                 graphs store keys and values in these slots. The graphs need no block tables and
                 lengths, because the attention is computed between the graphs.
             graphs: the owner of the tensors that graphs and attention share.
-            cut: a function that ends the capture of a graph, and begins the capture of the next
-                graph. Its argument is a function that each replay calls between the two graphs.
+            cut: ends the capture of a graph, and begins the capture of the next graph. Example:
+                after `cut(compute)`, each replay runs the first graph, calls `compute`, and runs
+                the second graph.
         """
         super().__init__(layers, cache, batch)
         self._graphs = graphs
@@ -385,7 +390,7 @@ class _AttentionBetweenGraphs(PagedForward):
         (batch,) = self._batches  # All layers form one group with the same cache slots.
         choose_backend.store_layer(key.squeeze(0), value.squeeze(0), layer, self._cache, batch)
         buffers = self._graphs.buffers(spec, query)
-        num_tokens = query.shape[2]
+        num_tokens = query.shape[2]  # The query is [1, num_heads, num_tokens, key_dim].
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
 
         def attend_between_graphs() -> None:
@@ -394,8 +399,8 @@ class _AttentionBetweenGraphs(PagedForward):
 
         # End the capture of the current graph here, and begin the next graph.
         self._cut(attend_between_graphs)
-        # Compiled code may overwrite the result of an operator, so return a copy of the shared
-        # buffer.
+        # Return [1, num_tokens, num_heads, value_dim]. Compiled code may overwrite the result of an
+        # operator, so the result is a copy of the shared buffer.
         return buffers.out[:num_tokens].unsqueeze(0).clone()
 
 

@@ -38,7 +38,7 @@ def poison(engine):
     found = graphs_of(engine)
     for graph in found._graphs.values():
         step = graph.step
-        step._numbers.copy_(torch.tensor([[7], [5], [2], [3]]).expand_as(step._numbers))
+        step._inputs.copy_(torch.tensor([[7], [5], [2], [3]]).expand_as(step._inputs))
         step._table.zero_()
     if found._logits is not None:
         found._logits.fill_(float("nan"))
@@ -121,7 +121,7 @@ def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, 
     def build_padded(plan, device):
         batch = build(plan, device)
         step = StaticStep(8, sizes_of(8, padded.cache.null_block), device)
-        step._numbers[:3, :] = 2  # wrong slots where nothing is filled in
+        step._inputs[:3, :] = 2  # wrong slots where nothing is filled in
         step._table.zero_()
         step.fill(dataclasses.replace(batch, num_logits=len(lengths)))
         return step.batch()
@@ -160,9 +160,9 @@ def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
     used.fill(decodes_of(many, device))
     for step in (used, fresh):
         step.fill(decodes_of([40, 2], device))
-    assert torch.equal(used._numbers, fresh._numbers)
+    assert torch.equal(used._inputs, fresh._inputs)
     assert torch.equal(used._table, fresh._table)
-    assert fresh._numbers.tolist() == [[7, 7] + [0] * 6, [39, 1] + [0] * 6,
+    assert fresh._inputs.tolist() == [[7, 7] + [0] * 6, [39, 1] + [0] * 6,
         [2 * 16 + 7, 10 * 16 + 1] + [-1] * 6, [40, 2] + [1] * 6]  # fmt: skip
     assert fresh._table[0].tolist() == [0, 1, 2] + [9999] * 7
     assert fresh._table[1].tolist() == [10] + [9999] * 9
@@ -186,7 +186,7 @@ def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
     assert len(batch.attention.decodes) == 2
     step = StaticStep(8, sizes_of(128), device)
     step.fill(batch)
-    assert step._numbers[3].tolist() == [*lengths, 1, 1, 1]
+    assert step._inputs[3].tolist() == [*lengths, 1, 1, 1]
     assert [row.tolist().index(9999) for row in step._table[:5]] == [1, 94, 1, 88, 1]
 
 

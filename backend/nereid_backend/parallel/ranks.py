@@ -152,8 +152,10 @@ class Ranks:
             failure = self._failure_of_other_rank()
             # All ranks read the same checkpoint, so a damaged checkpoint causes the same error on
             # each rank. In this case, the error of rank 0 is raised, because its class is more
-            # specific than EngineError.
-            is_same_error = failure.endswith(str(error))
+            # specific than EngineError. A description ends with the class and the message of the
+            # error. An error without a message is recognised by its class.
+            own_end = str(error) or f"{type(error).__name__}: "
+            is_same_error = failure.endswith(own_end)
             if failure and not is_same_error:
                 raise EngineError(failure) from error
             raise

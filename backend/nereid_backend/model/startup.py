@@ -151,20 +151,29 @@ def open_model(
     adaptable_layers = find_adaptable_layers(checkpoint) if config.lora_memory else {}
     clock.end("weights")
     progress("comparing the logits of the engine with those of the unmodified model")
+    chosen, images = _choose_paths(config, checkpoint, hook, progress)
+    clock.end("self-check")
+    cache_budget = partial(kv_cache_budget, config, device)
+    return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
+
+
+def _choose_paths(
+    config: EngineConfig, checkpoint: Checkpoint, hook: AttentionHook, progress: Progress
+) -> tuple[ChosenPath, ImageSupport]:
+    """Choose how the model processes texts and how it processes prompts with images.
+
+    The arguments are those of `open_model`, and `checkpoint` is the loaded model.
+
+    Raises:
+        UnsupportedModelError: if the model can process neither texts nor prompts with images.
+    """
     folder = Path(checkpoint_folder(config.model))
     try:
         chosen = choose_path(checkpoint, hook, config, progress)
-    except UnsupportedModelError as error:
-        # This model cannot process texts, but it may be able to process prompts with images.
-        # `choose_images_only` checks this. If the check fails, `choose_images_only` raises an error
-        # whose message contains the message of `error`.
-        chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
-    else:
-        images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
-    clock.end("self-check")
-    # A function that computes the memory for the KV cache from the memory that one step needs.
-    cache_budget = partial(kv_cache_budget, config, device)
-    return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
+    except UnsupportedModelError as text_error:
+        return choose_images_only(checkpoint, folder, config.block_size, progress, text_error)
+    images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
+    return chosen, images
 
 
 def load(
@@ -222,7 +231,8 @@ def load(
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, opened.chosen, progress)
-    compiled, swap = _compile_forward(config, path, opened, hook, progress)
+    swap = _compile_in_background(config, path, opened, hook, progress)
+    compiled = _compile_now(config, path, opened, hook, progress)
     clock.end("compile")
     if config.cuda_graphs:
         use_decode_graphs(
@@ -285,7 +295,8 @@ def _plan_cache(
     measured_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
     step_bytes = measured_bytes or 0
     cache_bytes = opened.cache_budget(step_bytes)
-    # Divide the attention layers into groups, and compute how much memory a block needs.
+    # The groups and the size of a block do not depend on the number of blocks, so the longest
+    # request is limited only by the settings and the model here.
     max_model_len = config.max_model_len or limit.num_tokens
     groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
     block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
@@ -309,37 +320,47 @@ def _plan_cache(
     return _CachePlan(memory, groups, step_bytes)
 
 
-def _compile_forward(
+def _compile_in_background(
     config: EngineConfig,
     path: ForwardPath,
     opened: OpenedModel,
     hook: AttentionHook,
     progress: Progress,
-) -> tuple[CompiledForward | None, ForwardSwap | None]:
-    """Compile the forward pass now or in the background, according to the setting compile_forward.
+) -> ForwardSwap | None:
+    """Start to compile the forward pass if the setting compile_forward is "auto".
 
-    The value "auto" compiles in the background, True compiles now, and False does not compile.
+    If an earlier process has stored the compiled forward pass on disk, use it at once.
 
     Args:
         config: the settings.
-        path: the forward path with the sizes of the engine. Mutated if the compiled forward pass
-            is available at once.
+        path: the engine's forward path. Mutated if the compiled forward pass is on disk.
         opened: the model and its forward path.
         hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line about the result.
 
     Returns:
-        The forward pass that was compiled now, and the compilation that runs in the background.
-        Each item is None if it does not exist.
+        The compilation that runs in the background; None if no compilation was started.
     """
-    if config.compile_forward == "auto":
-        # If an earlier process has stored the compiled forward pass on disk, load it. Otherwise,
-        # start the compilation in the background.
-        swap = use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
-        return None, swap
-    if config.compile_forward:
-        return use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress), None
-    return None, None
+    if config.compile_forward != "auto":
+        return None
+    return use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
+
+
+def _compile_now(
+    config: EngineConfig,
+    path: ForwardPath,
+    opened: OpenedModel,
+    hook: AttentionHook,
+    progress: Progress,
+) -> CompiledForward | None:
+    """Compile the forward pass if the setting compile_forward is true.
+
+    The arguments are those of `_compile_in_background`. Return None if the engine's path uses no
+    compiled forward pass.
+    """
+    if config.compile_forward is not True:
+        return None
+    return use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress)
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:

@@ -22,7 +22,7 @@ def poison(engine):
     graphs = engine._parts.runner._path.pieces
     for captured in graphs._graphs.values():
         static = captured.static
-        static._numbers.copy_(torch.tensor([[7], [5], [2]]).expand_as(static._numbers))
+        static._inputs.copy_(torch.tensor([[7], [5], [2]]).expand_as(static._inputs))
         static._index.fill_(1)
     graphs._logits.fill_(float("nan"))
     for query, out in graphs._buffers.values():

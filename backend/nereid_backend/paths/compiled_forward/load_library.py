@@ -111,6 +111,7 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 
     def run(*inputs: Tensor) -> Tensor:
+        logits: Tensor
         (logits,) = library.boxed_run(list(inputs))
         return logits
 

@@ -171,10 +171,8 @@ class PiecewiseGraphs:
     def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
         """Capture the CUDA graphs for steps of `num_tokens` tokens, and check the graphs' logits.
 
-        The forward pass is cut at the attention of each layer: a cut ends the capture of one graph
-        and begins the capture of the next graph, so no graph contains attention. The captured step
-        consists of padding, for which no attention is computed. The graphs must compute the same
-        logits as the same step without graphs.
+        The captured step consists of padding, for which no attention is computed. The graphs must
+        compute the same logits as the same step without graphs.
 
         Raises:
             GraphMemoryError: if too little memory is free.
@@ -190,12 +188,12 @@ class PiecewiseGraphs:
         return graphs
 
     def _capture_step(self, static: "StaticTokens", expected: Tensor) -> "_StepGraphs":
-        """Capture the CUDA graphs of one step, which write logits with the shape of `expected`.
+        """Capture the CUDA graphs of a step with the inputs `static`.
 
-        `static` contains the inputs of the step.
+        The forward pass is cut at the attention of each layer: a cut ends the capture of one graph
+        and begins the capture of the next graph. The logits have the shape of `expected`.
         """
-        # This tensor is created for the largest graph, which is captured first. The tensor is
-        # therefore large enough for all graphs.
+        # The largest graph is captured first, so this tensor is large enough for all graphs.
         if self._logits is None:
             self._logits = torch.empty_like(expected)
         logits = self._logits[: static.num_logits]
@@ -321,13 +319,8 @@ class StaticTokens:
 
     def batch(self) -> StepBatch:
         """Return the inputs for one run."""
-        return StepBatch(
-            self._token_ids[None],
-            self._positions[None],
-            self.attention(),
-            self._logits_index,
-            self.num_logits,
-        )
+        ids, positions = self._token_ids[None], self._positions[None]
+        return StepBatch(ids, positions, self.attention(), self._logits_index, self.num_logits)
 
     def attention(self) -> AttentionBatch:
         """Return attention metadata that contains the cache slots of all tokens, but no sequences.

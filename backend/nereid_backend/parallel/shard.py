@@ -79,8 +79,8 @@ def _checked_spec(config: EngineConfig, hook: AttentionHook, checkpoint: Checkpo
         # The code of a model can raise any exception.
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
-            f'{config.tensor_parallel_size}. The divided model cannot use the forward path "packed", '
-            f"because {first_line(error)}. Set tensor_parallel_size=1."
+            f"{config.tensor_parallel_size}. The divided model cannot use the forward path "
+            f'"packed", because {first_line(error)}. Set tensor_parallel_size=1.'
         ) from error
 
 

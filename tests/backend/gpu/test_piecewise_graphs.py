@@ -23,7 +23,7 @@ def poison(engine):
     for captured in graphs._graphs.values():
         static = captured.static
         static._inputs.copy_(torch.tensor([[7], [5], [2]]).expand_as(static._inputs))
-        static._index.fill_(1)
+        static._logits_index.fill_(1)
     graphs._logits.fill_(float("nan"))
     for query, out in graphs._buffers.values():
         query.fill_(float("nan"))

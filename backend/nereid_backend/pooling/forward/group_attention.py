@@ -50,16 +50,19 @@ class GroupAttention:
         outputs = []
         for start in range(0, length, block_len):
             end = min(length, start + block_len)
-            # The queries [start, end) can attend only to the keys [first_key, end_key).
             first_key, end_key = self._visible_keys(start, end, length)
             mask = None
             if needs_mask:
-                num_queries, num_keys = end - start, end_key - first_key
-                mask = self._mask(start - first_key, num_queries, num_keys, query.device)
-            block_query = query[:, :, start:end]
-            block_key = key[:, :, first_key:end_key]
-            block_value = value[:, :, first_key:end_key]
-            outputs.append(self._attend_block(block_query, block_key, block_value, mask))
+                # The position of the first query relative to the first visible key.
+                first_query = start - first_key
+                mask = self._mask(first_query, end - start, end_key - first_key, query.device)
+            output = self._attend_block(
+                query[:, :, start:end],
+                key[:, :, first_key:end_key],
+                value[:, :, first_key:end_key],
+                mask,
+            )
+            outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:

@@ -191,14 +191,16 @@ def _describe_generative_reranker(
 ) -> CheckpointSpec:
     """Return the description of a generative reranker.
 
-    `activation` is the activation that the checkpoint's files name, or None.
+    If its inputs are chat messages, it is a vision-language model (IMAGE_CAUSAL). `activation` is
+    the activation that the checkpoint's files name, or None.
     """
     answer_tokens = None
     # The config of the module `LogitScore` contains the token ids of "yes" and "no". If the id of
     # "no" is missing, the score is the logit of "yes" alone.
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
-        answer_tokens = (int(logit_score["true_token_id"]), logit_score.get("false_token_id"))
+        no_id = logit_score.get("false_token_id")
+        answer_tokens = (int(logit_score["true_token_id"]), None if no_id is None else int(no_id))
     return replace(
         base,
         kinds=("score",),
@@ -243,15 +245,22 @@ def _takes_messages(
     """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
 
     Such a checkpoint is a generative model for images with a processor and a chat template. Its
-    settings for sentence-transformers must not exclude chat messages: if they contain the entry
-    `modality_config`, which names the kinds of inputs, the entry must name "message".
+    settings for sentence-transformers must not exclude chat messages.
     """
-    modalities = settings.get("modality_config")
-    excludes_messages = modalities is not None and "message" not in modalities
-    if excludes_messages:
+    if _excludes_messages(settings):
         return False
     has_images = getattr(config, "vision_config", None) is not None
     # A model with separate encoders for texts and images is not generative. The class name of such
     # a model is the name of a base model, such as CLIPModel.
     is_generative = architecture.endswith(GENERATIVE)
     return has_images and is_generative and has_processor(folder) and has_chat_template(folder)
+
+
+def _excludes_messages(settings: dict[str, Any]) -> bool:
+    """Return whether the settings for sentence-transformers exclude chat messages.
+
+    The entry `modality_config` names the kinds of inputs. Without this entry, nothing is excluded.
+    Example: {"modality_config": {"text": {...}}} excludes chat messages.
+    """
+    modalities = settings.get("modality_config")
+    return modalities is not None and "message" not in modalities

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nereid_backend.attention.interface import PagedForward, scale_of, sinks_of
 from nereid_backend.errors import EngineError
@@ -74,9 +73,10 @@ def _attend(
     key = key[:, :, :num_tokens]
     value = value[:, :, :num_tokens]
     out = forward.attend(layer, query, key, value, scale, sinks)
-    # `pad` takes two numbers (before, after) for each dimension, beginning with the last dimension.
-    # The third pair adds padding after the tokens (dimension 1 of the result).
-    return functional.pad(out, (0, 0, 0, 0, 0, num_padding)).contiguous()
+    _, _, num_heads, value_dim = out.shape
+    padded = out.new_zeros(1, num_tokens + num_padding, num_heads, value_dim)
+    padded[:, :num_tokens] = out
+    return padded
 
 
 def _current_forward() -> PagedForward:

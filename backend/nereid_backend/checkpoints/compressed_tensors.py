@@ -73,9 +73,7 @@ def compressed_tensors_format(settings: Settings) -> Format:
     Raises:
         UnknownVariantError: if the format, a sparse layout or a rotation is not supported.
     """
-    # Each scheme describes the quantisation of some layers, such as {"weights": {"num_bits": 4}}.
-    schemes_by_name = settings.get("config_groups") or {}
-    schemes = [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
+    schemes = _schemes(settings)
     _check_variant(settings, schemes)
     weight_settings = [scheme.get("weights") or {} for scheme in schemes]
     # A checkpoint can contain weights of several layouts. The names and the data types of a
@@ -86,6 +84,16 @@ def compressed_tensors_format(settings: Settings) -> Format:
     # The tensors that contain the scales of activations are ignored, because the engine does not
     # quantise activations.
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
+
+
+def _schemes(settings: Settings) -> list[dict[str, Any]]:
+    """Return the quantisation schemes in the settings.
+
+    A scheme describes the quantisation of some layers. Example: the settings {"config_groups":
+    {"group_0": {"weights": {"num_bits": 4}}}} contain the scheme {"weights": {"num_bits": 4}}.
+    """
+    schemes_by_name = settings.get("config_groups") or {}
+    return [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
 
 
 def _packed_layout(group_size: int | None) -> Layout:

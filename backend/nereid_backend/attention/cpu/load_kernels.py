@@ -128,11 +128,10 @@ def _build_lock(path: Path) -> Iterator[None]:
     The context locks the file `path`, and deletes the file at the end. If the process crashes, the
     operating system releases the lock.
 
-    The lock only saves work. Several processes may build the library at the same time, because
-    `_build` writes a temporary file and then renames it. This happens in two cases. First, if the
-    folder does not support locks, the context has no effect. Second, if a build fails, the next
-    waiting process gets the lock of the deleted file, and another process can create and lock a new
-    file.
+    The lock only saves work. If two processes build the library at the same time, the result is
+    still correct, because `_build` writes a temporary file and then renames it. This can happen if
+    the folder does not support locks, or if a process waits for the lock of a file that another
+    process then deletes.
     """
     with contextlib.ExitStack() as end_of_context:
         with contextlib.suppress(OSError):

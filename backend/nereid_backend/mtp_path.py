@@ -161,8 +161,8 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
     The stored hidden states are divided into parts. A part is a tensor with the hidden states of
     consecutive tokens. If the last part is short, the new hidden states are appended to this part.
-    Otherwise, they become a new part. If the new part and an earlier part contain a hidden state
-    for the same position (of a rejected token), readers use the later part.
+    Otherwise, they become a new part. After a token was rejected, two parts can contain a hidden
+    state for the same position. The later part is then valid.
 
     Example: the last part contains the positions 4 to 9, and the draft tokens at the positions 8
     and 9 were rejected. The new hidden states belong to the new tokens at 8 and 9. The last part

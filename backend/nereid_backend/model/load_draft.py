@@ -158,6 +158,7 @@ def open_draft(
     """
     if config.draft_model is None or config.max_draft_tokens == 0:
         return None
+    # After a draft token is rejected, both models must remove it from their caches.
     _check_can_remove_draft_tokens(target, target_spec)
     draft_config = _draft_config(config, config.draft_model)
     with ExitStack() as on_error:

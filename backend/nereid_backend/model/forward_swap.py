@@ -162,24 +162,24 @@ def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     return is_one_cpu_process and checkpoint.weights_bytes >= MIN_WEIGHTS_BYTES
 
 
-def _reason_against_compilation(folder: Path) -> str | None:
-    """Return why the forward pass cannot be compiled in the background, or None if it can.
+def _check_can_compile(folder: Path) -> None:
+    """Check that this machine can compile the forward pass in the background.
 
     `folder` is the folder for the compiled library. It can contain the error of an earlier attempt.
+
+    Raises:
+        UnfitError: if an earlier attempt failed, or if too little memory is free.
+        KernelBuildError: if the machine has no C++ compiler.
     """
     if error := read_trace_error(folder):
-        return f"an earlier attempt failed ({error}). To try again, delete {folder}"
-    try:
-        find_compiler()
-    except KernelBuildError as error:
-        return str(error)
+        raise UnfitError(f"an earlier attempt failed ({error}). To try again, delete {folder}")
+    find_compiler()
     free_bytes = available_memory()
     if free_bytes < _MIN_FREE_BYTES:
-        return (
+        raise UnfitError(
             f"only {format_bytes(free_bytes)} of memory are free, but a compilation may need "
             f"{format_bytes(_MIN_FREE_BYTES)}"
         )
-    return None
 
 
 def use_fast_forward(
@@ -213,12 +213,10 @@ def use_fast_forward(
     if has_library(folder):
         use_compiled_forward(path, checkpoint, hook, chosen, progress)
         return None
-    if reason := _reason_against_compilation(folder):
-        progress(f"the forward pass is not compiled, because {reason}")
-        return None
     try:
+        _check_can_compile(folder)
         swap = ForwardSwap(path, checkpoint, hook, chosen, folder, progress)
-    except (UnfitError, OSError) as error:
+    except (UnfitError, KernelBuildError, OSError) as error:
         progress(f"the forward pass is not compiled, because {first_line(error)}")
         return None
     progress(

@@ -69,7 +69,8 @@ class BatchRun:
         self._folder = store.folder(batch.id)
 
         # The end of the batch.
-        self._timeout: asyncio.Timeout | None = None  # cancels the requests when the batch expires
+        # Cancels the requests when the batch expires. None while no requests run.
+        self._timeout: asyncio.Timeout | None = None
         self._is_cancelled = False
 
         # The results.
@@ -176,6 +177,8 @@ class BatchRun:
                 raise  # this is an OSError: the operating system could not access a file in time
             self._batch.outcome = "cancelled" if self._is_cancelled else "expired"
             await self._record_unsent(errors, self._batch.outcome)
+        finally:
+            self._timeout = None  # a timeout that has ended cannot be changed by `cancel`
 
     async def _send_all(self, output: ResultFile, errors: ResultFile) -> None:
         """Send all lines that have no result yet. Several requests run at the same time.
@@ -194,7 +197,10 @@ class BatchRun:
                     request = self._parse_or_record_error(parser, line, errors)
                     if request is not None and request.number not in self._recorded:
                         await self._slots.acquire()
-                        group.create_task(self._send_and_release_slot(request, output, errors))
+                        task = group.create_task(self._send(request, output, errors))
+                        # The callback also releases the slot of a task that is cancelled before
+                        # it starts. The coroutine of such a task never runs.
+                        task.add_done_callback(lambda _: self._slots.release())
         except* OSError as group_error:
             storage_error = _first_leaf(group_error)
         if storage_error is not None:
@@ -224,13 +230,8 @@ class BatchRun:
             self._record_error(errors, line, error)
             return None
 
-    async def _send_and_release_slot(
-        self, request: LineRequest, output: ResultFile, errors: ResultFile
-    ) -> None:
+    async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
         """Send the request that one input line contains, and store the response.
-
-        The caller must have acquired one of the slots, which limit the number of running requests.
-        This method releases the slot when the request has ended.
 
         Args:
             request: the request.
@@ -239,10 +240,7 @@ class BatchRun:
 
         Raises: OSError.
         """
-        try:
-            response = await self._sender.send(self._batch.endpoint, request.body, self._client)
-        finally:
-            self._slots.release()
+        response = await self._sender.send(self._batch.endpoint, request.body, self._client)
         is_success = 200 <= response.status < 300
         line = result_line(
             self._batch.id, request.number, request.custom_id, response=response.as_json()

@@ -1,0 +1,104 @@
+"""A batch whose folder fails for a while continues, and does not disturb the other batches."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from fakes.batches import CHAT, jsonl, line
+from nereid_client.batches import batch_run
+from nereid_client.batches.batch_lines import ResultFile
+from nereid_client.batches.batch_runner import BatchRunner
+from nereid_client.batches.line_requests import LineResponse, LineSlots
+from nereid_client.batches.stored_batches import BatchStore
+from nereid_client.batches.stored_files import FileLimits, FileStore
+from nereid_client.middleware.admission_control import Gate
+from nereid_client.middleware.shared_budget import SharedBudget
+from nereid_client.protocol.batch_requests import CreateBatchRequest
+
+pytestmark = pytest.mark.anyio
+
+
+class Sender:
+    """Answers each request in the next iteration of the event loop."""
+
+    async def send(self, path, body, client):
+        await asyncio.sleep(0)
+        return LineResponse(200, request_id="a", body={})
+
+
+@pytest.fixture
+def store(tmp_path):
+    return BatchStore(FileStore(tmp_path, FileLimits(count=100, num_bytes=1 << 20)))
+
+
+def create(store, num_lines):
+    upload = store.files.start_upload()
+    upload.write(jsonl(map(line, range(num_lines))))
+    file = upload.finish("", "requests.jsonl", "batch", keep_s=3600)
+    request = CreateBatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    return store.create(request, file)
+
+
+@asynccontextmanager
+async def running(store, num_slots):
+    gate = Gate(SharedBudget(100))
+    runner = BatchRunner(
+        store,
+        sender=Sender(),
+        slots=LineSlots(num_slots, gate),
+        gate=gate,
+        key_file=None,
+        max_line_bytes=1000,
+    )
+    yield runner
+    await runner.close()
+
+
+async def ended(store, batch):
+    async with asyncio.timeout(5):
+        while not (found := store.find(batch.id, "")).has_ended:
+            await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Make the first appends to result files fail. The fixture is a list of these failures."""
+    failures = []
+    append = ResultFile.append
+
+    def fail_or_append(self, result):
+        if failures:
+            raise failures.pop()
+        append(self, result)
+
+    monkeypatch.setattr(ResultFile, "append", fail_or_append)
+    return failures
+
+
+async def test_a_batch_continues_after_the_disk_was_full_many_times(store, full_disk, monkeypatch):
+    monkeypatch.setattr(batch_run, "_RETRY_STORAGE_S", 0.01)
+    full_disk += [OSError(28, "No space left on device")] * 8
+    batch = create(store, num_lines=20)
+    async with running(store, num_slots=2):
+        found = await ended(store, batch)
+    assert found.request_counts.completed == 20
+
+
+async def test_a_cancelled_batch_on_a_full_disk_does_not_stop_other_batches(
+    store, full_disk, monkeypatch
+):
+    monkeypatch.setattr(batch_run, "_RETRY_STORAGE_S", 0.5)
+    full_disk.append(OSError(28, "No space left on device"))
+    cancelled = create(store, num_lines=20)
+    async with running(store, num_slots=2) as runner:
+        while full_disk:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # the batch now waits until it tries again
+        store.cancel(cancelled)
+        runner.wake_up()
+        await asyncio.sleep(0.05)
+        later = create(store, num_lines=1)
+        runner.wake_up()
+        assert (await ended(store, later)).status == "completed"
+        assert (await ended(store, cancelled)).status == "cancelled"

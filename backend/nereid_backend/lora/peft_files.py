@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,8 @@ def _read(file: Path, max_bytes: int, *, file_to_memory_ratio: int = 1) -> bytes
     except OSError as error:
         hint = _pickle_hint(file)  # a sentence if the folder contains the weights as a pickle file
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
+    except ValueError as error:  # for example, the path contains a NUL character
+        raise ModelError(f"{str(file)!r} is not a valid path ({error}).") from error
 
 
 def _pickle_hint(missing_file: Path) -> str:
@@ -168,13 +171,16 @@ class _PeftConfig:
         lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
 
         Raises:
-            ModelError: if lora_alpha is not a number.
+            ModelError: if lora_alpha is not a number, or is too large for a float.
         """
         default = self.settings.get("lora_alpha")
         alpha = self._layer_setting("alpha_pattern", layer_name, default=default)
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        largest = sys.float_info.max
+        # The comparison is also False for NaN. `math.isfinite` would fail for 10**400.
+        if not isinstance(alpha, int | float) or not -largest <= alpha <= largest:
             raise ModelError(
-                f"{self.file}: lora_alpha must be a number, but the file has {alpha!r}."
+                f"{self.file}: lora_alpha must be a number between -{largest:.2g} and "
+                f"{largest:.2g}, but the file has {alpha!r}."
             )
         divisor = math.sqrt(rank) if self.settings.get("use_rslora") else rank
         return float(alpha / divisor)
@@ -195,7 +201,7 @@ class _PeftConfig:
                 # the name. Example: "q_proj" matches "layers.0.q_proj".
                 if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
                     return value
-        except (AttributeError, re.error) as error:
+        except (AttributeError, re.error, OverflowError) as error:
             raise ModelError(
                 f"{self.file}: {setting} must be an object whose keys are regular expressions, but "
                 f"the file has {patterns!r}."
@@ -215,7 +221,7 @@ def _parse_config(file: Path, text: bytes) -> _PeftConfig:
     """
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: the file is not valid JSON ({error}).") from error
     settings: dict[str, Any] = config if isinstance(config, dict) else {}
     peft_type = settings.get("peft_type")
@@ -249,9 +255,8 @@ def _check_changed_parts(file: Path, config: dict[str, Any]) -> None:
     """
     saved_modules = config.get("modules_to_save")
     if saved_modules:
-        names = ", ".join(saved_modules)
         raise ModelError(
-            f"{file}: modules_to_save: the adapter replaces whole modules ({names}), "
+            f"{file}: modules_to_save: the adapter replaces whole modules ({saved_modules}), "
             "which is not supported. Merge the adapter into the model, or train it without "
             "modules_to_save."
         )
@@ -313,7 +318,13 @@ def _convert_weights(
         rank = len(lora_a)
         _check_rank(file, config, layer_name, rank)
         scaled_lora_b = matrices["B"].float() * config.scale(layer_name, rank)
-        weights[layer_name] = LayerPair(lora_a, scaled_lora_b.to(model_weight))
+        pair = LayerPair(lora_a, scaled_lora_b.to(model_weight))
+        if not all(matrix.isfinite().all() for matrix in pair):
+            raise ModelError(
+                f"{file}: {layer_name}: a number in the matrix lora_A, or in lora_B times the "
+                f"scale of the adapter, is too large for the model's type {model_weight.dtype}."
+            )
+        weights[layer_name] = pair
     return weights
 
 
@@ -349,8 +360,8 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
         tensors: the tensors of the file by name.
 
     Raises:
-        ModelError: if a tensor is neither a matrix lora_A nor a matrix lora_B, or if a tensor
-            contains NaN, infinity or integers.
+        ModelError: if a tensor is neither a matrix lora_A nor a matrix lora_B, if a layer has two
+            matrices with the same letter, or if a tensor contains NaN, infinity or integers.
     """
     matrices: dict[str, dict[str, Tensor]] = {}
     for tensor_name, tensor in tensors.items():
@@ -360,12 +371,18 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
                 f"{file}: the tensor {tensor_name} is neither the lora_A matrix nor the lora_B "
                 "matrix of a linear layer."
             )
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
+        # torch implements `isfinite` only for some of the float8 types.
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ModelError(
                 f"{file}: the tensor {tensor_name} must contain finite floating point numbers."
             )
         layer_name, letter = match.groups()
-        matrices.setdefault(layer_name, {})[letter] = tensor
+        if letter in matrices.setdefault(layer_name, {}):
+            raise ModelError(
+                f"{file}: {layer_name}: the file contains two matrices lora_{letter}. Save each "
+                "adapter in a folder of its own."
+            )
+        matrices[layer_name][letter] = tensor
     if not matrices:
         raise ModelError(f"{file}: the file contains no matrices.")
     return matrices

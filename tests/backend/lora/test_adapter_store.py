@@ -136,14 +136,17 @@ def test_an_adapter_larger_than_the_limit_is_refused(checkpoint, folders, size):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: .*\(lm_head\)"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: .*\(\['lm_head'\]\)"),
+        ({"modules_to_save": True}, r"modules_to_save: .*\(True\)"),
         ({"use_dora": True}, "the setting use_dora has the value True"),
         ({"target_parameters": ["mlp.gate"]}, "the setting target_parameters"),
         ({"bias": "all"}, "bias must be 'none', but the file has 'all'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"peft_type": "LOHA"}, "peft_type must be LORA, but the file has 'LOHA'"),
-        ({"lora_alpha": "8"}, "lora_alpha must be a number, but the file has '8'"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number .* but the file has '8'"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number .* but the file has 1000"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern must be an object whose keys are regular"),
+        ({"rank_pattern": {f"a{{{10**20}}}": 4}}, "rank_pattern must be an object whose keys are"),
         ({"alpha_pattern": [4]}, r"alpha_pattern must be an object .* but the file has \[4\]"),
     ],
 )
@@ -166,6 +169,11 @@ _Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ({f"{_Q}.lora_A.weight": ()}, r"q_proj: .* the shapes \(\) and \(64, 4\)"),
         ({f"{_Q}.lora_B.weight": "nan"}, "lora_B.weight must contain finite"),
         (
+            {f"{_Q}.lora_A.weight": "huge"},
+            "q_proj: .* too large for the model's type torch.float32",
+        ),
+        ({f"{_Q}.lora_A.other.weight": (4, 64)}, "q_proj: the file contains two matrices lora_A"),
+        (
             {f"{_Q}.lora_magnitude_vector": (64,)},
             "lora_magnitude_vector is neither the lora_A matrix",
         ),
@@ -186,6 +194,8 @@ def test_an_unsuitable_tensor_is_refused_by_name(changes, message, engine, folde
             del tensors[name]
         elif change == "nan":
             tensors[name][0, 0] = torch.nan
+        elif change == "huge":
+            tensors[name] = torch.full_like(tensors[name], 1e300, dtype=torch.float64)
         else:
             tensors[name] = torch.ones(change)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -208,6 +218,15 @@ def test_a_rank_that_differs_from_the_matrices_is_refused(settings, engine, fold
     engine.load_lora("x", str(folder))
 
 
+def test_an_adapter_with_float8_matrices_is_loaded(engine, folders, tmp_path):
+    folder = shutil.copytree(folders["a"], tmp_path / "x")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    small = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}
+    save_file(small, folder / "adapter_model.safetensors")
+    engine.load_lora("x", str(folder))
+    assert answer(engine, "x") != answer(engine)
+
+
 def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path):
     with pytest.raises(RequestError, match=r"adapter_config.json: the file cannot be read"):
         engine.load_lora("x", str(tmp_path))
@@ -221,5 +240,10 @@ def test_missing_and_broken_files_are_refused_by_name(engine, folders, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
     with pytest.raises(RequestError, match="peft_type must be LORA, but the file has None"):
         engine.load_lora("x", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(RequestError, match=r"adapter_config.json: the file is not valid JSON"):
+        engine.load_lora("x", str(tmp_path))
+    with pytest.raises(RequestError, match="is not a valid path"):
+        engine.load_lora("x", "/adapters\0x")
     with pytest.raises(RequestError, match="lora_name: the name of an adapter must not be empty"):
         engine.load_lora("a=b", folders["a"])

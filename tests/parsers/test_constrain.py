@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 
 import pytest
 from nereid_parsers import ConstraintError, fold, get_format, parse
@@ -26,6 +27,7 @@ from nereid_parsers.format import (
     ToolSection,
 )
 from nereid_parsers.formats import registry
+from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.unenforced_keywords import unenforced_keywords
 from parsers.support import all_formats, markers_of, tool
 
@@ -480,3 +482,16 @@ def test_an_optional_id_is_a_member_of_the_outer_object():
     end_of_function, id_at_end, end_of_object = elements[-4:-1]
     assert end_of_function["value"] == end_of_object["value"] == "}"
     assert id_at_end["content"]["elements"][0]["value"] == ', "id": '
+
+
+def test_definitions_with_many_references_to_each_other_take_little_time():
+    definitions = {
+        f"D{level}": {"anyOf": [{"$ref": f"#/$defs/D{level + 1}"}] * 200} for level in range(3)
+    }
+    parameters = {
+        "$defs": {**definitions, "D3": {"type": "integer"}},
+        "properties": {"a": {"$ref": "#/$defs/D0"}},
+    }
+    start = time.process_time()
+    assert json_types_of(parameters["properties"]["a"], parameters) == {"integer"}
+    assert time.process_time() - start < 1

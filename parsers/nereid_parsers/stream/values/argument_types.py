@@ -25,7 +25,7 @@ _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "s
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
 _match_zero_padded_number = re.compile(r"([-]?)0+(\d+(?:\.\d+)?)").fullmatch
-# The limit for nested schemas. It also ends a cycle of references (`$ref`).
+# The limit for nested schemas.
 _MAX_SCHEMA_DEPTH = 8
 
 
@@ -97,7 +97,12 @@ class Tools:
         return json_types_of(schema, root=parameters)
 
 
-def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
+def json_types_of(
+    schema: object,
+    root: Mapping[str, Any],
+    depth: int = 0,
+    types_by_reference: dict[str, frozenset[str] | None] | None = None,
+) -> frozenset[str] | None:
     """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
 
     The types are needed to convert the text of an argument to JSON. Example:
@@ -107,18 +112,26 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
         schema: The JSON schema.
         root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
         depth: The number of schemas that enclose `schema` or refer to it. Schemas that are nested
-            too deeply, such as a `$ref` to its own schema, define no type.
+            too deeply define no type.
+        types_by_reference: The types of the references that have already been looked up. Each
+            reference is looked up once, because the time would otherwise grow exponentially with
+            the number of definitions that refer to each other. A `$ref` to its own schema defines
+            no type.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
         return None
-    types = _declared_types(schema, root, depth)
+    known_types = {} if types_by_reference is None else types_by_reference
+    types = _declared_types(schema, root, depth, known_types)
     if types is not None and schema.get("nullable") is True:
         return types | {"null"}
     return types
 
 
 def _declared_types(
-    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any],
+    depth: int,
+    known_types: dict[str, frozenset[str] | None],
 ) -> frozenset[str] | None:
     """Return the JSON types that the keywords of `schema` allow, or None if they allow any type.
 
@@ -129,11 +142,16 @@ def _declared_types(
         {"enum": ["a", 1]}   string, integer
         {"items": {}}        array
 
-    The caller handles the keyword `nullable`, and limits `depth`.
+    The caller handles the keyword `nullable`, and limits `depth`. `known_types` contains the types
+    of the references that have already been looked up.
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        return json_types_of(_resolve(reference, root), root, depth + 1)
+        if reference not in known_types:
+            known_types[reference] = None  # The result if the definition refers to itself.
+            definition = _resolve(reference, root)
+            known_types[reference] = json_types_of(definition, root, depth + 1, known_types)
+        return known_types[reference]
     if schema.get("type") is not None:
         return _types_of_names(schema["type"])
     if isinstance(schema.get("enum"), list):
@@ -143,7 +161,9 @@ def _declared_types(
     for keyword, combine_types in _COMBINE_TYPES_OF_PARTS.items():
         parts = schema.get(keyword)
         if isinstance(parts, list):
-            return combine_types([json_types_of(part, root, depth + 1) for part in parts])
+            return combine_types(
+                [json_types_of(part, root, depth + 1, known_types) for part in parts]
+            )
     return _implied_type(schema)
 
 

@@ -113,9 +113,11 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     """
     try:
         return _merge_all_of(schema, scope)
-    except (CannotMergeError, TypeError, AttributeError):
+    except (CannotMergeError, TypeError, AttributeError, RecursionError):
         # The schema comes from a client and has not been validated. If the value of a keyword has a
-        # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError.
+        # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError. A
+        # RecursionError is raised for a long chain of definitions, each of which refers to the next
+        # definition.
         return _SchemaInScope(schema, scope)
 
 

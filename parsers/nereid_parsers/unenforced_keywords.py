@@ -72,8 +72,9 @@ def unenforced_keywords(schema: object, *, is_answer: bool = False) -> list[str]
 def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> Iterator[str]:
     """Yield a description of each unenforced keyword of `schema` and of the schemas inside it.
 
-    Schemas at a depth of more than `_MAX_DEPTH` are skipped, so that the recursion always ends.
-    Example: `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
+    A schema at a depth of more than `_MAX_DEPTH` is not examined, so that the recursion always
+    ends. Such a schema is described as a whole. Example: `{"items": {"not": {}}}` at the path `$`
+    yields "not at $.items".
 
     Args:
         schema: The JSON schema.
@@ -82,7 +83,10 @@ def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> 
         is_answer: Whether the schema describes the whole answer. For an answer, keywords that the
             library llguidance enforces are not described.
     """
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    if not isinstance(schema, Mapping):
+        return
+    if depth > _MAX_DEPTH:
+        yield f"the schema inside {depth} other schemas at {path}"
         return
     for keyword in _IGNORED_KEYWORDS:
         if keyword in schema:

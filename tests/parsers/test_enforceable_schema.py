@@ -111,6 +111,25 @@ def test_definitions_that_double_at_each_level_are_not_all_inlined(keyword):
     assert unenforced_keywords(rewritten)
 
 
+def test_a_long_chain_of_references_stays_and_is_reported():
+    definitions = {
+        f"d{level}": {"allOf": [{"$ref": f"#/$defs/d{level + 1}"}, {"minimum": level}]}
+        for level in range(500)
+    }
+    definitions["d500"] = {"type": "integer"}
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0", "maximum": 9}}, "$defs": definitions}
+    rewritten = rewrite_for_xgrammar(schema)
+    assert rewritten["properties"]["a"] == schema["properties"]["a"]
+    assert "maximum next to $ref at $.properties.a" in unenforced_keywords(rewritten)
+
+
+def test_a_schema_that_is_nested_too_deeply_to_be_examined_is_reported():
+    schema = {"not": {}}
+    for _ in range(100):
+        schema = {"items": schema}
+    assert any("inside 65 other schemas" in found for found in unenforced_keywords(schema))
+
+
 def test_a_recursive_schema_is_inlined_once():
     tree = {"type": "object", "properties": {"left": TREE, "right": TREE}}
     found = rewrite_for_xgrammar({"$defs": {"tree": tree}, **TREE})

@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol, with limits on the headers of a request.
 
-The headers must not be too large, and must arrive in time. uvicorn itself has no such limits. A
-client could open many connections and send nothing, or send headers without an end. Such
-connections would use up the file descriptors and the memory.
+The headers must not be too large, and must arrive in time. The trailers, which are headers after a
+body, must not be too large either. uvicorn itself has no such limits. A client could open many
+connections and send nothing, or send headers without an end. Such connections would use up the file
+descriptors and the memory.
 """
 
 import asyncio
@@ -31,11 +32,11 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete.
     _has_headers = False
-    # While the headers of a request are incomplete, this is the number of header bytes that have
-    # been received so far.
+    # The number of bytes that have been received since the last end of headers, body byte or end of
+    # a request. These bytes belong to headers, to trailers or to the extension of a chunk's size.
     _num_header_bytes = 0
-    # Whether the last call of `data_received` completed the headers or the body of a request.
-    _has_completed_part = False
+    # Whether the last call of `data_received` received only such bytes.
+    _contains_only_headers = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
         """Start the timer of the first request."""
@@ -52,24 +53,26 @@ class LimitedProtocol(HttpToolsProtocol):
 
         The first bytes of a request start the timer that limits the time for its headers.
 
-        Mutates: `_num_header_bytes`, if the headers of the request are still incomplete.
+        Mutates: `_num_header_bytes`, if `data` contains only a part of headers or trailers.
         """
         is_start_of_headers = self._timer is None and not self._has_headers
         if is_start_of_headers:
             self._start_timer()
-        self._has_completed_part = False
-        # During this call, the parser may call two methods of this class. Each of them sets
-        # `_has_completed_part`.
-        # - `on_headers_complete`, at the end of the headers. It sets `_has_headers`, resets
-        #   `_num_header_bytes` to 0, and stops the timer.
+        self._contains_only_headers = True
+        # During this call, the parser may call the methods below. Each of them except `on_header`
+        # sets `_contains_only_headers` to False.
+        # - `on_headers_complete`, at the end of the headers. It sets `_has_headers` and stops the
+        #   timer.
+        # - `on_body`, for each part of the body.
         # - `on_message_complete`, at the end of the body. It resets `_has_headers` to False.
         super().data_received(data)
-        contains_only_headers = not self._has_headers and not self._has_completed_part
-        if not contains_only_headers:
+        if not self._contains_only_headers:
+            self._num_header_bytes = 0
             return
         self._num_header_bytes += len(data)
         if self._num_header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
+            if not self._has_headers:  # otherwise, the response may have started
+                self.transport.write(_TOO_LARGE)
             self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -83,15 +86,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the timer, because the headers of the request have arrived."""
-        self._has_headers = self._has_completed_part = True
-        self._num_header_bytes = 0
+        self._has_headers = True
+        self._contains_only_headers = False
         self._stop_timer()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """Pass on a part of the body."""
+        self._contains_only_headers = False
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Record the end of a request. The next bytes are the headers of a new request."""
-        self._has_headers = False
-        self._has_completed_part = True
+        self._has_headers = self._contains_only_headers = False
         super().on_message_complete()
 
     def _start_timer(self) -> None:

@@ -81,3 +81,10 @@ async def test_a_large_body_does_not_count_as_headers(port):
 async def test_too_many_headers_are_a_400(port):
     answer = await exchange(port, GET + b"a: b\r\n" * 300 + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("start", [b"0\r\na: ", b"5;a="], ids=["trailers", "chunk extension"])
+async def test_headers_without_an_end_inside_a_body_close_the_connection(port, start):
+    head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = await exchange(port, head + start, b"b" * 70_000, pause_s=0.1)
+    assert answer == b""

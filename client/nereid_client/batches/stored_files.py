@@ -168,10 +168,13 @@ class FileStore:
         return sum(_counted_bytes(path) for path in paths)
 
     def delete_expired(self, now: float) -> None:
-        """Delete files that have expired, and uploads that were interrupted."""
+        """Delete files that have expired or are damaged, and uploads that were interrupted."""
         for file_id in _names(self._files):
-            if self._read(file_id) is None:
-                self.delete(file_id)
+            # A file that cannot be read now, for example because this process has too many open
+            # files, may not have expired. It must not be deleted.
+            with suppress(OSError):
+                if self._read_or_raise(file_id) is None:
+                    self.delete(file_id)
         for name in _names(self._uploads):
             folder = self._uploads / name
             with suppress(FileNotFoundError):
@@ -179,11 +182,22 @@ class FileStore:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _read(self, file_id: str) -> StoredFile | None:
+        """Return a file, or None if it has expired, is damaged or cannot be read."""
+        try:
+            return self._read_or_raise(file_id)
+        except OSError:
+            return None
+
+    def _read_or_raise(self, file_id: str) -> StoredFile | None:
+        """Return a file, or None if it has expired, is damaged or does not exist.
+
+        Raises: OSError if the file exists, but cannot be read.
+        """
         try:
             fields = json.loads((self._files / file_id / "metadata.json").read_bytes())
             file = StoredFile(**fields)
-        except (OSError, ValueError, TypeError):
-            return None  # another process has just deleted the file
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
         return file if file.expires_at > time.time() else None
 
 

@@ -1,7 +1,10 @@
 """A batch whose folder fails for a while continues, and does not disturb the other batches."""
 
 import asyncio
+import errno
+import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from fakes.batches import CHAT, jsonl, line
@@ -31,10 +34,14 @@ def store(tmp_path):
     return BatchStore(FileStore(tmp_path, FileLimits(count=100, num_bytes=1 << 20)))
 
 
+def upload(store, num_lines):
+    started = store.files.start_upload()
+    started.write(jsonl(map(line, range(num_lines))))
+    return started.finish("", "requests.jsonl", "batch", keep_s=3600)
+
+
 def create(store, num_lines):
-    upload = store.files.start_upload()
-    upload.write(jsonl(map(line, range(num_lines))))
-    file = upload.finish("", "requests.jsonl", "batch", keep_s=3600)
+    file = upload(store, num_lines)
     request = CreateBatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     return store.create(request, file)
 
@@ -78,7 +85,7 @@ def full_disk(monkeypatch):
 
 async def test_a_batch_continues_after_the_disk_was_full_many_times(store, full_disk, monkeypatch):
     monkeypatch.setattr(batch_run, "_RETRY_STORAGE_S", 0.01)
-    full_disk += [OSError(28, "No space left on device")] * 8
+    full_disk += [OSError(errno.ENOSPC, "No space left on device")] * 8
     batch = create(store, num_lines=20)
     async with running(store, num_slots=2):
         found = await ended(store, batch)
@@ -89,7 +96,7 @@ async def test_a_cancelled_batch_on_a_full_disk_does_not_stop_other_batches(
     store, full_disk, monkeypatch
 ):
     monkeypatch.setattr(batch_run, "_RETRY_STORAGE_S", 0.5)
-    full_disk.append(OSError(28, "No space left on device"))
+    full_disk.append(OSError(errno.ENOSPC, "No space left on device"))
     cancelled = create(store, num_lines=20)
     async with running(store, num_slots=2) as runner:
         while full_disk:
@@ -102,3 +109,15 @@ async def test_a_cancelled_batch_on_a_full_disk_does_not_stop_other_batches(
         runner.wake_up()
         assert (await ended(store, later)).status == "completed"
         assert (await ended(store, cancelled)).status == "cancelled"
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypatch):
+    file = upload(store, num_lines=1)
+
+    def fail(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        store.files.delete_expired(time.time())
+    assert store.files.find(file.id, "") == file

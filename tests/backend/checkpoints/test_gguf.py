@@ -1,6 +1,8 @@
 import contextlib
 import json
+import math
 import struct
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
-from nereid_backend.checkpoints.gguf.gguf_file import GgufTensor, read_gguf
+from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
+from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.load_checkpoint import load_checkpoint
@@ -203,6 +206,43 @@ def test_an_unsupported_file_is_refused(architecture, metadata, message, tmp_pat
     folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
     path = write_gguf(folder, architecture, "F32", metadata=metadata)
     with pytest.raises(UnsupportedModelError, match=message):
+        checkpoint_folder(str(path))
+
+
+_EMBEDDINGS = GgufTensor(
+    "token_embd.weight", (8, 64), gguf.GGMLQuantizationType.F32, start=0, num_bytes=2048
+)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "factors", "message"),
+    [
+        ({"llama.attention.head_count": 0}, None, "must be a positive integer, but it is 0"),
+        ({"llama.embedding_length": [64]}, None, r"must be a positive integer, but it is \[64\]"),
+        ({"llama.rope.freq_base": math.nan}, None, "must be a positive number, but it is nan"),
+        ({"llama.block_count": 2**62}, None, "block_count is 4611.*, but the file has only 1"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, None, "eos_token_id must be an integer"),
+        ({}, [0.0, 0.0], "the factors in rope_freqs.weight are not supported"),
+        ({}, [], "the factors in rope_freqs.weight are not supported"),
+    ],
+)
+def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
+    usual = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 64,
+        "llama.block_count": 1,
+        "llama.attention.head_count": 4,
+    }
+    file = GgufFile(Path("x.gguf"), usual | metadata, {"token_embd.weight": _EMBEDDINGS})
+    with pytest.raises(ModelError, match=rf"x\.gguf: .*{message}"):
+        gguf_config(file, factors)
+
+
+def test_a_damaged_vocabulary_is_refused(tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    path = write_gguf(folder, "llama", "F32")
+    add_tokenizer(path, ["a", "<|end|>"], ["a c"], "gpt-2")
+    with pytest.raises(ModelError, match=r"the tokenizer in the metadata cannot be read .*`c`"):
         checkpoint_folder(str(path))
 
 

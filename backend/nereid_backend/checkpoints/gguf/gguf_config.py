@@ -107,6 +107,18 @@ _KEYS_WITHOUT_FIELD = (
     "attention.value_length",
     "tensor_data_layout",
 )
+# The metadata keys whose values must be positive integers.
+_INTEGERS = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+)
+# The metadata keys whose values must be positive numbers.
+_NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa")
 # The metadata keys that every file must contain.
 _REQUIRED = ("embedding_length", "block_count", "attention.head_count")
 _EMBEDDINGS = "token_embd.weight"
@@ -142,6 +154,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     # heads, and no unknown key. The keys in `_KEYS_WITHOUT_FIELD` are allowed, but not copied to
     # the config.
     _check_metadata_keys(file, values, allowed={*fields, *_KEYS_WITHOUT_FIELD})
+    _check_numbers(file, values)
     config = {field: values[name] for name, field in fields.items() if name in values}
     # A file may leave out the following two fields, for which llama.cpp has default values.
     num_heads = config["num_attention_heads"]
@@ -157,7 +170,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
         "rope_parameters": _rope_parameters(file, values, rope_factors),
-        **_special_token_ids(file.metadata),
+        **_special_token_ids(file),
     }
     config |= _fields_of_architecture(architecture, config, values)
     return config
@@ -247,6 +260,34 @@ def _check_metadata_keys(file: GgufFile, values: Mapping[str, Any], allowed: Set
         raise ModelError(f"{file.path} lacks {missing[0]}. Download the file again.")
 
 
+def _check_numbers(file: GgufFile, values: Mapping[str, Any]) -> None:
+    """Raise a ModelError if a value that must be a positive number is something else.
+
+    Also raise a ModelError if the number of layers is larger than the number of tensors.
+
+    `values` is the metadata of the architecture; see `_architecture_values`.
+    """
+    for name, value in values.items():
+        if name in _INTEGERS:
+            requirement = "a positive integer"
+            is_valid = type(value) is int and value > 0
+        elif name in _NUMBERS:
+            requirement = "a positive number"
+            is_valid = type(value) in (int, float) and 0 < value < math.inf
+        else:
+            continue
+        if not is_valid:
+            raise ModelError(
+                f"{file.path}: {file.architecture}.{name} must be {requirement}, but it is "
+                f"{value!r}. Download the file again."
+            )
+    if values["block_count"] > len(file.tensors):
+        raise ModelError(
+            f"{file.path}: {file.architecture}.block_count is {values['block_count']}, but the "
+            f"file has only {len(file.tensors)} tensors. Download the file again."
+        )
+
+
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
     """Raise an UnsupportedModelError if the heads of a model have an unsupported size.
 
@@ -267,20 +308,32 @@ def _has_bfloat16(file: GgufFile) -> bool:
     return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
 
 
-def _special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _special_token_ids(file: GgufFile) -> dict[str, Any]:
     """Return the ids of the special tokens, as fields of config.json.
 
     The tokens that end a text (eos), a turn (eot) or a message (eom) all become EOS tokens.
     Example: {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5} gives the field
     "eos_token_id": [2, 5].
+
+    Raises:
+        ModelError: if an id is not an integer.
     """
-    prefix = "tokenizer.ggml."
-    end_names = [f"{prefix}{end}_token_id" for end in ("eos", "eot", "eom")]
-    end_ids = sorted({metadata[name] for name in end_names if metadata.get(name) is not None})
+
+    def read_id(name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = file.metadata.get(key)
+        if token_id is not None and type(token_id) is not int:
+            raise ModelError(
+                f"{file.path}: {key} must be an integer, but it is {token_id!r}. Download the file "
+                "again."
+            )
+        return token_id
+
+    end_ids = {read_id("eos"), read_id("eot"), read_id("eom")} - {None}
     return {
-        "bos_token_id": metadata.get(f"{prefix}bos_token_id"),
-        "eos_token_id": end_ids or None,
-        "pad_token_id": metadata.get(f"{prefix}padding_token_id"),
+        "bos_token_id": read_id("bos"),
+        "eos_token_id": sorted(end_ids) or None,
+        "pad_token_id": read_id("padding"),
     }
 
 
@@ -335,6 +388,8 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
     """
+    if not factors or not all(factor > 0 for factor in factors):
+        raise _unsupported_factors(file)
     # The rope parameters of the Llama 3 models. Only `factor` differs between these models. It is
     # the largest number in `factors`, because the lowest frequency is divided by `factor`.
     common_parameters = {
@@ -352,11 +407,16 @@ def _llama3_rope(file: GgufFile, theta: float, factors: Sequence[float]) -> dict
         for computed, stored in zip(expected, factors, strict=True)
     )
     if not is_equal:
-        raise UnsupportedModelError(
-            f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
-            "safetensors files."
-        )
+        raise _unsupported_factors(file)
     return common_parameters
+
+
+def _unsupported_factors(file: GgufFile) -> UnsupportedModelError:
+    """Return the error for a file whose tensor rope_freqs.weight contains unknown factors."""
+    return UnsupportedModelError(
+        f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
+        "safetensors files."
+    )
 
 
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:

@@ -78,10 +78,10 @@ def create_gguf_folder(path: Path, link_name: str) -> Path:
 
 def _check_is_whole(file: GgufFile) -> None:
     """Raise an UnsupportedModelError if the model is divided into several files."""
-    num_parts = int(file.metadata.get("split.count", 1))
-    if num_parts > 1:
+    num_parts = file.metadata.get("split.count", 1)
+    if num_parts not in (0, 1):
         raise UnsupportedModelError(
-            f"{file.path} is one of {num_parts} parts. Merge them with the command "
+            f"{file.path} is one of {num_parts} parts (split.count). Merge them with the command "
             "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
         )
 
@@ -133,6 +133,12 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     # and only GGUF files need the modules.
     from transformers import PreTrainedTokenizerFast
 
+    chat_template = file.metadata.get("tokenizer.chat_template")
+    if not isinstance(chat_template, str | None):
+        raise ModelError(
+            f"{file.path}: tokenizer.chat_template must be a text, but it is {chat_template!r}. "
+            "Download the file again."
+        )
     values = _tokenizer_values(file)
     _check_pre_tokenizer(file, values)
     fast_tokenizer = _create_fast_tokenizer(file, values)
@@ -143,7 +149,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         tokenizer_object=fast_tokenizer,
         add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", is_sentencepiece)),
         add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         **_special_tokens(file, values["tokens"]),
     )
@@ -203,7 +209,8 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         # `convert_gguf_tokenizer` returns a pair. For the tokenizers that this package supports,
         # the second item of the pair is an empty dict.
         tokenizer, _no_settings = convert_gguf_tokenizer(file.architecture, values)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:
+        # The library tokenizers raises objects of the class Exception itself.
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error

@@ -30,6 +30,8 @@ def test_null_means_the_default():
         ("logit_bias", '{"5": -1}', ((5, -1.0),)),
         ("logprobs", "3", 3),
         ("cache_salt", "5", "5"),
+        ("client_id", "42", "42"),
+        ("client_id", "true", "true"),
     ],
 )
 def test_values_may_come_as_text(name, text, value):

@@ -150,6 +150,7 @@ _TEXT_FIELDS = frozenset(
             "prompt_cache_key",
             "prompt_cache_retention",
             "lora_name",
+            "client_id",
             "extra_key",
             "stop",
             "reasoning_format",

@@ -65,8 +65,8 @@ class Tracing:
             attributes: the attributes of the span, such as {"gen_ai.usage.input_tokens": 12}.
 
         Returns:
-            The traceparent for the children of the span. If no spans are recorded, `parent` is
-            returned.
+            The traceparent for the children of the span. If no spans are recorded, for example
+            because OTEL_SDK_DISABLED is set, `parent` is returned.
         """
         if self._tracer is None:
             return parent
@@ -89,8 +89,9 @@ class Tracing:
         # `start`. The duration must not be negative.
         span.end(int((unix_offset_s + max(end, start)) * _NS_PER_S))
         headers: dict[str, str] = {}
+        # If OTEL_SDK_DISABLED is set, the span has no valid id, and `inject` adds no header.
         propagator.inject(headers, set_span_in_context(span))
-        return headers[TRACEPARENT]
+        return headers.get(TRACEPARENT, parent)
 
     def close(self) -> None:
         """Send the recorded spans to the collector."""

@@ -56,6 +56,15 @@ def test_a_request_that_its_client_does_not_sample_has_no_spans(tracing, receive
     assert receiver.spans == []
 
 
+@pytest.mark.parametrize("parent", ["", TRACEPARENT])
+def test_a_disabled_sdk_records_nothing_and_keeps_the_parent(receiver, monkeypatch, parent):
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    tracing = Tracing("executor")
+    assert tracing.record("nereid.queue", parent, 0.0, 1.0) == parent
+    tracing.close()
+    assert receiver.spans == []
+
+
 def test_without_a_collector_nothing_is_recorded(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     tracing = Tracing("executor")

@@ -220,9 +220,10 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]  # Report only the first problem.
-        # The location of a problem is the name of the wrong setting, or the index of the setting if
-        # its value is a positional argument.
-        [name_or_index] = problem["loc"]
+        # The location of a problem begins with the name of the wrong setting, or with the index of
+        # the setting if its value is a positional argument. If one item of a dict is wrong, the key
+        # of this item follows.
+        name_or_index = problem["loc"][0]
         name = known_names[name_or_index] if isinstance(name_or_index, int) else name_or_index
         if problem["type"] == "unexpected_keyword_argument":
             # The name is unknown, so this call raises a ConfigError that suggests a known name.

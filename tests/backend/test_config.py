@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from nereid_backend import ConfigError, EngineConfig
 
@@ -55,6 +57,12 @@ def test_two_adapters_with_the_same_name_are_refused():
     message = "lora_adapters: the value must be pairs with different names"
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_settings({"model": "/m", "lora_adapters": "a=/x, b=/y, a=/z"})
+
+
+@pytest.mark.parametrize("adapters", [{"a": 5}, {5: "/x"}, {"a": Path("/x")}])
+def test_an_adapter_with_a_name_or_a_folder_of_a_wrong_type_is_named(adapters):
+    with pytest.raises(ConfigError, match="lora_adapters: the value must be a text, but it is"):
+        EngineConfig("/m", lora_adapters=adapters)
 
 
 def test_a_model_is_needed():

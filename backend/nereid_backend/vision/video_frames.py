@@ -26,7 +26,7 @@ DEFAULT_FPS = 2.0
 _TYPES = ("video", "video_url", "input_video")
 # The fields of a content part in which a client can send the video.
 _FIELDS = ("video_url", "video", "url")
-_DATA_URL = re.compile(r"data:video/[a-z0-9.+-]*(?:;fps=([0-9.]{1,9}))?;base64,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:video/[a-z0-9.+-]*(?:;fps=([0-9.e-]{1,25}))?;base64,", re.IGNORECASE)
 _REMEDY = (
     "Send the frames of the video as image files: "
     '{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,FRAME,FRAME"}}.'
@@ -140,7 +140,8 @@ def video_url(video: VideoFrames) -> str:
 
     Each frame of `video` must be a base64 text.
     """
-    return f"data:video/jpeg;fps={video.fps:g};base64,{','.join(video.frames)}"
+    # `repr` keeps all digits of the number, such as 23.976023976 or 1.2e-05.
+    return f"data:video/jpeg;fps={video.fps!r};base64,{','.join(video.frames)}"
 
 
 def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes or an image

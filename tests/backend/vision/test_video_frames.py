@@ -47,6 +47,14 @@ FORMS = {
         {"type": "video_url", "video_url": {"url": data_url(A, B), "fps": 0.5}},
         0.5,
     ),
+    "fps of one frame each day": (
+        {"type": "video_url", "video_url": {"url": data_url(A, B), "fps": 1 / 86_400}},
+        1 / 86_400,
+    ),
+    "fps with many digits": (
+        {"type": "video_url", "video_url": {"url": data_url(A, B), "fps": 24_000 / 1001}},
+        24_000 / 1001,
+    ),
     "no type": ({"video_url": {"url": data_url(A, B)}}, 2.0),
     "a list": (
         {"type": "video", "video": [f"data:image/png;base64,{each}" for each in (A, B)], "fps": 1},

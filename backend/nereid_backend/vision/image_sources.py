@@ -17,7 +17,9 @@ import socket
 import stat
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
@@ -194,9 +196,9 @@ class ImageSources:
                 response = await client.send(request, stream=True)
                 if not response.has_redirect_location:
                     return await _read_body(response, field, limit)  # This call also closes it.
-                target = urljoin(url.geturl(), response.headers["location"])
+                location = response.headers["location"]
                 await response.aclose()
-                url = _parse(target.encode(), field)
+                url = _parse_redirect(url, location, field)
         raise RequestError(
             f"{field}: the URL has more than {_MAX_REDIRECTS} redirects. Send the URL of the image "
             "itself."
@@ -296,6 +298,24 @@ def _parse(url: bytes, field: str) -> SplitResult:
     return parts
 
 
+def _parse_redirect(url: SplitResult, location: str, field: str) -> SplitResult:
+    """Return the target of a redirect, split into its components.
+
+    Args:
+        url: the URL that redirects to the target.
+        location: the target: a URL, or a path on the host of `url`.
+        field: the name of the image in error messages.
+
+    Raises:
+        RequestError: the target is not valid, or contains a user name or a password.
+    """
+    try:
+        target = urljoin(url.geturl(), location)
+    except ValueError as error:
+        raise RequestError(f"{field}: the URL redirects to a URL that is not valid.") from error
+    return _parse(target.encode(), field)
+
+
 def _allows(allowed: str, host: str, port: int, *, is_default_port: bool) -> bool:
     """Return whether an entry of the setting image_url_hosts allows a host and a port.
 
@@ -324,11 +344,17 @@ async def _public_address(url: SplitResult, field: str) -> str:
         RequestError: the host has no address, or one of its addresses is not public.
     """
     host, port = url.hostname or "", url.port or _DEFAULT_PORTS[url.scheme]
+    # A lookup cannot be interrupted, and a name server can delay it for half a minute. `asyncio.run`
+    # waits for the threads of asyncio's own executor. The request does not wait for the thread of
+    # this executor, so a lookup that exceeds the time limit can end later.
+    executor = ThreadPoolExecutor(1, "image-host")
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(executor, look_up)
     except (OSError, UnicodeError) as error:
         raise RequestError(f"{field}: the host {host} has no address.") from error
+    finally:
+        executor.shutdown(wait=False)
     addresses = [str(entry[4][0]) for entry in found]
     if not addresses or not all(map(_is_public, addresses)):
         raise RequestError(f"{field}: the host {host} has an address that is not public.")

@@ -27,6 +27,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "/private": "http://10.0.0.1/image",
             "/other": "http://other.example/image",
             "/file": "file:///etc/passwd",
+            "/damaged": "http://[",
         }.get(self.path)
         self.send_response(302 if target else 404 if self.path == "/missing" else 200)
         if target:
@@ -86,6 +87,7 @@ def test_an_image_of_an_allowed_host_is_downloaded(port, local_is_public, path):
         ("private", "images from 10.0.0.1 are not allowed"),
         ("other", "images from other.example are not allowed"),
         ("file", "the scheme file"),
+        ("damaged", "redirects to a URL that is not valid"),
         ("missing", "the status 404"),
         ("large", "more than the 1000 bytes"),
         ("slow", "took longer than the limit"),
@@ -97,6 +99,21 @@ def test_wrong_answers_are_refused(port, local_is_public, path, problem):
     with pytest.raises(RequestError, match=problem):
         read(sources, f"http://127.0.0.1:{port}/{path}")
     assert time.monotonic() - start < 3
+
+
+def test_a_slow_lookup_of_a_host_does_not_exceed_the_time_limit(monkeypatch):
+    is_over = threading.Event()
+
+    def look_up(*_args, **_kwargs):
+        is_over.wait(10)
+        return []
+
+    monkeypatch.setattr(image_sources.socket, "getaddrinfo", look_up)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="took longer than the limit"):
+        read(ImageSources("*", timeout_s=0.2), "http://example.org/image.png")
+    is_over.set()
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,22 @@ def test_only_allowed_tools_are_offered():
     assert offered(tool_choice=allowed("h", "f")) == ["f", "h"]
 
 
+def test_a_long_list_of_allowed_tools_is_read_quickly():
+    names = [f"tool-{number:09}" for number in range(2048)]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    choice = allowed(*names * 50)
+    began = time.process_time()
+    assert read_tools({"tools": tools, "tool_choice": choice}) == tools
+    assert time.process_time() - began < 0.5
+
+
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
+        (
+            {"type": "allowed_tools", "tools": [{"name": ["f"]}]},
+            r'tool_choice: allowed_tools has the function \["f"\], but tools has only f, g, h',
+        ),
         (
             allowed("x"),
             'tool_choice: allowed_tools has the function "x", but tools has only f, g, h',

@@ -63,14 +63,17 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
     """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools
-    allowed_names = [_function_name(tool) for tool in _allowed_list(choice)]
-    known_names = [tool["function"]["name"] for tool in tools]
-    for name in allowed_names:
-        if name not in known_names:
+    # Dicts and sets, because both lists can be so long that comparing each pair of names is slow.
+    known_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
+    allowed_names = set()
+    for tool in _allowed_list(choice):
+        name = _function_name(tool)
+        if not isinstance(name, str) or name not in known_names:
             raise RequestError(
                 f"tool_choice: allowed_tools has the function {shown(name)}, but tools has only "
                 f"{', '.join(known_names)}."
             )
+        allowed_names.add(name)
     return [tool for tool in tools if tool["function"]["name"] in allowed_names]
 
 

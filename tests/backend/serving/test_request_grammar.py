@@ -149,6 +149,14 @@ def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
         ({"regex": 5}, "regex: the value must be a string, but the request has 5"),
         ({"json_schema": "{"}, "json_schema: the text is not valid JSON"),
         (
+            {"json_schema": r'{"const": "\udfff"}'},
+            "json_schema: a text contains half of a surrogate pair",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": r'{"format": "\ud800"}'}},
+            "structured_outputs.structural_tag: a text contains half of a surrogate pair",
+        ),
+        (
             {"structured_outputs": {"json": "[]"}},
             "structured_outputs.json: the value must be a JSON schema",
         ),

@@ -8,6 +8,7 @@ from typing import Any
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
 from nereid_backend.vision.refused_parts import refused_part
 
 # One of these content parts replaces each image, video or audio file in a message before the
@@ -204,7 +205,8 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # no
     or very deeply nested values, and such values would need too much memory.
 
     Raises:
-        RequestError: the text is not valid JSON, or exceeds a limit.
+        RequestError: the text is not valid JSON, exceeds a limit, or contains half of a surrogate
+            pair.
     """
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
@@ -218,4 +220,5 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # no
     except RecursionError:
         raise limits.depth_error(field) from None
     limits.check_values_and_depth({field: arguments})
+    refuse_surrogates(field, text, arguments)
     return arguments

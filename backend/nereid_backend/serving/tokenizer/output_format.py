@@ -8,6 +8,7 @@ from typing import Any
 
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
+from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
 
 _FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
 _FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -240,6 +241,8 @@ def _parse_json(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        parsed = json.loads(value)
+        refuse_surrogates(name, value, parsed)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
+    return parsed

@@ -2,7 +2,6 @@
 """Reads JSON objects and sampling parameters from a request to the model `tokenizer`."""
 
 import json
-import re
 from typing import Any
 
 from nereid_backend.errors import RequestError
@@ -10,13 +9,10 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
 from nereid_backend.serving.tracing import TRACEPARENT
 
 _SERVER_PARAMETER_PREFIX = "triton_"
-# Matches the beginning of an escape sequence such as \ud83d. In JSON, an escaped character whose
-# code is greater than 65,535 is a surrogate pair: two such escape sequences. Example: an emoji is
-# "\ud83d\ude00".
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def json_object(
@@ -36,7 +32,7 @@ def json_object(
     limits.check_json(name, text)
     try:
         value = _parse_object(name, text)
-        _refuse_surrogates(name, text, value)
+        refuse_surrogates(name, text, value)
     except RecursionError:
         raise limits.depth_error(name) from None
     return value
@@ -53,22 +49,6 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
             f"{name}: the text must be a JSON object, but the request has {shown(value)}."
         )
     return value
-
-
-def _refuse_surrogates(name: str, text: str, value: dict[str, Any]) -> None:
-    r"""Raise a RequestError if the object `value` contains half of a surrogate pair.
-
-    Half of a surrogate pair, for example "\ud800", cannot be encoded in UTF-8. `text` is the JSON
-    text of `value`.
-    """
-    if not _ESCAPED_SURROGATE.search(text):
-        return  # This search is faster than the encoding below.
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError(
-            f"{name}: a text contains half of a surrogate pair, which is not a valid character."
-        ) from None
 
 
 def sampling_fields(

@@ -344,9 +344,9 @@ async def _public_address(url: SplitResult, field: str) -> str:
         RequestError: the host has no address, or one of its addresses is not public.
     """
     host, port = url.hostname or "", url.port or _DEFAULT_PORTS[url.scheme]
-    # A lookup cannot be interrupted, and a name server can delay it for half a minute. `asyncio.run`
-    # waits for the threads of asyncio's own executor. The request does not wait for the thread of
-    # this executor, so a lookup that exceeds the time limit can end later.
+    # A lookup cannot be interrupted, and a name server can delay it for half a minute. The method
+    # `asyncio.run` waits for the threads of asyncio's own executor, but not for the thread of this
+    # executor. A lookup that exceeds the time limit therefore ends later, without a delay here.
     executor = ThreadPoolExecutor(1, "image-host")
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:

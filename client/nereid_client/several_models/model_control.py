@@ -174,11 +174,8 @@ class ModelControl:
         """
         state = self._states[spec.triton_name]
         async with state.lock:
-            state.is_unloaded_by_client = True
-            state.is_loaded = False  # further requests wait for the lock, and are then rejected
-            while state.num_requests:
-                await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
             await self._unload(state)
+            state.is_unloaded_by_client = True
 
     async def close(self) -> None:
         """Stop the task that unloads idle models."""
@@ -240,12 +237,21 @@ class ModelControl:
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
 
     async def _unload(self, state: ModelState) -> None:
-        """Unload a model. The caller must hold the model's lock.
+        """Wait for the running requests of a model, and unload it. The caller must hold its lock.
+
+        Mutates: `state`. If the call fails or is cancelled, `is_loaded` becomes None, which means
+            unknown.
 
         Raises: BackendError.
         """
-        state.is_loaded = False
-        await self._repository.unload_model(state.spec.triton_name)
+        state.is_loaded = False  # further requests wait for the lock
+        try:
+            while state.num_requests:
+                await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
+            await self._repository.unload_model(state.spec.triton_name)
+        except BaseException:
+            state.is_loaded = None  # the model may still be loaded, and use memory
+            raise
         _log.info("Unloaded the model %s", state.spec.name)
 
     async def _reserve_memory(self, state: ModelState, budget: int) -> None:
@@ -315,7 +321,6 @@ class ModelControl:
                 await self._unload(state)
             except BackendError as error:
                 _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
-                state.is_loaded = None
                 state.last_used = time.monotonic()
 
 

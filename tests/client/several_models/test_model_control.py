@@ -98,6 +98,18 @@ async def test_unloading_waits_for_requests_and_rejects_further_ones():
     assert repository.calls == [("load", "a"), ("unload", "a"), ("load", "a")]
 
 
+async def test_a_model_that_could_not_be_unloaded_answers_requests():
+    repository = FakeRepository()
+    control = ModelControl([spec()], repository)
+    running = asyncio.create_task(use(control, repository, 0.3))
+    await asyncio.sleep(0.1)
+    with pytest.raises(TimeoutError):  # for example the header X-Request-Timeout
+        await asyncio.wait_for(control.unload(control.specs[0]), 0.05)
+    await use(control, repository)
+    await running
+    assert repository.calls == [("load", "a")]
+
+
 async def test_a_model_that_cannot_be_loaded_is_a_503_with_the_reason():
     repository = FakeRepository()
     repository.failure = "no such file"
@@ -195,6 +207,15 @@ async def test_a_model_with_requests_stays_and_the_other_one_is_refused_with_the
     await running
     await use(control, repository, name="b")
     assert repository.calls == [("load", "a"), ("unload", "a"), ("load", "b")]
+
+
+async def test_a_model_that_could_not_be_unloaded_still_counts():
+    control, repository = with_budget(3, a=2, b=2)
+    await use(control, repository)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(use(control, repository, name="b"), 0.005)
+    await use(control, repository, name="b")
+    assert repository.loaded == {"b"}
 
 
 async def test_a_model_that_fails_to_load_frees_its_memory():

@@ -112,6 +112,12 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     nothing to merge, or if the members cannot be merged.
     """
     try:
+        keywords, members = _split_all_of(schema)
+        has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
+        if has_only_annotations and _is_one_reference(members):
+            # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
+            # follows a reference itself, so the definition need not be inserted.
+            return _SchemaInScope({**members[0], **keywords}, scope)
         return _merge_all_of(schema, scope)
     except (CannotMergeError, TypeError, AttributeError, RecursionError):
         # The schema comes from a client and has not been validated. If the value of a keyword has a
@@ -122,24 +128,18 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
 
 
 def _merge_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
-    """Merge the members of `allOf` into a schema. See `_without_all_of` for an example.
+    """Merge the members of `allOf`, and the other keywords of a schema, into one schema.
 
-    References in the members are replaced by their definitions. The scope of the result also
-    contains these references.
+    References in the members are replaced by their definitions. Example: if the definition `T` is
+    `{"type": "integer"}`, the schema `{"allOf": [{"$ref": "#/$defs/T"}, {"maximum": 5}]}` gives
+    `{"type": "integer", "maximum": 5}`. The scope of the result also contains these references.
 
     Raises:
         CannotMergeError: The members cannot be merged, or `allOf` is not a list of schemas.
     """
     keywords, members = _split_all_of(schema)
     if not members:
-        if "allOf" in schema:
-            raise CannotMergeError("the list allOf is empty")
         return _SchemaInScope(schema, scope)
-    has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
-    if has_only_annotations and _is_one_reference(members):
-        # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
-        # follows a reference itself, so the definition need not be inserted.
-        return _SchemaInScope({**members[0], **keywords}, scope)
     parts = [_flatten_part(part, scope) for part in (keywords, *members)]
     merged = functools.reduce(merge_schemas, [part.schema for part in parts])
     references = frozenset().union(*(part.scope.replaced_references for part in parts))
@@ -154,7 +154,7 @@ def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
     `{"maximum": 5}` and `[{"$ref": "#/$defs/A"}]`.
 
     Raises:
-        CannotMergeError: `allOf` is not a list.
+        CannotMergeError: `allOf` is not a list, or is empty.
     """
     keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     members = schema.get("allOf", [])
@@ -162,6 +162,8 @@ def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
         raise CannotMergeError("the value of allOf is not a list")
     if "$ref" in keywords and not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"}):
         members = [{"$ref": keywords.pop("$ref")}, *members]
+    if "allOf" in schema and not members:
+        raise CannotMergeError("the list allOf is empty")
     return keywords, members
 
 

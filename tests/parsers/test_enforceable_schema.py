@@ -47,6 +47,13 @@ TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
         ),
         ({"allOf": [{"$ref": "#/$defs/a"}], "title": "A"}, {"$ref": "#/$defs/a", "title": "A"}),
         (
+            {
+                "$defs": {"a": {"minimum": 1}},
+                "allOf": [{"allOf": [{"$ref": "#/$defs/a"}]}, {"maximum": 5}],
+            },
+            {"$defs": {"a": {"minimum": 1}}, "minimum": 1, "maximum": 5},
+        ),
+        (
             {"$defs": {"a": {"minimum": 1}}, "items": {"$ref": "#/$defs/a", "maximum": 5}},
             {"$defs": {"a": {"minimum": 1}}, "items": {"maximum": 5, "minimum": 1}},
         ),

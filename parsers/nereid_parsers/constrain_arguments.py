@@ -117,11 +117,10 @@ def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, An
 
 
 def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:
-    """Return the grammar node for a tagged argument whose value may be any text.
+    """Return the grammar node for a tagged argument with any text, such as `<p=city>Paris</p>`.
 
-    Example of matching text: `<p=city>Paris</p>`. If the declared form encloses the value in quotes
-    or CDATA, as in `<p><![CDATA[..]]></p>`, and `declaration.also` contains the form without them,
-    `<p>..</p>`, the node matches both forms.
+    Some models enclose only texts with special characters in quotes or CDATA. The format then
+    declares two forms, `<p><![CDATA[..]]></p>` and `<p>..</p>`, and the node matches both forms.
     """
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)

@@ -25,8 +25,8 @@ _LARGEST_MULTIPLE_OF = 1024
 # A schema with `multipleOf` and bounds is rewritten as a list of all allowed values. The list may
 # not be longer than this limit, because a long list would make the grammar too large.
 _MAX_MULTIPLES = 256
-# Schemas with a bound or a multiple of 2**53 or more are not rewritten. The code divides these
-# numbers as floats, and floats cannot represent all integers above 2**53.
+# No multiples are listed if a bound or the value of `multipleOf` is 2**53 or more. The code divides
+# the bound by this value as floats, and floats cannot represent all integers above 2**53.
 _LIMIT_OF_NUMBERS = 2**53
 
 
@@ -86,7 +86,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple)):
         return []
-    # A multiple has the form `n * multiple`. The list has one `n` for each bound in the schema.
+    # Each bound of the schema limits the integer `n` in the product `n * multiple`.
     smallest_factors = _smallest_factor_per_bound(schema, multiple)
     largest_factors = _largest_factor_per_bound(schema, multiple)
     if not smallest_factors or not largest_factors:
@@ -98,7 +98,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 def _smallest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
-    """Return the smallest `n` such that the bound allows `n * multiple`, for each lower bound.
+    """Return, for each lower bound, the smallest `n` for which the bound allows `n * multiple`.
 
     Examples for the multiple 5: `{"minimum": 10}` gives [2], because 2 * 5 is allowed, and
     `{"exclusiveMinimum": 10}` gives [3]. A schema without lower bounds gives [].
@@ -112,7 +112,7 @@ def _smallest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
 
 
 def _largest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
-    """Return the largest `n` such that the bound allows `n * multiple`, for each upper bound.
+    """Return, for each upper bound, the largest `n` for which the bound allows `n * multiple`.
 
     Examples for the multiple 5: `{"maximum": 10}` gives [2], because 2 * 5 is allowed, and
     `{"exclusiveMaximum": 10}` gives [1]. A schema without upper bounds gives [].

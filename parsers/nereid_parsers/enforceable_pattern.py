@@ -191,10 +191,11 @@ def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
 
 
 def _problem_of_escape(character: str) -> str:
-    r"""Return the reason why xgrammar does not enforce a backslash and `character`, or "".
+    r"""If xgrammar does not enforce an escape such as `\A`, return the reason. Otherwise return "".
 
-    Examples: "n" gives `_NEEDS_JSON_ESCAPE`, because `\n` is a control character. "A" gives "is not
-    supported", because `\A` has no meaning in xgrammar. "d" and "." give "".
+    `character` is the character after the backslash. Examples: "n" gives `_NEEDS_JSON_ESCAPE`,
+    because `\n` is a control character. "A" gives "is not supported", because `\A` has no meaning
+    in xgrammar. "d" and "." give "".
     """
     if character in _CONTROL_LETTERS:
         return _NEEDS_JSON_ESCAPE

@@ -55,22 +55,23 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 
 
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return the initial state of a parser for output that is one text, not a list of messages.
+    """Return the initial state of a parser for a format in which messages have no headers.
 
-    The prefill of the result is the beginning of the answer that the prompt already contains. It is
-    the text after the marker that starts an assistant message, as declared by `fmt.turn`. If the
-    prompt contains no such marker, the prefill is the marker at the end of the prompt. Examples:
-    `"..<|assistant|><think>"` has the prefill `<think>`, and `"..<|assistant|>"` has no prefill.
+    If the prompt already contains the beginning of the answer, the parser reads this beginning (the
+    "prefill") before the output. Example: the prompt `"..<|assistant|><think>"` has the prefill
+    `<think>`. If the prompt ends with `<|assistant|>`, the answer has not started, so the format
+    decides whether the output starts with reasoning or with content.
     """
     if not prompt:  # None and the empty prompt mean that the prompt is not known.
         stage = _stage_without_prefill(layout, is_prompt_known=False)
         return StartPoint(stage, is_prompt_known=False)
-    text_after_turn = _text_after_turn(fmt, prompt)
-    prefill = _marker_at_end(layout, prompt) if text_after_turn is None else text_after_turn
+    prefill = _text_after_turn(fmt, prompt)
+    if prefill is None:  # The prompt contains no marker that starts an answer.
+        prefill = _marker_at_end(layout, prompt)
     if not prefill.strip():
         return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
-    # The parser parses the prefill before the output. A prefill such as `<think>` changes the stage
-    # from CONTENT to REASONING.
+    # CONTENT is the stage before the prefill. When the parser reads a prefill such as `<think>`,
+    # the stage changes to REASONING.
     return StartPoint(Stage.CONTENT, prefill)
 
 

@@ -131,23 +131,19 @@ class BetweenCallsReader:
         return State.CONTENT
 
     def _end_empty_section(self, close: str) -> State:
-        """Read the marker `close` of a section without tool calls, such as `<calls></calls>`.
+        """End a section without tool calls, such as `<calls></calls>`. Return the next state.
 
-        The opening marker is pending text, and `close` is unread. Both are treated alike:
-
-            text                             calls_must_come_first   the two markers are
-            `<tool_calls></tool_calls>`      any                     content
-            `<|calls_begin|><|calls_end|>`   True                    content, because this strict
-                                                                     policy removes only tool calls
-            `<|calls_begin|><|calls_end|>`   False                   removed, because ordinary text
-                                                                     contains no special tokens
+        The opening marker is pending text, and the closing marker `close` is unread. If `close` is
+        a special token, such as `<|calls_end|>`, both markers are removed from the output, because
+        ordinary text contains no special tokens. Other markers are written as content. If
+        `calls_must_come_first` is true, special tokens are written as content, too, because this
+        strict policy removes only tool calls.
         """
-        is_content = self._calls_must_come_first or not is_special_token(close)
-        if is_content:
-            return self._call_reader.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
-        self._text_writer.drop_pending()
-        self._text_writer.drop_markup(self._buffer.take(len(close)))
-        return State.CONTENT
+        if is_special_token(close) and not self._calls_must_come_first:
+            self._text_writer.drop_pending()
+            self._text_writer.drop_markup(self._buffer.take(len(close)))
+            return State.CONTENT
+        return self._call_reader.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
 
     def finish(self) -> None:
         """Handle a message that ends directly after an opening marker such as `<tool_calls>`.

@@ -127,8 +127,8 @@ class CallSection:
             The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the
             result is NEED_MORE, the caller removes the incomplete marker from the output.
         """
-        # If the message ends with `<calls></ca`, the whole text may be content, so that the
-        # incomplete marker `</ca` does not match.
+        # The text `<calls></ca` may be content, because it contains no tool call. At the end of the
+        # message, `</ca` is therefore not treated as an incomplete marker.
         is_empty_message = is_empty and buffer.is_final
         for close in self.closes:  # The spellings of the marker.
             end = match_marker(close, buffer.text, buffer.pos)

@@ -225,7 +225,7 @@ class CallReader:
             unread text              next state
             `<tool_call>{"`          CALL_BODY, because a tool call starts
             `<tool_call>{`           None, because more text is required
-            `<tool_call> is a tag`   the state after this text, see `_leave_call_start`
+            `<tool_call> is a tag`   CONTENT or CONTENT_ONLY, because no tool call starts
 
         Returns:
             The next state, or None if more text is required.
@@ -234,17 +234,14 @@ class CallReader:
         if isinstance(match, MatchedCall):
             return self._read_head(match)
         # The result is never NEED_MORE at the end of the message.
-        return None if match == NEED_MORE else self._leave_call_start()
+        return None if match == NEED_MORE else self._give_up_call_start()
 
-    def _leave_call_start(self) -> State:
-        """Write or remove the unread text, which is not the complete start of a tool call.
+    def _give_up_call_start(self) -> State:
+        """Remove or write the unread text, which is not the start of a tool call.
 
-            `<tool_call> is a tag`   The marker is content, because no tool call follows.
-            `<tool_call>{`           The message ends here. The incomplete tool call is removed,
-                                     because no client can use it.
-            `{`                      The message ends here. Text without a tag may be content.
-
-        Return the next state.
+        If the message ends with an incomplete text that contains a tag, such as `<tool_call>{`, the
+        text is removed, because no client can use the text. Otherwise the opening marker is written
+        as content, for example in `<tool_call> is a tag`. Return the next state.
         """
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
@@ -408,27 +405,26 @@ class CallReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """Handle a tool call that is incomplete at the end of the message.
+        """End the tool call in which the message has ended. Return the next state.
 
-        The code tries four cases in this order:
-
-            text of the tool call                   effect
-            `<call>{.. "a": "x}</call>`             The arguments end before `</call>`, because a
-                                                    quote is missing. `</call>` is read again.
-            `<call>{"name": "f", "arguments": {`    The tool call ends with incomplete arguments.
-            `<call>{"na`                            The text is removed.
-            `{"na`                                  The text is content.
-
-        Returns:
-            The next state.
+        If a quote is missing in the arguments, as in `{"a": "x}</call>`, the tool call ends before
+        the closing marker, and the marker is read again. Any other tool call that has started ends
+        with incomplete arguments, such as `{"a": 1`.
         """
         call = self._call
-        if call.end_at_marker_in_arguments():
+        has_ended_at_marker = call.end_at_marker_in_arguments()
+        if has_ended_at_marker:
             return self._end_call(call.variant)
-        if call.finish():
-            return State.CONTENT
-        # No tool call has started. A text without a tag, such as `{"na`, may be ordinary JSON.
-        is_start_cut_off = call.is_start_cut_off(self.section.closes)
+        has_ended = call.finish()
+        return State.CONTENT if has_ended else self._give_up_body()
+
+    def _give_up_body(self) -> State:
+        """Remove or write the text of a tool call that has not started before the message ended.
+
+        An incomplete text with a tag, such as `<call>{"na`, is removed, because no client can use
+        the text. Any other text, such as `{"na`, is written as content. Return the next state.
+        """
+        is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         return self.treat_as_content(_NO_CALL)

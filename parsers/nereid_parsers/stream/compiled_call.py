@@ -38,6 +38,7 @@ from nereid_parsers.tool_declarations import (
 )
 
 _NEVER = "(?!)"  # A regex that never matches.
+_NAME_START = r"[^\W\d]"  # A regex for the first character of a function's name.
 
 
 class CompiledCall:
@@ -45,12 +46,9 @@ class CompiledCall:
 
     Attributes:
         call: The declaration.
-        is_unmarked: Whether the tool call starts without a marker.
         omits_marker: Whether the model has omitted the opening marker that the format declares.
             Such a tool call is accepted only if the request offers the function.
         closing_markers: The parts of the closing marker, such as `</function>` and `</tool_call>`.
-        may_repeat_object: Whether an opening and a closing marker enclose one JSON object. A model
-            may then write several objects between the markers: `<call>{..}{..}</call>`.
         markers_after_broken: A lexer that finds the marker after arguments that are not valid JSON.
     """
 
@@ -63,25 +61,31 @@ class CompiledCall:
             omits_marker: Whether `call` is the declared tool call without its opening marker.
         """
         self.call = call
-        # The trigger is the fixed text at the start of a tool call: the opening marker (`<call>`),
-        # or the start of the header (`<f=`) if the format declares no opening marker.
-        self.is_unmarked = not call.trigger
         self.omits_marker = omits_marker
         self.closing_markers = marker_parts(call.close)
-        has_both_markers = bool(call.open.strip() and self.closing_markers)
-        self.may_repeat_object = has_both_markers and isinstance(call.body, JsonObject)
         self.markers_after_broken = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
-        # The template of a tool call's id, such as `functions.{name}:{number}`. The values of the
-        # fields come from the header.
-        self._id_template = call.id
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
         self._tags = _compile_tags(call, section, self._head_pattern)
         # Compares the first visible characters of the body, see `body_start_mismatch`.
         self._first_chars_mismatch = (
             self._tags.start_mismatch if self._tags else _compile_body_start(call).mismatch
         )
+
+    @property
+    def is_unmarked(self) -> bool:
+        """Whether the tool call starts without a fixed text, such as `<call>` or `<function=`."""
+        return not self.call.trigger
+
+    @property
+    def may_repeat_object(self) -> bool:
+        """Whether a model may write several objects between the markers: `<call>{..}{..}</call>`.
+
+        The format declares one JSON object between an opening and a closing marker.
+        """
+        has_both_markers = bool(self.call.open.strip() and self.closing_markers)
+        return has_both_markers and isinstance(self.call.body, JsonObject)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the start of a tool call at `pos`.
@@ -105,9 +109,9 @@ class CompiledCall:
         mismatch = self.body_start_mismatch(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
-        # An example of the id is "functions.f:0". If the header does not contain all fields of the
-        # template, the id is "".
-        call_id = _fill_in_id(self._id_template, match.fields)
+        # An example of a template is `functions.{name}:{number}`. If the header does not contain
+        # all fields of the template, the id is "".
+        call_id = _fill_in_id(self.call.id, match.fields)
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
@@ -265,48 +269,39 @@ class _BodyStart:
 def _compile_body_start(call: Call) -> _BodyStart:
     """Return regexes that match the start of a tool call's body (the text after the header).
 
-    Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
-    two characters. The text `[` is an incomplete start, because `{` or `]` may follow. For
-    arguments between tags (`TaggedArguments`), use `CompiledTags.start_mismatch` instead.
+    The first visible characters of the body distinguish a tool call from content. Example: a JSON
+    array of tool calls starts with `[{` or `[]`. For arguments between tags (`TaggedArguments`),
+    use `CompiledTags.start_mismatch` instead.
     """
-    if isinstance(call.body, NestedTags):  # Each tag has a prefix, such as `~` in `~<city>`.
-        complete = re.escape(call.body.tag_prefix)
-        incomplete = marker_prefix_regex(call.body.tag_prefix)
-    else:
-        first_char, second_char = _first_char_regexes(call)  # "" allows any character.
-        complete = rf"{first_char}\s*{second_char}"
-        # If one character is enough to recognise a body, the body is never incomplete.
-        incomplete = rf"{first_char}\s*\Z" if second_char else _NEVER
-    return _BodyStart(re.compile(complete), re.compile(incomplete))
-
-
-def _first_char_regexes(call: Call) -> tuple[str, str]:
-    """Return regexes that match the first two visible characters of a tool call's body.
-
-    The body is the text after the header. The parser compares these characters to distinguish a
-    tool call from content. The regex "" allows any character. Examples:
-
-        body                               first character      second character
-        `[{"name": "f", ..}]` or `[]`      `[`                  `{` or `]`
-        `{"name": "f", "arguments": {}}`   `{`                  a quote or `}`
-        `f(a=1)`                           a letter or `_`      any
-        `[f(a=1)]`                         `[`                  a letter or `_`
-        `{"a": 1}` after `[CALL]f[ARGS]`   any, because only tool calls have such a header
-        `{"a": 1}` after the header `f`    `{`                  any
-    """
-    name_start = r"[^\W\d]"
     match call.body:
-        case JsonArray():
-            return r"\[", r"[{\]]"
-        case JsonObject():
-            return r"\{", """["'}]"""  # Some models write single quotes around keys.
-        case PythonCalls(open=""):
-            return name_start, ""
-        case PythonCalls(open=opening_bracket):
-            return re.escape(opening_bracket), name_start
+        case JsonArray():  # `[{"name": "f", ..}]` or `[]`
+            return _starts_with_two(r"\[", r"[{\]]")
+        case JsonObject():  # `{"name": ..}`, `{'name': ..}` or `{}`
+            return _starts_with_two(r"\{", """["'}]""")
+        case PythonCalls(open=""):  # `f(a=1)`
+            return _starts_with_one(_NAME_START)
+        case PythonCalls(open=opening_bracket):  # `[f(a=1)]`
+            return _starts_with_two(re.escape(opening_bracket), _NAME_START)
+        case NestedTags(tag_prefix=prefix):  # `~<city>Paris~</city>`, where `~` is the prefix
+            incomplete = re.compile(marker_prefix_regex(prefix))
+            return _BodyStart(re.compile(re.escape(prefix)), incomplete)
         case JsonArguments() if _header_proves_call(call):
-            return "", ""
-    return r"\{", ""  # The arguments are an object, with quoted or unquoted keys.
+            return _starts_with_one("")  # Any text, because only tool calls have such a header.
+    return _starts_with_one(r"\{")  # An object with quoted or unquoted keys, such as `{"a": 1}`.
+
+
+def _starts_with_one(regex: str) -> _BodyStart:
+    """Return the start of a body that is recognised by its first character."""
+    return _BodyStart(re.compile(regex), incomplete=re.compile(_NEVER))
+
+
+def _starts_with_two(first: str, second: str) -> _BodyStart:
+    """Return the start of a body that is recognised by its first two visible characters.
+
+    `first` and `second` are the regexes of these characters, which white space may separate. At the
+    end of the text, the first character alone is an incomplete start.
+    """
+    return _BodyStart(re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z"))
 
 
 def _header_proves_call(call: Call) -> bool:

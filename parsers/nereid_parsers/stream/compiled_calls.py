@@ -54,8 +54,8 @@ class CompiledCalls:
         """
         # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If a marker has several meanings, the last one applies. Opening markers therefore follow
-        # closing markers, because no tool call is open in content.
+        # A text that is in several lines of this dict has the meaning of the last of these lines.
+        # The opening markers are last, because in content a tool call may start, but none is open.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),

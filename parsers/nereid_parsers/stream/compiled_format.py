@@ -77,23 +77,21 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """Compile a format in which each message has a header, such as `<|channel|>final<|message|>`.
 
     Example: `<|start|>assistant<|channel|>analysis<|message|>Hm<|end|>` is a message with
-    reasoning. The result contains the compiled headers, and the markers that the parser searches
-    for. Each dict `..._kinds` maps such markers to their meanings.
+    reasoning. The result contains the compiled headers, and the markers that start or end a message
+    or a tool call.
     """
     end_kinds = marker_kinds((*layout.ends, *fmt.ends), MarkerKind.END)  # Such as `<|end|>`.
-    start_kinds = marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
-    boundary_kinds = end_kinds | start_kinds
-    boundaries = Lexer(boundary_kinds)
+    message_kinds = end_kinds | marker_kinds((layout.start,), MarkerKind.START_MESSAGE)
+    message_markers = Lexer(message_kinds)
     # The header shows whether a message is a tool call, so `{` in content does not start one.
     calls = compile_calls(layout.tools, allows_unmarked=False)
-    content_kinds = calls.kinds | boundary_kinds
+    content_kinds = calls.kinds | message_kinds
     message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
-        # Reasoning is a separate message. It is closed by the end of the message, and not by a
-        # marker such as `</think>`.
-        reasoning_markers=boundaries,
-        reasoning_kinds=boundary_kinds,
+        # Reasoning is a whole message, so there is no closing marker such as `</think>`.
+        reasoning_markers=message_markers,
+        reasoning_kinds=message_kinds,
         reasoning_closes=_NO_MARKERS,
         content_markers=Lexer(content_kinds),
         content_kinds=content_kinds,
@@ -101,7 +99,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
         calls=calls,
         routes=tuple(CompiledHeader(route, layout, message_call) for route in layout.routes),
         message_call=message_call,
-        message_markers=boundaries,
+        message_markers=message_markers,
     )
 
 
@@ -120,25 +118,21 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    The result contains the markers that the parser searches for in each part of a message. A marker
-    such as `<|end_message|>` may have several meanings. In each part, the last of these meanings
-    applies:
-
-        part           markers
-        content only   the end of the turn, the markers around the content
-        content        tool calls, the end and the start of reasoning, the markers of "content only"
-        reasoning      the end of the turn, interrupting tool calls, the start of the content, the
-                       start and the end of reasoning
+    The result contains the markers that the parser searches for in each part of a message, with the
+    meaning of each marker. Example: `</think>` ends the reasoning.
     """
     reasoning = layout.reasoning
     wrapper = layout.content  # The markers around the content, or None.
     calls = compile_calls(layout.tools, allows_unmarked=True)
-    opens = marker_kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
-    closes = marker_kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
-    interrupts = marker_kinds(_interrupting_markers(reasoning, calls), MarkerKind.INTERRUPT)
-    wrapper_opens = marker_kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
-    wrapper_closes = marker_kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
+    interrupting_markers = _interrupting_markers(reasoning, calls) if reasoning else []
+    interrupts = marker_kinds(interrupting_markers, MarkerKind.INTERRUPT)
+    opens = marker_kinds(reasoning.opens, MarkerKind.OPEN_REASONING) if reasoning else {}
+    closes = marker_kinds(reasoning.closes, MarkerKind.CLOSE_REASONING) if reasoning else {}
+    wrapper_opens = marker_kinds((wrapper.open,), MarkerKind.WRAP_CONTENT) if wrapper else {}
+    wrapper_closes = marker_kinds((wrapper.close,), MarkerKind.WRAP_CONTENT) if wrapper else {}
     ends = marker_kinds(fmt.ends, MarkerKind.END)
+    # A marker such as `<|end_message|>` may be in several of these dicts. In each union, the last
+    # dict that contains the marker decides the meaning of the marker.
     content_only_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | content_only_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -154,16 +148,15 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     )
 
 
-def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
+def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
-    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. The
-    result is [] if the format has no reasoning.
+    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`.
     """
-    if reasoning is None:
-        return []
     declared_markers = list(reasoning.interrupted_by)
     if _shares_closing_marker(reasoning, calls):
+        # In `<think>Hm<call>..<|end_message|>`, the last marker closes either the reasoning or a
+        # tool call. Since `<call>` may be a quotation in the reasoning, the result omits `<call>`.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
@@ -171,11 +164,7 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
 
 
 def _shares_closing_marker(reasoning: Reasoning, calls: CompiledCalls) -> bool:
-    """Return whether one marker, such as `<|end_message|>`, closes both reasoning and tool calls.
-
-    In `<think>Hm<call>..<|end_message|>`, it is then unclear whether `<call>` starts a tool call or
-    is quoted in the reasoning, because the last marker closes either of them.
-    """
+    """Return whether a marker such as `<|end_message|>` closes both reasoning and tool calls."""
     reasoning_closes = set(visible_markers(reasoning.closes))
     call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
     return bool(reasoning_closes & call_closes)

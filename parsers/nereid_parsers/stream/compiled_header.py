@@ -45,7 +45,7 @@ class CompiledHeader:
             route.header + layout.header_end if header_end_is_marker else route.header
         )
         # The white space that must follow the header, such as the line break in `>>>all\nHello`. A
-        # compiled pattern would accept any white space, so `match` compares it separately.
+        # compiled pattern would accept any white space, so the pattern does not contain this text.
         self._final_whitespace = "" if header_end_is_marker else layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
@@ -72,29 +72,29 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # If white space ends the header, it is not skipped: the header in `>>>\nHello` is empty.
+        # In `>>>\nHello`, the line break is not skipped, because it ends an empty header.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        header_end = match.end + len(self._final_whitespace)
-        mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
-        if mismatch is None and self.stage is Stage.CALLS:
-            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
+        mismatch = self._mismatch_after_pattern(text, match.end, is_final)
         if mismatch is not None:
             return mismatch
+        header_end = match.end + len(self._final_whitespace)
         fields = match.fields
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
-    def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Return None if the white space that must follow the header is at `pos`.
+    def _mismatch_after_pattern(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        r"""Return NEED_MORE or NO_MATCH if the text at `pos` cannot follow the header's pattern.
 
-        Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
-        if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.
-        If no white space is required, the result is None.
+        The white space that the format requires must follow: `\n` in `>>>all\nHi`. After the header
+        of a tool call, the arguments must start. If the text can follow, the result is None.
         """
-        if text.startswith(self._final_whitespace, pos):
+        whitespace = self._final_whitespace
+        if not text.startswith(whitespace, pos):
+            may_follow = not is_final and whitespace.startswith(text[pos:])
+            return NEED_MORE if may_follow else NO_MATCH
+        if self.stage is not Stage.CALLS:
             return None
-        may_follow = not is_final and self._final_whitespace.startswith(text[pos:])
-        return NEED_MORE if may_follow else NO_MATCH
+        return self._message_call.body_start_mismatch(text, pos + len(whitespace), is_final)

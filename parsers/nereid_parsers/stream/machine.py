@@ -156,22 +156,21 @@ class Machine:
             self._enter(State.CONTENT)
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the `events` of the text in the prompt, because the client knows this text.
+        """Discard the `events` of the prefill, because the client already knows the prompt's text.
 
-        The next call of `feed` returns only two kinds of events for text of the prompt:
-
-            end of the prompt       events
-            `<call>{"name": "f",`   the start of the tool call, which the output continues
-            `<think>`               the marker as content, if reasoning is returned as content
-
-        The last characters of the prompt may not have been written yet, because they may become a
-        marker (`<th`), or because `</think>` may follow (`<think>Hm<call>`). The TextWriter then
-        omits these characters later.
+        The prefill is the beginning of the message at the end of the prompt. The parser has read
+        the prefill, and then reads the output.
         """
+        # If the prefill ends inside a tool call, the events of this tool call are kept, because the
+        # output continues the tool call.
         self._events += self._call_writer.renumbered_open_call(events)
         self._call_writer.restart_numbering()
+        # In the state INLINE_REASONING, the client receives reasoning as content. This content
+        # starts with the marker `<think>`, even if the prompt contains the marker.
         if self._state is State.INLINE_REASONING:
             self._reasoning_reader.write_opening_marker()
+        # The last characters of the prefill, such as `<th`, may not have been written yet, because
+        # the output decides their meaning. The TextWriter omits these characters later.
         num_unread_chars = len(self._buffer.unread())
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         self._text_writer.mark_prompt_end(num_unwritten_chars=num_unread_chars + num_stored_chars)
@@ -209,13 +208,14 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # Each `_finish_...` method handles certain states, and does nothing in other states. It may
-        # enter a state that a later method handles.
-        self._finish_unclassified_text()  # From UNCLASSIFIED to REASONING or CONTENT.
+        # Each `_finish_...` method handles certain states, and does nothing in other states. The
+        # order matters: `_finish_interrupted_reasoning` may read an incomplete tool call from the
+        # stored text, and `_finish_incomplete_calls` then ends this tool call.
+        self._finish_unclassified_text()
         self._drop_incomplete_marker()
-        self._run()  # From any state to any state.
-        self._finish_interrupted_reasoning()  # From INTERRUPTED_REASONING to any state.
-        self._finish_incomplete_calls()  # From CALL_BODY to any other state.
+        self._run()
+        self._finish_interrupted_reasoning()
+        self._finish_incomplete_calls()
         self._finish_broken_call_or_marker()
         self._text_writer.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()

@@ -81,18 +81,15 @@ class OpenCall:
         self._may_reread_arguments = body.writer.stores_arguments
 
     def read(self) -> Outcome | None:
-        """Read the next part of the tool call or of the list of tool calls.
+        """Read the next part of the body. Return the outcome, or None if the body has not ended.
 
-        The body reader parses the part, and passes the name and the arguments to the CallWriter.
-        The text of the part is then passed to the TextWriter, as text of a tool call, or as pending
-        text if it may still be content. Examples of parts of one body:
+        The body reader parses the part. The TextWriter then receives the text of the part: as text
+        of a tool call if a tool call has started, otherwise as pending text, which may be content.
+        Examples of three parts of one body:
 
             `{"na`                        pending text, because no tool call has started
             `me": "f", "arguments": {`    text of the tool call, which has started and is open
             `}}`                          text of the tool call, which has ended
-
-        Returns:
-            The outcome, or None if the body has not ended.
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
@@ -101,27 +98,29 @@ class OpenCall:
         buffer.pos = self._body_reader.read(buffer.text, start)
         if self._call_writer.is_open:
             self._accept_call_text(buffer.text[start : buffer.pos])
-        elif was_call_open or self._has_call_ended():
+        elif self._has_call_ended(was_call_open):
             self._pass_ended_call(start)
-        else:  # No tool call has started, so the text may be content.
+        else:
             self._text_writer.store_pending(buffer.text[start : buffer.pos])
         return None if self._body_reader.status is MORE else self._leave_body()
 
-    def _has_call_ended(self) -> bool:
+    def _has_call_ended(self, was_call_open: bool) -> bool:
         """Return whether a tool call has ended in the part of the body that has just been read.
 
-        Example: the part `[{"name": "f", "arguments": {}}, ` contains a complete tool call.
+        No tool call is open after this part. `was_call_open` is true if a tool call was open before
+        the part. Example of a part that contains a whole tool call:
+        `[{"name": "f", "arguments": {}}, `.
         """
         has_body_ended = self._body_reader.status is DONE
         has_list_member_ended = self._body_reader.last_call_end is not None
-        return has_body_ended or has_list_member_ended
+        return was_call_open or has_body_ended or has_list_member_ended
 
     def _accept_call_text(self, text: str) -> None:
         """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
         self._text_writer.accept_call_text(text, may_be_reread=self._may_reread_arguments)
 
     def _pass_ended_call(self, part_start: int) -> None:
-        """Pass the part of the body in which a tool call has ended to the TextWriter.
+        """Pass to the TextWriter the part of the body in which a tool call has ended.
 
         The part starts at `part_start`, and ends at the position of the buffer. In a list of tool
         calls, text may follow the ended tool call. This text becomes pending text, because it is

@@ -283,9 +283,10 @@ class ReasoningReader:
         return NO_MATCH
 
     def store_until_closed(self) -> State | None:
-        """Store text from a possible tool call in the reasoning up to the closing marker.
+        """Store the unread text until the closing marker of the reasoning, such as `</think>`.
 
-        The closing marker, such as `</think>`, shows that the stored text is reasoning. Example: in
+        The unread text starts with a possible tool call. The closing marker shows that the stored
+        text is reasoning. Example: in
         `<think>I write <call>f()</call>.</think>`, the text `<call>f()</call>.` is stored until
         `</think>` has arrived, and is then written as reasoning.
 

@@ -48,11 +48,14 @@ class TextWriter:
         self.is_after_marker = False
         # The class of the last event, or None if a marker or a tool call follows the last event.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
+        # The pieces of the pending text, such as `<call>`, which may be markup or content.
         self._pending_parts: list[str] = []
-        # The stored white space, which directly precedes the next text.
+        # The stored white space directly before the next text. If the next text is a marker, the
+        # white space is removed together with the marker.
         self._whitespace: list[str] = []
-        # The white space between the last content and the marker after this content. The next
-        # content event starts with this white space: `\n` in `One\n<call>..</call>Two`.
+        # The white space that was removed together with the marker after the last content: `\n` in
+        # `One\n<call>..</call>Two`. The next content event starts with this white space, so that
+        # `One` and `Two` stay separated.
         self._removed_whitespace = ""
         # The number of characters of the prompt at the start of the next text. Events omit these
         # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next

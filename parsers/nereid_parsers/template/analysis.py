@@ -228,7 +228,8 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     content = find_content_markers(turn, reasoning)
     # From now on, the markers that end an assistant message, such as `<|im_end|>`, are known.
     turn_with_ends = replace(turn, end_markers=content.end_markers)
-    # Some templates write markers such as `<answer>` around the content only beside tool calls.
+    # Some templates write markers around the content, such as `<answer>`, only in messages that
+    # also contain tool calls.
     wrapper = content.wrapper or find_content_markers_beside_calls(turn_with_ends, reasoning.part)
     tools = find_tools(turn_with_ends, reasoning.part, wrapper)
     return make_checked_format(turn_with_ends, Findings(reasoning, wrapper, tools))

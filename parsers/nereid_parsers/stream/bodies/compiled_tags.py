@@ -176,6 +176,22 @@ def _any_marker_regex(markers: Iterable[str]) -> str:
     return "|".join(map(spaced_marker_regex, markers)) or _NEVER
 
 
+def _compile_close_or_opening(closes: list[str], openings: tuple[str, ...]) -> re.Pattern[str]:
+    """Compile a regex for a closing tag (group "close"), or for the start of an opening tag.
+
+    Example: the regex matches `</parameter>` and `<parameter=`.
+    """
+    return re.compile(f"(?P<close>{_any_marker_regex(closes)})|{_any_marker_regex(openings)}")
+
+
+def _compile_marker_sequence(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Compile a regex that matches any number of `markers`, and white space around the markers.
+
+    Example: the regex matches `</function> </call><call>` and the empty text.
+    """
+    return re.compile(rf"(?:\s*(?:{_any_marker_regex(markers)}))*\s*")
+
+
 def _first_char_lookahead(texts: Iterable[str]) -> str:
     """Return a regex look-ahead that accepts the first character of any of `texts`.
 
@@ -232,19 +248,14 @@ class CompiledTags:
         self.stop_markers = stop_markers
         self._head = head
         declarations = (declaration, *declaration.also)
-        # The text at the start of each opening tag, such as `<parameter=`. Duplicates are removed.
+        # The start of each opening tag, such as `<parameter=`, without duplicates.
         openings = tuple(dict.fromkeys(first_literal(each.open) for each in declarations))
-        # If a value has no closing marker, the value ends where one of these texts starts.
+        # If the closing tag of a value is missing, the value ends before one of these texts.
         early_ends = (*stop_markers, *openings)
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
-        # Matches a closing tag, such as `</parameter>` (group "close"), or the start of an opening
-        # tag, such as `<parameter=`.
-        closes = _any_marker_regex(variant.close for variant in self.variants)
-        self._close_or_opening = re.compile(f"(?P<close>{closes})|{_any_marker_regex(openings)}")
-        # Matches all markers before the header of the next tool call, such as
-        # `</function></call><call>`, or the empty text.
-        markers = _any_marker_regex(markers_between_calls)
-        self._markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*")
+        closes = [variant.close for variant in self.variants]
+        self._close_or_opening = _compile_close_or_opening(closes, openings)
+        self._markers_between_calls = _compile_marker_sequence(markers_between_calls)
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
@@ -308,8 +319,8 @@ class CompiledTags:
                 another tool call.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
-        # An opening tag that belongs to no other tool call decides nothing, because the value may
-        # contain this tag, too.
+        # An opening tag that starts no other tool call is skipped, because the value may contain
+        # such a tag.
         for tag in self._close_or_opening.finditer(text, pos, search_end):
             if tag["close"] is not None:
                 return MarkerRole.PART_OF_VALUE

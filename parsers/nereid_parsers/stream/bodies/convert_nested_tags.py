@@ -98,7 +98,8 @@ class NestedReader(StepReader):
         """
         innermost = self._elements[-1]
         if innermost.kind is ElementKind.UNKNOWN:  # Only the opening tag has been read.
-            return self._decide_kind(innermost, text, pos)
+            is_decided = self._decide_kind(innermost, text, pos)
+            return pos if is_decided else NEED_MORE
         if innermost.kind in _CONTAINERS:  # The element contains child elements.
             return self._read_between_children(text, pos)
         return self._read_text_or_tag(innermost, text, pos)
@@ -161,13 +162,11 @@ class NestedReader(StepReader):
     def _open_element(self, name: str) -> None:
         """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
-        The value of the previous sibling may still be stored. Examples with the prefix `~` before
-        each tag, and the stored value `"a"` of the sibling `tag`:
+        If the previous element has the same name, the values of both elements become one array,
+        whose key has been written before. Examples with the prefix `~` before each tag:
 
-            new tag     text that is written
-            `~<days>`   `"a"`, and then the key: `, "days": `
-            `~<tag>`    none. The two values become one array, `"tag": ["a", ..]`, whose key has
-                        been written before.
+            `~<tag>a~</tag>~<days>3~</days>`   `"tag": "a", "days": 3`
+            `~<tag>a~</tag>~<tag>b~</tag>`     `"tag": ["a", "b"]`
         """
         parent = self._elements[-1]
         continues_array = parent.has_stored_value_of(name)
@@ -193,12 +192,11 @@ class NestedReader(StepReader):
         if json_text:
             self.writer.write(json_text)
 
-    def _decide_kind(self, element: Element, text: str, pos: int) -> int:
-        """Decide whether an element contains text or child elements, and set `element.kind`.
+    def _decide_kind(self, element: Element, text: str, pos: int) -> bool:
+        """Set `element.kind`, which shows whether the element contains text or child elements.
 
-        The opening tag of the element ends at `pos`, and the text after this tag decides. If the
-        value is a string, an array or an object, its opening quote or bracket is then written. For
-        a number, nothing is written yet. Examples with the prefix `~` before each tag:
+        The text at `pos`, after the opening tag of the element, decides. No text is read. Examples
+        with the prefix `~` before each tag:
 
             text at `pos`   the element contains
             `Paris`         text
@@ -207,18 +205,19 @@ class NestedReader(StepReader):
             `~`             not known yet
 
         Returns:
-            `pos`, because no text is read. NEED_MORE if the kind is not known yet.
+            Whether the kind was set. False if more text is required.
         """
-        # If no tag prefix has arrived, `prefix_start` is the end of the text.
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
-        has_text = skip_whitespace(text, pos) < prefix_start
-        if not has_text and is_prefix_complete:  # Another tag follows the opening tag.
-            is_decided = self._decide_kind_at_tag(element, text, prefix_start)
-            return pos if is_decided else NEED_MORE
-        if not has_text and not self.is_final:  # As in ` ` or `~`: another tag may follow.
-            return NEED_MORE
+        is_text_before_tag = skip_whitespace(text, pos) < prefix_start
+        if is_text_before_tag:
+            self._start_text(element)
+            return True
+        if is_prefix_complete:
+            return self._decide_kind_at_tag(element, text, prefix_start)
+        if not self.is_final:  # As in ` ` or `~`: another tag may follow.
+            return False
         self._start_text(element)
-        return pos
+        return True
 
     def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
         """Set `element.kind` based on the tag that directly follows the element's opening tag.

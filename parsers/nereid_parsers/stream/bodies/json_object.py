@@ -149,8 +149,17 @@ class ObjectReader(StepReader):
             return skip_whitespace(text, pos)
         if text[pos] != ":":
             return self._reject(pos)
-        self._next_step = self._select_value_step
+        self._next_step = self._read_value_start
         return pos + 1
+
+    def _read_value_start(self, text: str, pos: int) -> int:
+        """Skip the white space before a value. Then select the method that reads the value.
+
+        Return the position after the text that was read, or NEED_MORE.
+        """
+        if text[pos].isspace():
+            return skip_whitespace(text, pos)
+        return self._select_value_step(text, pos)
 
     def _select_value_step(self, text: str, pos: int) -> int:
         """Select the method that reads the value at `pos`, depending on the role of its key.
@@ -163,14 +172,11 @@ class ObjectReader(StepReader):
             `"function": {`   The brace is read. The next step reads a key of the inner object.
 
         Returns:
-            The position after the white space or the brace that was read, or `pos` if no text was
-            read.
+            The position after the brace of an inner object. `pos` for any other value, which stays
+            unread. NEED_MORE if more text is required to recognise the arguments.
         """
-        first_char = text[pos]
-        if first_char.isspace():
-            return skip_whitespace(text, pos)
-        is_object = first_char == "{"
-        is_string = first_char in _QUOTES
+        is_object = text[pos] == "{"
+        is_string = text[pos] in _QUOTES
         match self._roles.role_of(self._path_of_key(), is_object=is_object):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
@@ -182,10 +188,10 @@ class ObjectReader(StepReader):
                 self._expect_string(self._set_name)
             case KeyRole.ID if is_string:
                 self._expect_string(self._set_call_id)
-            case KeyRole.IGNORED | KeyRole.ID:  # This id is not a string, so it is ignored.
+            case KeyRole.ID | KeyRole.IGNORED:  # Only a string is an id. Other ids are ignored.
                 self._scanner = JsonScanner()
                 self._next_step = self._skip_value
-            case _:
+            case _:  # The value has the wrong type for its key, as in `"name": 1`.
                 return self._reject(pos)
         return pos
 
@@ -286,14 +292,11 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        """Start the tool call if its name is known, and select the method that reads the arguments.
+        """Start the tool call, and select the method that reads the arguments at `pos`.
 
-        The arguments start at `pos`. If they precede the name, they are stored until the name
-        starts the tool call. The status becomes BROKEN, and the object is content, in two cases:
-
-        - The request does not offer the named function.
-        - No marker shows that the object is a tool call, and the value is not an object. Example:
-          `{"name": "Ann", "arguments": 3}`.
+        If no marker shows that the outer object is a tool call, the arguments must be an object.
+        Example: `{"name": "Ann", "arguments": 3}` is content, so the status becomes BROKEN. The
+        status also becomes BROKEN if the request does not offer the named function.
 
         Returns:
             `pos`, because the selected method reads the arguments. NEED_MORE if more text is
@@ -305,15 +308,23 @@ class ObjectReader(StepReader):
                 return NEED_MORE
             if object_start == NO_MATCH:
                 return self._reject(pos)
-        if self._name_is_key:  # As in `{"f": {..arguments..}}`.
-            self._parts.name = self._key
-        is_name_known = self._parts.name is not None
-        has_started = self.writer.is_open  # A confirmed tool call starts at its name.
-        if is_name_known and not has_started and not self._start_call():
+        if not self._start_call_at_arguments():
             return self._reject(pos)
         self._parts.has_arguments = True
         self._select_arguments_step(text[pos])
         return pos
+
+    def _start_call_at_arguments(self) -> bool:
+        """Start the tool call, unless it has started at its name, or its name is not known yet.
+
+        If the arguments precede the name, the tool call starts later, when the name has been read.
+        Return False if the request does not offer the named function.
+        """
+        if self._name_is_key:  # As in `{"f": {..arguments..}}`.
+            self._parts.name = self._key
+        is_name_known = self._parts.name is not None
+        has_started = self.writer.is_open  # A confirmed tool call starts at its name.
+        return self._start_call() if is_name_known and not has_started else True
 
     def _select_arguments_step(self, first_char: str) -> None:
         r"""Select the method that reads the arguments, depending on their first character.

@@ -174,7 +174,7 @@ class TaggedReader(StepReader):
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, marker: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return the end of the value before `marker`. Return None if the value contains `marker`.
+        """Return the end of the value if `marker` ends the value. Return None if it does not.
 
         The group of `marker` is "close" for the closing marker of the value, and "early" for
         another marker that may end the value. An incomplete marker has no group. If it is not yet

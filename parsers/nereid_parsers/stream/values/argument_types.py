@@ -300,7 +300,13 @@ class _Literal(NamedTuple):
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
     """Return whether a value must be converted to a JSON string, for example `12` to `"12"`.
 
-    The value is the text that the model wrote between two tags, as in `<p=days>12</p>`.
+    The value is the text that the model wrote between two tags, as in `<p=days>12</p>`. Examples:
+
+        value    allowed types   result
+        `12`     number          False, because each integer is a number
+        `12`     string          True
+        `12`     array           True, because any unexpected word becomes a string
+        `null`   integer         False, because null, arrays and objects are kept
 
     Args:
         json_type: The JSON type of the value.
@@ -308,20 +314,17 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
     """
     if json_type == "string":
         # Strings between tags have no quotes, so the quotes in `<p=a>"x"</p>` belong to the string.
-        # If the schema allows no string, no conversion gives an allowed type.
         return types is None or "string" in types
-    if types is None or json_type in types:
+    if types is None:
         return False
-    if json_type == "integer" and "number" in types:
-        return False  # Each integer is a number.
+    is_integer_as_number = json_type == "integer" and "number" in types
+    if json_type in types or is_integer_as_number:
+        return False
     if "string" in types:
         return True
-    # The schema allows neither the type of the value nor a string.
-    if json_type == "number":
-        return "integer" not in types  # The number `1.5` is nearer to an integer than a string.
-    # `12` and `true` become strings, like any other unexpected word. `null`, arrays and objects
-    # are kept.
-    return json_type in ("integer", "boolean")
+    if json_type == "number" and "integer" in types:
+        return False  # The number `1.5` is nearer to an integer than a string.
+    return json_type in ("integer", "number", "boolean")
 
 
 def _parse_literal(text: str) -> _Literal | None:

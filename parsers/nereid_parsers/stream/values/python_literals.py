@@ -114,28 +114,27 @@ class LiteralReader:
         return self._completion_of_value() + closing_brackets
 
     def _completion_of_value(self) -> str:
-        """Return the JSON text that must precede the closing brackets of an unfinished value.
+        """Return the JSON text between an unfinished value and the missing closing brackets.
 
-        Examples of unfinished values:
+        The opening brace of an object is written together with the first key. Examples:
 
             `{"a": `        `null` replaces the missing value.
-            `{`, `{'a`      `{` is missing, because it is written together with a complete key.
             `{"a": 1, 'b`   "", because the incomplete key is omitted.
+            `{'a`           `{`, because no brace has been written. The incomplete key is omitted.
+            `{"a": 1`       "", because the last value is complete.
             `{"days": "3`   `3`, if the schema allows only an integer for `days`.
             `{"a": ["x`     `"` closes the string.
-            `{"a": 1`       "", because the last value is complete.
         """
-        if self._expected is Expected.VALUE:
+        is_value_missing = self._expected is Expected.VALUE
+        if is_value_missing:
             return "null"
-        # A colon is expected from the first character of a key on.
         is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
         if is_key_incomplete:
             return "" if self._containers[-1].has_written_key else "{"
-        if self._string is None:
+        if self._string is None:  # The last value is complete.
             return ""
-        if self._string.role is StringRole.CONVERTED_VALUE:
-            return self._convert_string(self._string)
-        return '"'
+        is_string_stored = self._string.role is StringRole.CONVERTED_VALUE
+        return self._convert_string(self._string) if is_string_stored else '"'
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -352,13 +351,12 @@ class LiteralReader:
         """
         role = self._role_of_string()  # Depends on `_expected`, which the next call changes.
         self._write_comma_and_set_expected()
+        output: list[str] = []  # The text of a key, or of a value that will be converted.
         if role is StringRole.VALUE:
             self._json_parts.append('"')
-        # The reader appends the text of the string to `output`. The text of a value is written at
-        # once. Other text is stored in a new list until the whole string has been read.
-        output = self._json_parts if role is StringRole.VALUE else []
+            output = self._json_parts  # The text of any other value is written as it arrives.
         # In `'it's'`, the second quote is a part of the string, because the text after this quote
-        # cannot follow a string. Outside all brackets, the string is an argument: `f(a='x')`.
+        # cannot follow a string. A string in no list or object is the whole value of an argument.
         match_text_after = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )

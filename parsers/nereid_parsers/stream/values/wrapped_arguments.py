@@ -167,7 +167,7 @@ class WrapperFilter:
         return ""
 
     def _pass_all(self, text: str) -> str:
-        """Return `text`, all text that is still stored, and pass on all later text unchanged."""
+        """Stop filtering: return `text`, and let `add` return all later text unchanged."""
         self.is_passing = True
         self._stored_text = []
         return text

@@ -84,7 +84,10 @@ def record_changed_calls(prober: Prober) -> None:
 
 
 def _text_for_report(prober: Prober, conversation: Conversation) -> str:
-    """Render a conversation with real numbers and ids of tool calls. Return "" if this fails."""
+    """Render a conversation, and replace its placeholders for numbers and ids of tool calls.
+
+    Return "" if the template refuses to render the conversation.
+    """
     return restore_numbers_and_ids(prober.render(conversation) or "")
 
 

@@ -132,7 +132,7 @@ def _declare_object_and_array(
         json_object: The object in a message with one tool call.
         array: The array in a message with two tool calls.
     """
-    array_format = _read_one_array(keys, array)
+    array_format = _declare_one_array(keys, array)
     # The markers in `array_format.markup` enclose all tool calls of a message, whether they are an
     # array or a single object. The `Call` of the object declares only other markers.
     is_enclosed_by_markup = json_object.before.strip() == array_format.markup.open.strip()
@@ -165,20 +165,18 @@ def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | No
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None or first.start == second.start:
-        return _read_one_array(keys, json_of_call)
+        return _declare_one_array(keys, json_of_call)
     markup = _markup_around_both(first, second)
     return CallFormat("JSON array", (_declare_call(JsonArray(keys), markup),), markup)
 
 
-def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
-    """Describe how a template writes all tool calls of a message as one JSON array.
+def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
+    """Describe a template that writes all tool calls of a message as one JSON array.
 
-    The list of all tool calls in a message is called the tool section. There are two cases:
-
-        `[TOOL_CALLS][{..}, {..}]`       A tool section requires a closing marker, so `[TOOL_CALLS]`
-                                         is declared as the opening marker of a tool call.
-        `<calls>[{..}, {..}]</calls>`    `<calls>` and `</calls>` are declared as the markers of the
-                                         tool section.
+    The text before the array is declared as the opening marker of the array if no text follows the
+    array, as in `[TOOL_CALLS][{..}, {..}]`. Otherwise the texts before and after the array are
+    declared as the markers around all tool calls, as in `<calls>[{..}, {..}]</calls>`, because a
+    model may also write several arrays or objects between these markers.
 
     Args:
         keys: The keys of the name and the arguments in an object of the array, or `NameIsKey()` if
@@ -188,7 +186,6 @@ def _read_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
         return CallFormat("JSON array", (Call(JsonArray(keys), open=array.before),), ListMarkup())
-    # The separator is declared because a model may also write several arrays or objects.
     markup = ListMarkup(open=array.before, separator=", ", close=array.after)
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 

@@ -57,10 +57,10 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_python_list(one_call: str) -> ListMarkup:
-    """Return the texts around a list with one Python call.
+    """Return the markup of a Python list that contains a single tool call, such as `[f(a="x")]`.
 
-    One call shows no separator. The separator is assumed to be ", ", as in a Python list. Example:
-    for `[f(a="x")]`, `open` is "[", `separator` is ", " and `close` is "]".
+    In this example, `open` is "[" and `close` is "]". A single tool call shows no separator, so the
+    `separator` is assumed to be ", ".
     """
     around = _text_around_call(one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
     return ListMarkup(open=around.before, separator=", ", close=around.after)
@@ -90,6 +90,19 @@ class _SectionMarkers(NamedTuple):
     open: str
     close: str
 
+    def has_brackets(self) -> bool:
+        """Return whether the brackets of a Python list enclose the tool calls."""
+        return self.open.rstrip().endswith("[") and self.close.lstrip().startswith("]")
+
+    def without_brackets(self) -> _SectionMarkers:
+        """Remove the brackets of a Python list from the markers.
+
+        >>> _SectionMarkers("<calls>[", "]</calls>").without_brackets()
+        _SectionMarkers(open='<calls>', close='</calls>')
+        """
+        opening = self.open.rstrip().removesuffix("[")
+        return _SectionMarkers(opening, self.close.lstrip().removeprefix("]"))
+
 
 def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Declare the format of a list of Python calls, as in `<calls>[f(a="x"), g()]</calls>`.
@@ -103,51 +116,33 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
             before each call, `item_open`, is only white space.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
-    without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
-    around_brackets = _drop_brackets(around_calls)
-    if around_brackets is None:
-        return _python_call_format(around_calls, [without_brackets])
-    in_brackets = replace(without_brackets, open="[", close="]")
-    return _python_call_format(around_brackets, [in_brackets, without_brackets])
+    markers = _SectionMarkers(markup.open + markup.item_open, markup.close)
+    bare_calls = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
+    if not markers.has_brackets():
+        return _python_call_format(markers, [bare_calls])
+    list_of_calls = replace(bare_calls, open="[", close="]")
+    return _python_call_format(markers.without_brackets(), [list_of_calls, bare_calls])
 
 
-def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
-    """Remove the brackets of a Python list from the texts before and after the tool calls.
-
-    Return None if no brackets enclose the tool calls.
-
-    >>> _drop_brackets(_SectionMarkers("<calls>[", "]</calls>"))
-    _SectionMarkers(open='<calls>', close='</calls>')
-    """
-    opening = around.open.rstrip()
-    closing = around.close.lstrip()
-    has_brackets = opening.endswith("[") and closing.startswith("]")
-    if not has_brackets:
-        return None
-    return _SectionMarkers(opening.removesuffix("["), closing.removeprefix("]"))
-
-
-def _python_call_format(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
+def _python_call_format(markers: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
     """Return the format of a list of Python calls, such as `<calls>f(a="x"), g(b="y")</calls>`.
 
     Example: for `<calls>f(a="x")</calls>`, the result declares `<calls>` and `</calls>` as the
     markers around all tool calls.
 
     Args:
-        around: The texts before and after all tool calls.
+        markers: The texts before and after all tool calls.
         bodies: The forms of the calls, such as with and without brackets. The form that the
             template writes is first.
     """
-    has_closing_marker = bool(around.close.strip())
+    has_closing_marker = bool(markers.close.strip())
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
-        markup = ListMarkup(open=around.open, close=around.close)
+        markup = ListMarkup(open=markers.open, close=markers.close)
     else:
-        # A list of tool calls must have a closing marker, which `<calls>f(a="x")` has not.
-        # Therefore, `<calls>` is declared as the opening marker of a single tool call, and only for
-        # the form that the template writes.
-        calls = (Call(bodies[0], open=around.open),)
+        # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is
+        # declared as the opening marker of a tool call.
+        calls = (Call(bodies[0], open=markers.open),)
         markup = ListMarkup()
     return CallFormat("Python calls", calls, markup)
 
@@ -163,16 +158,18 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
         return None
+    # The pieces of `<call>f{a:<q>x<q>}</call>` are `<call>`, `{`, `:<q>` and `<q>}</call>`.
     before_name, before_key, before_value, after_value = pieces
-    quote = _quote_after_colon(before_value)
     has_unquoted_key = before_key.endswith("{")
-    if not has_unquoted_key or not quote or not after_value.startswith(quote):
+    quote = _quote_after_colon(before_value)
+    has_quoted_value = bool(quote) and after_value.startswith(quote)
+    if not has_unquoted_key or not has_quoted_value:
         return None
-    if texts.two_calls:  # Each of the two calls ends with the first `}` after its value.
+    if texts.two_calls:
+        # A tool call ends with the first `}` after its value.
         markup = _markup_of_two_calls(texts.two_calls, last_character="}")
     else:
         _, _, after_call = after_value.partition("}")

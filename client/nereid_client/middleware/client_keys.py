@@ -54,7 +54,7 @@ class KeyEntry(BaseModel):
     @property
     def digest(self) -> bytes:
         """The SHA-256 digest of the key."""
-        return bytes.fromhex(self.key_sha256) if self.key_sha256 else _digest(self.key)
+        return bytes.fromhex(self.key_sha256) if self.key_sha256 else _digest(self.key.encode())
 
 
 class Bucket:
@@ -236,9 +236,12 @@ class KeyFile:
 
         The digest of `key` is compared with the digest of every client, so that the duration of the
         search does not depend on `key`.
+
+        Args:
+            key: the API key in a header. Each character stands for one byte of the header.
         """
         self._reload_if_changed()
-        given = _digest(key)
+        given = _digest(key.encode("latin-1"))
         found = None
         for digest, client in self._digests:
             if hmac.compare_digest(given, digest):
@@ -334,8 +337,8 @@ def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
         ) from None
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("latin-1", "replace")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def limit_error(problem: str, wait_s: float) -> ApiError:

@@ -45,6 +45,14 @@ async def test_the_key_of_the_setting_is_valid_beside_the_file(connect, write):
         assert answer.status_code == 200
 
 
+async def test_a_key_may_contain_any_characters(connect, write):
+    async with connect(api_key_file=str(write('[a]\nkey = "ключ"\n'))) as client:
+        for key, status in (("ключ", 200), ("????", 401), ("клич", 401)):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert answer.status_code == status
+
+
 def test_a_key_can_be_given_as_its_digest(write):
     digest = hashlib.sha256(b"secret").hexdigest()
     assert KeyFile(write(f'[a]\nkey_sha256 = "{digest}"')).find("secret").name == "a"

@@ -83,9 +83,13 @@ class AdapterCalls:
     An engine process is done with a change when it has made the change, has refused the change, or
     has died. A request is answered when every engine process is done. Any thread may call `put`.
     Only the loop's thread may call the other methods.
+
+    Args:
+        names_at_start: the names of the adapters that each engine process loads at its start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names_at_start: Iterable[str] = ()) -> None:
+        self._names_at_start = frozenset(names_at_start)
         self._new: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
         # Maps the id of a message to the change that the message requests. A change is removed when
@@ -196,18 +200,14 @@ class AdapterCalls:
         text = json.dumps({"adapters": names}).encode()
         return {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
-    def messages_for_restart(self, replica: int) -> list[list[str]]:
+    def messages_for_restart(self) -> list[list[str]]:
         """Return the messages that restore all earlier changes in a restarted engine process.
 
         Example: after a client has loaded the adapter "a", the result is [["load_lora", "restored",
         "a", "/path"]]. The unanswered changes are included, because they were sent only to the
         other processes.
-
-        Args:
-            replica: the number of the process. The process must have reported the names of its
-                adapters after the restart: those that the settings list.
         """
-        loaded_names = set(self._names[replica])
+        loaded_names = set(self._names_at_start)
         unanswered = [change.message for change in self._waiting.values()]
         messages = []
         for message in [*self._history.values(), *unanswered]:

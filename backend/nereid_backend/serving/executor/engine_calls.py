@@ -28,6 +28,7 @@ class EngineCalls:
         processes: Sequence[SupervisedProcess],
         respond: Respond,
         outage: Callable[[], str],
+        names_at_start: Sequence[str] = (),
     ) -> None:
         """Store the arguments.
 
@@ -36,11 +37,12 @@ class EngineCalls:
             respond: sends a final response.
             outage: returns the reason why every request is refused. The reason is empty while an
                 engine process runs.
+            names_at_start: the names of the adapters that each engine process loads at its start.
         """
         self._processes = processes
         self._respond = respond
         self._outage = outage
-        self._adapter_calls = AdapterCalls()
+        self._adapter_calls = AdapterCalls(names_at_start)
         self._cache_calls = CacheCalls()
 
     def put(self, parameters: Mapping[str, Any], sender: Any) -> bool:  # noqa: ANN401 - the server's own type
@@ -98,13 +100,10 @@ class EngineCalls:
         """Record that an engine process has changed its adapters or weights.
 
         If all engine processes have answered, answer the client's request. The call id "" means
-        that the process has just started. In this case, send all earlier changes to the process.
+        that the process has just started.
         """
         if answer := self._adapter_calls.record_answer(call_id, process.index, names):
             self._respond(*answer)
-        if not call_id:
-            for message in self._adapter_calls.messages_for_restart(process.index):
-                process.child.send(message)
 
     def note_cache_answer(
         self, process: SupervisedProcess, call_id: str, values: dict[str, Any]
@@ -143,6 +142,15 @@ class EngineCalls:
         for calls in (self._adapter_calls, self._cache_calls):
             for answer in calls.record_death(process.index, error):
                 self._respond(*answer)
+
+    def on_restart(self, process: SupervisedProcess) -> None:
+        """Send all earlier changes to a restarted engine process.
+
+        Call this method before the process receives a request. Otherwise, the process would compute
+        the request with the weights of the checkpoint, or refuse its adapter.
+        """
+        for message in self._adapter_calls.messages_for_restart():
+            process.child.send(message)
 
     def end_all(self, error: NereidError) -> None:
         """Answer all requests with `error`."""

@@ -85,7 +85,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         # engine process runs, it refuses these requests with the error message `self.outage`. These
         # refusals are not counted, because only refused text generations are.
         self._engine_calls = EngineCalls(
-            self.processes, self._respond_uncounted, lambda: self.outage
+            self.processes,
+            self._respond_uncounted,
+            lambda: self.outage,
+            names_at_start=list(config.lora_adapters),
         )
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
@@ -292,8 +295,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._publisher.note_death(process)
         self._engine_calls.on_death(process, error)
 
-    def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
-        """Let the next call of `publish_metrics` publish the new number of restarts."""
+    def on_restart(self, process: SupervisedProcess) -> None:
+        """Repeat all changes of the adapters and of the weights in a restarted engine process.
+
+        The next call of `publish_metrics` publishes the new number of restarts.
+        """
+        self._engine_calls.on_restart(process)
         self._publisher.note_restart()
 
     def publish_metrics(self) -> None:

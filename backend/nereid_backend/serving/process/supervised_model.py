@@ -159,7 +159,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Record the death of a child process whose requests have been answered with `error`."""
 
     def on_restart(self, process: SupervisedProcess) -> None:
-        """Record that a child process has been restarted."""
+        """Record that a child process has been restarted. It has not received a request yet."""
 
     def publish_metrics(self) -> None:
         """If the model has metrics, publish the metrics."""
@@ -415,10 +415,13 @@ class SupervisedModel(ABC, Generic[RequestT]):
             if not process.has_restart_ended:
                 continue
             process.finish_restart()
-            if process.is_running:
-                self.on_restart(process)
-            else:
+            if process.has_given_up:
                 self._report_failed_restart(process)
+                continue
+            # The messages that `on_restart` sends must reach the process before the first request.
+            # The server's thread sends requests as soon as `is_running` is true.
+            self.on_restart(process)
+            process.is_running = True
 
     def _report_failed_restart(self, process: SupervisedProcess) -> None:
         """Log that a process will not be restarted again.

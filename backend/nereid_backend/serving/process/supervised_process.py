@@ -93,7 +93,7 @@ class SupervisedProcess:
         """Use the new process, or give up if no new process could be started.
 
         Call this method only if `has_restart_ended` is true. After a successful restart, `child` is
-        the new process, and `is_running` is true. Otherwise, `has_given_up` is true.
+        the new process, and the caller must set `is_running`. Otherwise, `has_given_up` is true.
         """
         self._restart_thread = None
         if self._replacement is None:
@@ -102,7 +102,6 @@ class SupervisedProcess:
         self.child = self._replacement
         self._replacement = None
         self.num_restarts += 1
-        self.is_running = True
 
     def stop(self) -> None:
         """End the process. If a thread is restarting the process, end this thread first."""

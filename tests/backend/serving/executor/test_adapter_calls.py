@@ -39,7 +39,7 @@ def test_one_refusal_refuses_the_change_and_the_change_is_not_repeated():
     assert calls.record_answer(call_id, 0, ["a"]) is None
     refusal = RequestError("lora_path: wrong")
     assert calls.record_refusal(call_id, 1, refusal) == ("sender", refusal)
-    assert calls.messages_for_restart(1) == []
+    assert calls.messages_for_restart() == []
 
 
 def test_a_process_that_dies_does_not_stop_a_change_that_another_one_has_made():
@@ -48,8 +48,7 @@ def test_a_process_that_dies_does_not_stop_a_change_that_another_one_has_made():
     assert calls.record_answer(call_id, 0, ["a"]) is None
     ((sender, outputs),) = calls.record_death(1, EngineError("died"))
     assert (sender, names(outputs)) == ("sender", ["a"])
-    calls.record_answer("", 1, [])
-    assert calls.messages_for_restart(1) == [["load_lora", "restored", "a", "/a"]]
+    assert calls.messages_for_restart() == [["load_lora", "restored", "a", "/a"]]
 
 
 def test_a_process_that_restarts_while_an_adapter_is_unloaded_loads_and_unloads_it():
@@ -59,9 +58,15 @@ def test_a_process_that_restarts_while_an_adapter_is_unloaded_loads_and_unloads_
     calls.record_answer(loading, 1, ["a"])
     calls.record_death(1, EngineError("died"))
     calls.add(["unload_lora", "a"], "sender", [0])
-    calls.record_answer("", 1, [])
     restored = [["load_lora", "restored", "a", "/a"], ["unload_lora", "restored", "a"]]
-    assert calls.messages_for_restart(1) == restored
+    assert calls.messages_for_restart() == restored
+
+
+def test_an_adapter_of_the_settings_that_was_unloaded_is_unloaded_after_a_restart():
+    calls = AdapterCalls(names_at_start=["a"])
+    unloading = calls.add(["unload_lora", "a"], "sender", [0])[1]
+    calls.record_answer(unloading, 0, [])
+    assert calls.messages_for_restart() == [["unload_lora", "restored", "a"]]
 
 
 def test_a_change_fails_if_every_process_dies():
@@ -76,8 +81,7 @@ def test_a_process_that_restarts_during_a_change_gets_the_change():
     calls = started()
     calls.record_death(1, EngineError("died"))
     calls.add(LOAD, "sender", [0])
-    calls.record_answer("", 1, [])
-    assert calls.messages_for_restart(1) == [["load_lora", "restored", "a", "/a"]]
+    assert calls.messages_for_restart() == [["load_lora", "restored", "a", "/a"]]
 
 
 def test_a_process_that_restarts_gets_the_replaced_weights():
@@ -86,5 +90,4 @@ def test_a_process_that_restarts_gets_the_replaced_weights():
     assert calls.record_answer(call_id, 0, []) is None
     assert calls.record_answer(call_id, 1, []) is not None
     calls.record_death(1, EngineError("died"))
-    calls.record_answer("", 1, [])
-    assert calls.messages_for_restart(1) == [["reload_weights", "restored", "/new", "finish"]]
+    assert calls.messages_for_restart() == [["reload_weights", "restored", "/new", "finish"]]

@@ -6,7 +6,9 @@ import re
 import signal
 import threading
 import time
+from collections import defaultdict
 
+import msgpack
 import numpy as np
 import pytest
 from backend.serving.fake_server import DEMO, MetricFamily, Request
@@ -15,6 +17,8 @@ from nereid_backend.serving import tensor_names
 from nereid_backend.serving.executor.executor_model import ExecutorModel
 from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.feedback import FeedbackWriter
+from nereid_backend.serving.process.process_handle import ChildProcess
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.wire import RequestEnvelope, StepState, pack_params
 
 ENDLESS = {"when": "", "token_ids": [10], "ends": False, "delay_ms": 10}
@@ -278,6 +282,28 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
     while model.processes[0].num_restarts == 0 or adapters(model, list_loras=True) != ["second"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(start, monkeypatch):
+    model = start(ENDLESS)
+    adapters(model, reload_weights="/new")
+    kinds_by_process = defaultdict(list)
+    send, finish_restart = ChildProcess.send_packed, SupervisedProcess.finish_restart
+
+    def record_kind(child, data):
+        kinds_by_process[child.pid].append(msgpack.unpackb(data)[0])
+        send(child, data)
+
+    def request_at_once(process):
+        finish_restart(process)
+        monkeypatch.setattr(ChildProcess, "send_packed", record_kind)
+        model.execute([Sender()])
+
+    monkeypatch.setattr(SupervisedProcess, "finish_restart", request_at_once)
+    os.kill(model.child.pid, signal.SIGKILL)
+    assert metric("num_engine_restarts", 1) == 1
+    assert ask(model).wait().token_ids == [10] * 5
+    assert kinds_by_process[model.child.pid][0] == "reload_weights"
 
 
 def test_a_line_of_the_running_engine_reaches_the_log(start, capsys):

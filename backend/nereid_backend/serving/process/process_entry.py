@@ -56,7 +56,7 @@ class Service(Protocol):
         """Return whether `advance` has work to do."""
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle the message [kind, *values], which the parent process has sent."""
+        """Handle the message [kind, *values] of the parent. Any error ends the process."""
 
     def advance(self) -> None:
         """Do one step of the pending work, and send its results. Any error ends the process."""
@@ -127,10 +127,10 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 
 
 def _run(service: Service, channel: Channel) -> int:
-    """Handle messages and compute steps, until the message `stop` arrives or a step fails.
+    """Handle messages and compute steps, until the message `stop` arrives or an error occurs.
 
-    Return the exit code of the process: 0 after `stop`, 1 if a step failed. If a step fails, send
-    the error to the parent process.
+    Return the exit code of the process: 0 after `stop`, 1 after an error. If a step or the handling
+    of a message fails, send the error to the parent process.
 
     Raises:
         ChannelClosedError: the parent process has ended.
@@ -142,18 +142,19 @@ def _run(service: Service, channel: Channel) -> int:
         # without a message. Example: if a process of tensor parallelism dies, `has_work` returns
         # True, and `advance` then raises the error.
         timeout_s = 0 if service.has_work() else _IDLE_POLL_S
-        for kind, *values in inbox.receive(timeout_s):
-            if kind == "stop":
-                return 0
-            service.handle(kind, values)
+        messages = inbox.receive(timeout_s)
         try:
+            for kind, *values in messages:
+                if kind == "stop":
+                    return 0
+                service.handle(kind, values)
             if service.has_work():
                 service.advance()
         except ChannelClosedError:
             raise
         except Exception as error:
             # The model may be unusable after an unexpected error, so the process must end.
-            log.exception("a step failed, and the process ends")
+            log.exception("a step or a message failed, and the process ends")
             channel.send(["fatal", error_text(error)])
             return 1
 

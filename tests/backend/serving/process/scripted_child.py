@@ -54,6 +54,8 @@ class Script:
             os._exit(values[0])
         elif kind == "fail":
             self.failure = EngineError(values[0])
+        elif kind == "raise":
+            raise EngineError(values[0])
         elif kind == "sleep":
             time.sleep(values[0])
         elif kind == "linger":

@@ -90,9 +90,10 @@ def test_a_killed_process_is_noticed_at_once_and_later_messages_are_dropped(star
         child.send(["echo", "x" * 10_000])
 
 
-def test_the_last_message_of_a_process_gives_the_reason_of_its_death(start):
+@pytest.mark.parametrize("kind", ["fail", "raise"])
+def test_an_error_in_a_step_or_in_a_message_is_the_reason_of_the_death(start, kind):
     child = start()
-    child.send(["fail", "CUDA error: gone"])
+    child.send([kind, "CUDA error: gone"])
     with pytest.raises(EngineDiedError, match=r"ended \(exit code 1\): CUDA error: gone$"):
         receive(child, FOREVER)
 

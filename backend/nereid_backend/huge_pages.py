@@ -140,16 +140,14 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
         mapped: bytes, uint8. It begins at the start of a memory page.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # The beginning of `copy` is the beginning of the copied storage. All offsets below are in items
-    # of this dtype.
-    copy = mapped[start:].view(tensor.dtype)
-    offset = copy.storage_offset() + tensor.storage_offset()
-    # torch distinguishes inference tensors (created in inference mode) from normal tensors. The new
-    # tensor must be of the same type as the old tensor. A view of `copy` would have the type of
-    # `mapped`, so a new tensor is created.
+    storage = mapped.untyped_storage()
+    # torch counts the offset of a tensor in its storage in items, not in bytes.
+    copy_offset = (mapped.storage_offset() + start) // tensor.itemsize
+    tensor_offset = copy_offset + tensor.storage_offset()
+    # The new tensor must be an inference tensor if, and only if, the old tensor is one.
     with torch.inference_mode(tensor.is_inference()):
         new_tensor = torch.empty(0, dtype=tensor.dtype)
-        return new_tensor.set_(mapped.untyped_storage(), offset, tensor.shape, tensor.stride())
+        return new_tensor.set_(storage, tensor_offset, tensor.shape, tensor.stride())
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

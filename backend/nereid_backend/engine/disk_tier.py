@@ -278,9 +278,10 @@ class DiskTier:
         return block is None or self._save_block(block_hash, block)
 
     def _save_snapshot(self, block_hash: bytes) -> bool:
-        """Pass the recurrent state after a block to the writer thread, unless it was evicted.
+        """Pass the recurrent state after a block to the writer thread.
 
-        Return False if the queue is full, else True.
+        Do nothing if the state was evicted or is already on disk. Return False if the queue of the
+        thread is full, else True.
         """
         assert self._cache.snapshots is not None
         snapshot_id = self._cache.snapshots.id_of(block_hash)

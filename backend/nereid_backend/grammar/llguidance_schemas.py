@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the parts of JSON schemas that llguidance rejects or handles incorrectly."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from nereid_backend.grammar.compile_cost import subschemas
@@ -18,15 +18,23 @@ _LENGTHS = frozenset(
 
 
 class _Bound(NamedTuple):
-    """The two keywords for a bound of a number. `sign` is 1 for a minimum and -1 for a maximum."""
+    """A minimum or a maximum of a number in JSON Schema.
+
+    Attributes:
+        inclusive: the keyword of the inclusive bound.
+        exclusive: the keyword of the exclusive bound.
+        direction: 1 if the allowed numbers are larger than the bound, -1 if they are smaller.
+        strictest: returns the bound that excludes the most numbers; `max` for a minimum.
+    """
 
     inclusive: str
     exclusive: str
-    sign: int
+    direction: int
+    strictest: Callable[[Iterable[float]], float]
 
 
-_MINIMUM = _Bound("minimum", "exclusiveMinimum", 1)
-_MAXIMUM = _Bound("maximum", "exclusiveMaximum", -1)
+_MINIMUM = _Bound("minimum", "exclusiveMinimum", 1, max)
+_MAXIMUM = _Bound("maximum", "exclusiveMaximum", -1, min)
 
 
 def convert_lengths_to_integers(schema: object) -> None:
@@ -46,45 +54,50 @@ def convert_lengths_to_integers(schema: object) -> None:
 
 
 def replace_exclusive_bounds(schema: object) -> None:
-    """Replace the bounds that llguidance 1.9 handles incorrectly.
+    """Replace the exclusive bounds that llguidance 1.9 handles incorrectly by inclusive bounds.
 
-    If an exclusive bound is an integer and the opposite bound is less than 1 away, llguidance
-    allows the excluded number. Example: with "exclusiveMinimum": 3 and "maximum": 3.6, llguidance
-    allows 3. This function replaces the exclusive bound by the inclusive bound
-    "minimum": 3.000000001. If the schema also has a stricter "minimum", it is kept.
+    Example: with {"exclusiveMinimum": 3, "maximum": 3.6}, llguidance allows the number 3. The
+    schema becomes {"minimum": 3.000000001, "maximum": 3.6}.
 
     Mutates: schema.
     """
     for part, _ in subschemas(schema):
-        if isinstance(part, dict) and not _replace_exclusive_bound(part, _MINIMUM, _MAXIMUM):
-            # If llguidance handled both exclusive bounds incorrectly, no number would satisfy the
-            # schema, so it is enough to replace one of them.
-            _replace_exclusive_bound(part, _MAXIMUM, _MINIMUM)
+        if not isinstance(part, dict):
+            continue
+        for bound, opposite in ((_MINIMUM, _MAXIMUM), (_MAXIMUM, _MINIMUM)):
+            if _allows_excluded_number(part, bound, opposite):
+                _make_inclusive(part, bound)
+                break  # If llguidance handled both bounds incorrectly, no number would be allowed.
 
 
-def _replace_exclusive_bound(schema: dict[str, Any], bound: _Bound, opposite: _Bound) -> bool:
-    """Replace one exclusive bound of a schema if llguidance handles it incorrectly.
+def _allows_excluded_number(schema: Mapping[str, object], bound: _Bound, opposite: _Bound) -> bool:
+    """Return whether llguidance 1.9 allows the number that an exclusive bound excludes.
 
-    An exclusive minimum is handled incorrectly if it is an integer of at least 0, and the opposite
-    bound is less than 1 away. For a maximum, the signs of all numbers are changed first, so that
-    the same rule applies.
+    llguidance allows the number if it is an integer, and the opposite bound is less than 1 away.
+    Exclusive minimums below 0 and exclusive maximums above 0 are handled correctly.
 
-    Returns:
-        Whether the bound was replaced.
+    Examples: {"exclusiveMinimum": 3, "maximum": 3.6} and {"exclusiveMaximum": -3, "minimum": -3.6}
+    return True for the exclusive bound. {"exclusiveMinimum": 3, "maximum": 4} returns False.
+    """
+    excluded = schema.get(bound.exclusive)
+    opposite_numbers = _numbers(schema, opposite)
+    if not _is_integer(excluded) or not opposite_numbers:
+        return False
+    size_of_range = bound.direction * (opposite.strictest(opposite_numbers) - excluded)
+    return bound.direction * excluded >= 0 and size_of_range < 1
+
+
+def _make_inclusive(schema: dict[str, Any], bound: _Bound) -> None:
+    """Replace the exclusive bound of a schema by an inclusive bound.
+
+    Example: {"exclusiveMinimum": 3} becomes {"minimum": 3.000000001}. If the schema also has a
+    stricter "minimum", such as 3.5, the schema keeps this minimum.
 
     Mutates: schema.
     """
-    sign = bound.sign
-    excluded = schema.get(bound.exclusive)
-    own_bounds = [sign * number for number in _numbers(schema, bound)]
-    opposite_bounds = [sign * number for number in _numbers(schema, opposite)]
-    if not _is_integer(excluded) or not opposite_bounds:
-        return False
-    if sign * excluded < 0 or min(opposite_bounds) >= sign * excluded + 1:
-        return False
-    del schema[bound.exclusive]
-    schema[bound.inclusive] = sign * max(*own_bounds, sign * excluded + _BOUND_DISTANCE)
-    return True
+    excluded = schema.pop(bound.exclusive)
+    first_allowed = excluded + bound.direction * _BOUND_DISTANCE
+    schema[bound.inclusive] = bound.strictest([*_numbers(schema, bound), first_allowed])
 
 
 def _numbers(schema: Mapping[str, object], bound: _Bound) -> list[float]:

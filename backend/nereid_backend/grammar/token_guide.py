@@ -316,7 +316,8 @@ class TokenGuide:
         Mutates: row.
         """
         row[:] = self._rules.free_mask
-        # `tokens` complete the marker after `marker_start`, and contain text after the marker.
+        # After the text `marker_start`, each token in `tokens` completes the marker and adds text.
+        # Example: the marker is "</think>", `marker_start` is "</th", and a token is "ink>{".
         for marker_start, tokens in self._rules.spanning.items():
             if not self._tail.endswith(marker_start):
                 continue
@@ -403,7 +404,9 @@ class _GuideRow(NamedTuple):
 
 
 def _fill_with_library(guide_rows: list[_GuideRow], rows: TokenMasks) -> None:
-    """Write the masks of guides whose matchers belong to the same grammar library into `rows`.
+    """Fill the token masks of several guides, whose matchers belong to one grammar library.
+
+    The mask of a guide is the row of `rows` with the guide's `row_index`.
 
     Mutates: rows.
     """

@@ -345,9 +345,17 @@ def unpack_values(packed: Tensor, bits: int) -> Tensor:
     This is the inverse of `pack_values`. A panel contains the integers of 16 outputs. With 4 bits,
     the bytes [0x51, 0x62, 0x73, 0x84] of one output become the inputs [1, 2, 3, 4, 5, 6, 7, 8].
     """
-    if bits == 4:
-        packed = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
-    return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
+    quadruples = _split_halves(packed, dim=1) if bits == 4 else packed
+    return quadruples.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
+
+
+def _split_halves(packed: Tensor, dim: int) -> Tensor:
+    """Split each byte into two integers of 4 bits, which doubles the size of the dimension `dim`.
+
+    Example: with dim=0, [[0x51, 0x62, 0x73, 0x84]] becomes [[1, 2, 3, 4], [5, 6, 7, 8]].
+    """
+    lower_halves, upper_halves = packed & 15, packed >> 4
+    return torch.stack((lower_halves, upper_halves), dim=dim + 1).flatten(dim, dim + 1)
 
 
 def dequantise_rows(
@@ -376,23 +384,14 @@ def dequantise_rows(
         float32 [..., groups * group_size]. The last inputs may be padding.
     """
     panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
-
-    def rows_of(packed: Tensor) -> Tensor:
-        # Because the slice `:` separates two index tensors, torch moves the indexed dimensions to
-        # the front of the result: [panels, n, 16, ...] gives [..., n, ...].
-        return packed[panels, :, lanes]
-
-    integers = rows_of(values)  # the bytes of each row, [..., num_bytes / 4, 4]
+    # Indexing with [panels, :, lanes] gives a result that begins with the dimensions of `indices`.
+    integers = values[panels, :, lanes]  # [..., num_bytes / 4, 4]
     if bits == 4:
-        # Four bytes contain eight inputs: the inputs 0 to 3 in the lower halves, and the inputs 4
-        # to 7 in the upper halves. Example: the bytes [0x51, 0x62, 0x73, 0x84] become [1, 2, 3, 4]
-        # and [5, 6, 7, 8]. The result is [..., num_bytes / 2, 4].
-        lower_halves, upper_halves = integers & 15, integers >> 4
-        integers = torch.stack((lower_halves, upper_halves), dim=-2).flatten(-3, -2)
+        integers = _split_halves(integers, dim=indices.dim())  # [..., num_bytes / 2, 4]
     integers = integers.float().reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
-    zero = 2.0 ** (bits - 1) if zeros is None else rows_of(zeros).float().unsqueeze(-1)
-    rows = (integers - zero) * rows_of(scales).float().unsqueeze(-1)
-    return rows.flatten(-2)
+    scale = scales[panels, :, lanes].float().unsqueeze(-1)  # [..., groups, 1]
+    zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
+    return ((integers - zero) * scale).flatten(-2)
 
 
 def _panels_of_groups(of_groups: Tensor) -> Tensor:

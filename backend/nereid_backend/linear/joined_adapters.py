@@ -154,13 +154,15 @@ class AdapterStep:
 
         Args:
             row_adapters: the adapter of each row, [num_rows] int64.
-            chunk_adapters: the adapter of each chunk, [num_chunks] int64. Used for a layer that
-                computes another number of rows than `num_rows`: each chunk has an equal number of
-                these rows.
+            chunk_adapters: the adapter of each chunk, [num_chunks] int64. Some layers do not
+                compute one row for each token of the step. Example: a model stores compressed keys
+                and values, and a layer expands the keys and values of all earlier tokens. Such a
+                layer computes the same number of rows for each chunk.
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters
-        # The results of `unused_columns` in this forward pass. The keys are the arguments.
+        # The results of `unused_columns` in this forward pass. The keys are the arguments `ranks`
+        # and `num_rows`.
         self._masks: dict[tuple[Ranks, int], Tensor] = {}
 
     @classmethod
@@ -170,11 +172,10 @@ class AdapterStep:
         return cls(torch.zeros(1, dtype=torch.int64, device=device), np.zeros(1, dtype=np.int64))
 
     def unused_columns(self, ranks: Ranks, num_rows: int) -> Tensor:
-        """Return a boolean mask of the numbers that do not belong to the adapter of their row.
+        """Return a mask that is True where the row does not use the adapter of the column.
 
         The mask applies to the product of a layer's input and the concatenated matrices `down` of
-        several adapters. The product has one column for each rank of each adapter. The mask is True
-        for a number whose row does not use the adapter to which its column belongs.
+        several adapters. The product has one column for each rank of each adapter.
 
         Example: the rows use the adapters [0, 1], and `ranks` is ((1, 2),). Column 0 belongs to
         adapter 0, and the columns 1 and 2 belong to adapter 1. The mask is

@@ -27,7 +27,7 @@ including packed, merged and quantised layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -46,6 +46,7 @@ from nereid_backend.linear.joined_adapters import (
 )
 from nereid_backend.linear.native_adapters import (
     AdapterWeights,
+    LayerPair,
     NativeAdapters,
     adapter_bytes,
 )
@@ -129,27 +130,28 @@ class LoraLayers:
             adapter: the adapter.
             weights: the two matrices for each changed linear layer, by the name of the layer.
         """
-        for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
-        for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
-        # If the kernels compute the adapter's product but not the layer itself, a forward hook of
-        # the layer must call the kernels.
-        kernel_hooks = [name for name in for_kernels if self._native.needs_hook(name)]
+        for_kernels: dict[str, LayerPair] = {}
+        for_torch: dict[str, LayerPair] = {}
+        hooks: dict[str, Callable[..., None]] = {}  # the forward hooks, by layer name
+        for name, pair in weights.items():
+            if name not in self._native:
+                for_torch[name] = pair
+                hooks[name] = self._add_product
+                continue
+            for_kernels[name] = pair
+            # If the kernels compute the adapter's product but not the layer itself, a forward hook
+            # of the layer must call the kernels.
+            if self._native.needs_hook(name):
+                hooks[name] = self._native.adapt
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
             total_rank=sum(len(pair.down) for pair in for_torch.values()),
-            hooked_layers=[*for_torch, *kernel_hooks],
+            hooked_layers=list(hooks),
         )
-        for name in for_torch:
-            self._add_hook(name, self._add_product)
-        for name in kernel_hooks:
-            self._add_hook(name, self._native.adapt)
-
-    def _add_hook(self, name: str, add_product: Callable[..., None]) -> None:
-        """Register `add_product` as a forward hook of a layer, unless a hook already exists."""
-        if name not in self._hooks:
+        for name in hooks.keys() - self._hooks.keys():
             layer = self._model.get_submodule(name)
-            self._hooks[name] = layer.register_forward_hook(partial(add_product, name))
+            self._hooks[name] = layer.register_forward_hook(partial(hooks[name], name))
 
     def remove(self, adapter: Adapter) -> None:
         """Free the matrices of an adapter. Remove the forward hooks that no other adapter needs."""
@@ -160,38 +162,47 @@ class LoraLayers:
         for name in self._hooks.keys() - needed:
             self._hooks.pop(name).remove()
 
-    @contextmanager
-    def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
+    def serving(self, chunks: Iterable[Chunk]) -> AbstractContextManager[bool]:
         """Return a context manager in which the forward pass applies the adapter of each request.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows. A chunk contains the
                 tokens of one sequence.
 
-        Yields:
-            True if any layer needs a forward hook, so the modules of the model must be called. If
-            False, the CPU kernels add all products, and a compiled model may be used.
+        Returns:
+            A context manager whose value is True if forward hooks apply an adapter. The forward
+            pass must then call the modules of the model. Otherwise, a compiled model may be used.
         """
         chunks = list(chunks)
         chunk_adapters = [chunk.sequence.adapter for chunk in chunks]  # None: no adapter
+        if all(adapter is None for adapter in chunk_adapters):
+            return nullcontext(False)
+        return self._serving_adapters(chunk_adapters, [chunk.num_tokens for chunk in chunks])
+
+    @contextmanager
+    def _serving_adapters(
+        self, chunk_adapters: list[Adapter | None], chunk_lengths: list[int]
+    ) -> Iterator[bool]:
+        """In the `with` block, apply the adapter of each chunk. At least one chunk has an adapter.
+
+        Args:
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_lengths: the number of rows of each chunk.
+
+        Yields:
+            Whether forward hooks apply an adapter. If False, the CPU kernels add all products.
+        """
         distinct = tuple(
             dict.fromkeys(adapter for adapter in chunk_adapters if adapter is not None)
         )
-        if not distinct:
-            yield False
-            return
-        chunk_lengths = [chunk.num_tokens for chunk in chunks]
         loaded = [self._loaded[adapter] for adapter in distinct]
-        torch_adds_products = any(adapter.weights for adapter in loaded)
-        needs_hooks = any(adapter.hooked_layers for adapter in loaded)
-        if torch_adds_products:
-            # The hooks of these layers need the concatenated matrices of all adapters in the step,
-            # and read `_step`.
+        if any(adapter.weights for adapter in loaded):
+            # torch adds products with the concatenated matrices of all adapters in this step.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:
             with self._native.serving(chunk_adapters, chunk_lengths):
-                yield needs_hooks
+                yield any(adapter.hooked_layers for adapter in loaded)
         finally:
             self._end_step()
 

@@ -59,8 +59,8 @@ class _MergedGroup:
         """
         self._sizes = sizes
         self._is_native = is_native
-        # The input of the last call of `compute_outputs`, and the outputs of the layers. None
-        # replaces an output that `take_output` has returned.
+        # The input of the last call of `compute_outputs`, and the outputs of the layers. After
+        # `take_output` has returned the output of a layer, the list contains None for this layer.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 

@@ -302,21 +302,23 @@ class MtpPath:
         from the large model, or are zeros if they are not stored. The hidden state for a draft
         token is the last output of the MTP layer.
         """
+        # The MTP layer skips the first token of `target`: token i of the chunk's sequence is token
+        # i + 1 of `target`. The hidden state before this token is therefore at position i.
         target = self._targets[chunk.sequence]
-        num_known = len(target.token_ids) - 1  # because the MTP layer skips the first token
-        is_draft_token = chunk.start >= num_known
+        num_known_tokens = len(target.token_ids) - 1
+        is_draft_token = chunk.start >= num_known_tokens
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
-        # `eh_proj` is the layer that combines the embedding of a token with a hidden state. The
-        # tensor of hidden states gets the data type and the device of this layer's weight.
-        projection = self._model.layers[0].eh_proj.weight
-        hidden_size = projection.shape[0]
-        hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
-        # The MTP layer skips token 0 of `target`, so the first token of the chunk is token
-        # `chunk.start + 1` of `target`. The previous token has the position `chunk.start`.
-        first_previous_position = chunk.start
-        self.hidden.take(target, first_previous_position, hidden_states)
+        hidden_states = self._zeros(chunk.num_tokens)
+        self.hidden.take(target, chunk.start, hidden_states)
         return hidden_states
+
+    def _zeros(self, num_tokens: int) -> Tensor:
+        """Return zeros in the format of hidden states, [num_tokens, hidden_size]."""
+        # The layer `eh_proj` combines the embedding of a token with a hidden state.
+        weight: Tensor = self._model.layers[0].eh_proj.weight
+        hidden_size = weight.shape[0]
+        return weight.new_zeros(num_tokens, hidden_size)
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401

@@ -233,7 +233,7 @@ def _parse_config(file: Path, text: bytes) -> _PeftConfig:
 
 
 def _parse_weights(file: Path, content: bytes) -> dict[str, Tensor]:
-    """Return the tensors in the content of adapter_model.safetensors by name.
+    """Parse the content of adapter_model.safetensors. Return a dict from tensor names to tensors.
 
     Raise a ModelError with the name of the file if the content is not in the format safetensors.
     """

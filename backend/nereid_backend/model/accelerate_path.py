@@ -311,17 +311,17 @@ def _check_piecewise_graphs(
     # data type.
     test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
     test_path = path_for_check(chosen, compiled, test_sizes)
-    failures: list[str] = []  # messages about failed captures
-    graphs = test_path.piecewise_graphs(capture.capture_pieces, test_sizes, failures.append)
-    test_path.pieces = graphs
-    # Capture only the smallest graph. Each step of the check has fewer tokens than this graph, so
-    # the step is padded to the graph's size and replayed.
-    graphs.capture_all(TOKEN_COUNTS[:1])
+    problems: list[str] = []  # the messages about failed captures
+    graphs = test_path.piecewise_graphs(capture.capture_pieces, test_sizes, problems.append)
+    test_path.pieces = graphs  # The test path now replays its steps with prefills.
+    # The steps of the check have so few tokens that the smallest step size is enough.
+    smallest_count = TOKEN_COUNTS[:1]
+    graphs.capture_all(smallest_count)
     # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger differences.
     is_rounded = sizes.kv_cache_dtype != "auto"
     check_path(test_path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
     if graphs.num_replays == 0:
-        raise UnfitError(failures[0] if failures else "the check had no step with prefills")
+        raise UnfitError(problems[0] if problems else "the check had no step with prefills")
 
 
 def _check_graphs(

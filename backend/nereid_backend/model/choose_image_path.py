@@ -200,7 +200,7 @@ def _choose_candidate(
     trials: dict[str, Trial],
     measure: Callable[[_AddImages, Trial], float],
 ) -> tuple[_Choice | None, dict[str, str]]:
-    """Return the first candidate with correct logits, and the reason against each refused kind.
+    """Choose the first candidate with correct logits, and refuse kinds of media with wrong logits.
 
     A candidate is a way to run a model. The kinds of media (images, videos and audio) are tried in
     the order of `trials`. The first candidate that computes correct logits for a kind is chosen.
@@ -312,7 +312,7 @@ def _candidates(
         return path
 
     def add_single(path: ForwardPath) -> ForwardPath:
-        """Compute each sequence with images alone, with the model's own attention and cache."""
+        """Compute sequences with images one by one, with the model's own attention and cache."""
         single_path = SinglePath(checkpoint, uses_cache=True)
         return SplitPath(path, single_path, features, attention)
 

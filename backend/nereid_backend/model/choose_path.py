@@ -34,7 +34,6 @@ from nereid_backend.model.trials import Trial, make_generated_trial, make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
-from nereid_backend.step_runner import ForwardPath
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +120,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The results of `get`. The key is the argument `is_generated`. A text is the message of the
-        # UnfitError that `get` raises in each call with this key.
+        # The results of `get`, by the value of `is_generated`: a trial, or the message of the
+        # UnfitError that `get` raises.
         self._results: dict[bool, Trial | str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
@@ -213,9 +212,9 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
         trials: the test sequences, and the logits of the unmodified model.
 
     Returns:
-        A copy of `spec` to which `_with_measurements` has added measured values, and the difference
-        of the logits, relative to their standard deviation. With an 8-bit KV cache, this is the
-        difference that rounded keys and values cause.
+        A copy of `spec` with measured values, such as the size of a recurrent state. The second
+        item is the difference of the logits, relative to the standard deviation of the logits. With
+        an 8-bit KV cache, rounded keys and values cause this difference.
 
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
@@ -230,42 +229,37 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
         # cache, which rounds keys and values.
         rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
-    return _with_measurements(spec, path, trial, unrounded_difference, dtype), difference
-
-
-def _with_measurements(
-    spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
-) -> PathSpec:
-    """Return a copy of `spec` (how to run a model) to which measured values have been added.
-
-    The values depend on the path. `single` runs one sequence at a time: if it stores 6000 bytes for
-    60 tokens, `bytes_per_token` is 100. `rows` is for models with recurrent states; see
-    `_with_state_measurements`. Other paths need no values.
-
-    Args:
-        spec: the forward path.
-        path: the path that has computed the test sequences of `trial`.
-        trial: the test sequences.
-        difference: the relative difference of the logits of `path`.
-        dtype: the data type of the model.
-    """
     match path:
         case SinglePath():
-            num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
-            return replace(spec, bytes_per_token=math.ceil(path.stored_bytes() / num_tokens))
+            spec = replace(spec, bytes_per_token=_bytes_per_token(path, trial))
         case RowsPath():
-            return _with_state_measurements(spec, path, trial, difference, dtype)
-        case _:
-            return spec
+            spec = _with_state_measurements(spec, path, trial, unrounded_difference, dtype)
+    return spec, difference
+
+
+def _bytes_per_token(path: SinglePath, trial: Trial) -> int:
+    """Return the memory in bytes that the path stores for one token of a test sequence.
+
+    Example: the path stores 6000 bytes for test sequences with 60 tokens. The result is 100.
+    """
+    num_tokens = sum(len(token_ids) for token_ids, _logits in trial.sequences)
+    return math.ceil(path.stored_bytes() / num_tokens)
 
 
 def _with_state_measurements(
     spec: PathSpec, path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> PathSpec:
-    """Return a copy of `spec` with the size of a recurrent state, and whether snapshots work.
+    """Measure the recurrent states of a path. Return a copy of `spec` that contains the results.
 
-    A snapshot is a copy of the recurrent state, from which a sequence can continue. The arguments
-    are the arguments of `_with_measurements`.
+    The results are the size of a state, and whether snapshots work. A snapshot is a copy of the
+    recurrent state, from which a sequence can continue.
+
+    Args:
+        spec: the description of the path.
+        path: the path, which has computed the test sequences of `trial`.
+        trial: the test sequences.
+        difference: the relative difference of the logits of `path`.
+        dtype: the data type of the model.
     """
     spec = replace(spec, bytes_per_sequence=path.state_bytes())
     if spec.whole_prefill:

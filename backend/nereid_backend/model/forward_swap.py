@@ -145,7 +145,10 @@ class ForwardSwap:
         self._check_steps = check_in_steps(path, trial, self._checkpoint.model.dtype)
 
     def _use(self, compiled: CompiledForward) -> None:
-        """Let the engine's path use the compiled forward pass, whose logits are correct."""
+        """Use the compiled forward pass in all later steps of the engine.
+
+        The caller must have checked the logits of the compiled forward pass.
+        """
         compiled.confirm()  # records the successful check next to the library on disk
         self._path.use_compiled(compiled)
         self.is_done = True

@@ -23,7 +23,7 @@ from nereid_backend.linear.quantise_weights import (
 from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
-from nereid_backend.model.weight_memory import check_weight_memory
+from nereid_backend.model.weight_memory import WeightForm, form_that_fits
 from nereid_backend.paths.model_call import ModelCall
 
 # The largest accepted difference of a logit, relative to the standard deviation of the logits. A
@@ -53,8 +53,7 @@ def load_weights(
         ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
     """
     _check_weight_dtype(config, device)
-    must_round_while_reading = check_weight_memory(config, device)
-    if must_round_while_reading:
+    if form_that_fits(config, device) is WeightForm.ROUNDED:
         load = _load_rounded
     elif config.weight_dtype != "auto":
         load = _load_quantised

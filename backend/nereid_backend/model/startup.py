@@ -292,32 +292,31 @@ def _plan_cache(
         progress: called with one line about the memory.
     """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
-    measured_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
-    step_bytes = measured_bytes or 0
-    cache_bytes = opened.cache_budget(step_bytes)
-    # The groups and the size of a block do not depend on the number of blocks, so the longest
-    # request is limited only by the settings and the model here.
+    step_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
+    # The size of the KV cache is not known yet, so only the settings and the model limit requests.
     max_model_len = config.max_model_len or limit.num_tokens
-    groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
+    groups, reason_for_one_group = choose_layer_groups(
+        config, spec, checkpoint.device, max_model_len, num_tokens
+    )
     block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
     memory = plan_memory(
         config,
         block,
         bytes_per_sequence=spec.bytes_per_sequence,
         limit=limit,
-        num_bytes=cache_bytes,
+        num_bytes=opened.cache_budget(step_bytes or 0),
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
-    line = describe_memory(
+    report = describe_memory(
         memory,
         block,
         weights_bytes=checkpoint.weights_bytes,
-        step_bytes=measured_bytes,
+        step_bytes=step_bytes,
         max_step_tokens=num_tokens,
-        windows_sentence=describe_windows(spec.layers, groups, reason),
+        windows_sentence=describe_windows(spec.layers, groups, reason_for_one_group),
     )
-    progress(line)
-    return _CachePlan(memory, groups, step_bytes)
+    progress(report)
+    return _CachePlan(memory, groups, step_bytes or 0)
 
 
 def _compile_in_background(

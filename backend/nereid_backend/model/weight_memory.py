@@ -2,6 +2,7 @@
 """Refuses a checkpoint if its weights do not fit into the free memory. The weights are not read."""
 
 import json
+from enum import Enum, auto
 from pathlib import Path
 
 import torch
@@ -20,24 +21,27 @@ _FULL_BYTES = 4
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
-def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
-    """Check that the weights fit into the free memory, and return whether only rounded weights fit.
+class WeightForm(Enum):
+    """The form in which the weights of a checkpoint fit into the free memory."""
 
-    Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
-    are free. Use a quantised checkpoint of the model, or a smaller model."
+    UNROUNDED = auto()
+    ROUNDED = auto()  # Each weight must be rounded as soon as it is read.
 
-    Returns:
-        True if weight_dtype is int8 or int4, and only the rounded weights fit. Each weight must
-        then be rounded as soon as it is read. False if the unrounded weights fit, or if their size
-        is unknown.
+
+def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
+    """Return the form in which the weights fit into the free memory: unrounded or rounded.
+
+    If the unrounded weights fit, or if their size is unknown, the result is UNROUNDED.
 
     Raises:
-        ConfigError: if neither the unrounded nor the rounded weights fit.
+        ConfigError: if the weights fit in no form that the settings permit. Example: "model: the
+            weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB are free. Use a quantised
+            checkpoint of the model, or a smaller model."
         ModelError: if the checkpoint is damaged or not supported.
     """
     folder = Path(checkpoint_folder(config.model))
     if not (folder / "config.json").is_file():
-        return False  # load_checkpoint reports what is missing
+        return WeightForm.UNROUNDED  # load_checkpoint reports what is missing
     counts = count_weights(folder)
     # If prepack is on, the CPU kernels compute directly with the integers of a quantised
     # checkpoint. Otherwise, the integers are converted to floating-point numbers.
@@ -48,10 +52,10 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     # into the main memory.
     free_bytes = available_memory()
     if needed_bytes <= free_bytes:
-        return False
+        return WeightForm.UNROUNDED
     can_round = device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES
     if can_round and _rounded_bytes(counts, config.weight_dtype, number_bytes) <= free_bytes:
-        return True
+        return WeightForm.ROUNDED
     dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
     remedy = _remedy(config, counts, number_bytes, free_bytes, device)
     raise ConfigError(
@@ -80,7 +84,7 @@ def _remedy(
         device: the device of the model.
     """
     is_on_cpu = device.type == "cpu"
-    # The needed memory with each setting that could help.
+    # Maps each setting that could help to the memory that the weights need with this setting.
     needed_bytes: dict[str, int] = {}
     if number_bytes > _HALF_BYTES:
         needed_bytes["dtype=bfloat16"] = _weight_bytes(

@@ -81,8 +81,9 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
     # If `rules` contains the style "replicate" for a layer, every rank has loaded the whole layer.
     for _, attention in _attention_layers_with_style(model, rules, _REPLICATE):
         num_heads = _num_kv_heads(attention)
-        # Example: with 2 heads on 4 ranks, the first heads are 0, 0, 1 and 1, and each rank has one
-        # head. With 4 heads on 2 ranks, the first heads are 0 and 2, and each rank has two heads.
+        # Example: of 2 heads on 4 ranks, the ranks 0 and 1 have head 0, and the ranks 2 and 3 have
+        # head 1. Of 4 heads on 2 ranks, rank 0 has the heads 0 and 1, and rank 1 has the heads 2
+        # and 3.
         first_own_head = rank.number * num_heads // rank.size
         num_own_heads = max(1, num_heads // rank.size)
         for layer in _projections(attention).values():
@@ -118,7 +119,7 @@ def _attention_layers_with_style(
 
 
 def _projections(attention: nn.Module) -> dict[str, nn.Linear]:
-    """Return the layers k_proj and v_proj of an attention layer by name.
+    """Return a dict with the layers k_proj and v_proj of an attention layer. The keys are names.
 
     Some models have no layer v_proj, because their values are equal to their keys.
     """

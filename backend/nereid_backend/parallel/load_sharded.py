@@ -29,7 +29,7 @@ from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import kv_cache_budget
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
-from nereid_backend.model.weight_memory import check_weight_memory
+from nereid_backend.model.weight_memory import form_that_fits
 from nereid_backend.parallel.check_support import (
     check_checkpoint,
     check_settings,
@@ -52,8 +52,8 @@ class ShardedPath:
     def __init__(self, path: ForwardPath, ranks: Ranks) -> None:
         """Create an object that runs each forward pass on all ranks at the same time.
 
-        `path` computes the part of the model that rank 0 has loaded. Each other rank builds a
-        forward path for its own part.
+        `path` computes the part of the model that rank 0 has loaded. All ranks except rank 0 build
+        forward paths for their own parts.
         """
         self._path = path
         self._ranks = ranks
@@ -101,8 +101,8 @@ def load_sharded(
     check_checkpoint(config)
     rank_config = _settings_of_one_rank(config, device)  # each rank gets a share of the memory
     # This process also loads the undivided model, to compare its logits with the logits of the
-    # divided model. The whole model must therefore fit into the main memory.
-    check_weight_memory(rank_config, device)
+    # divided model. Raise a ConfigError if the whole model does not fit into the main memory.
+    form_that_fits(rank_config, device)
     num_other_ranks = config.tensor_parallel_size - 1
     progress(f"tensor parallelism: starting {num_other_ranks} more processes")
     ranks = Ranks(rank_config, device)
@@ -266,8 +266,8 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
         activations: the memory that one step needs, in bytes.
     """
     own_rank = ranks.rank
-    # Each other rank computes its budget, and then also calls `smallest`, which exchanges the
-    # budgets of all ranks.
+    # After this message, the other ranks compute their budgets and call `smallest`, too. The method
+    # `smallest` exchanges the budgets of all ranks.
     ranks.send("budget", activations)
     budget = own_rank.smallest(kv_cache_budget(config, own_rank.device, activations))
     if own_rank.device.type == "cpu" and config.kv_cache_bytes is None:

@@ -152,11 +152,8 @@ class Ranks:
             failure = self._failure_of_other_rank()
             # All ranks read the same checkpoint, so a damaged checkpoint causes the same error on
             # each rank. In this case, the error of rank 0 is raised, because its class is more
-            # specific than EngineError. A description ends with the class and the message of the
-            # error. An error without a message is recognised by its class.
-            own_end = str(error) or f"{type(error).__name__}: "
-            is_same_error = failure.endswith(own_end)
-            if failure and not is_same_error:
+            # specific than EngineError.
+            if failure and not _is_same_error(failure, error):
                 raise EngineError(failure) from error
             raise
 
@@ -288,3 +285,18 @@ class Ranks:
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
+
+
+def _is_same_error(failure: str, error: Exception) -> bool:
+    """Return whether another rank has failed with the same error as rank 0.
+
+    Example: the failure "rank 1 of the model failed: ValueError: a tensor is missing" and the error
+    ValueError("a tensor is missing") return True.
+
+    Args:
+        failure: the description of the failure of the other rank.
+        error: the error of rank 0.
+    """
+    # A description ends with the message of the error. If the message is empty, the description
+    # ends with the class of the error, such as "MemoryError: ".
+    return failure.endswith(str(error) or f"{type(error).__name__}: ")

@@ -64,7 +64,7 @@ def test_rounding_is_recommended_on_a_cpu_only(checkpoint, set_free):
         ("cuda", "Use a quantised checkpoint"),
     ):
         with pytest.raises(ConfigError, match=remedy):
-            weight_memory.check_weight_memory(config, torch.device(device))
+            weight_memory.form_that_fits(config, torch.device(device))
 
 
 def test_rounded_weights_that_do_not_fit_are_refused(checkpoint, set_free):

@@ -10,7 +10,8 @@ from nereid_backend.device_transfer import Integers
 # Decodes with at most `_SHORT_BLOCKS` blocks are always computed together and padded to the same
 # number of blocks. Computing the padding takes less time than a second attention call.
 _SHORT_BLOCKS = 16
-# Decodes are also computed together if padding at most multiplies the number of blocks by this.
+# Longer decodes are computed together if padding multiplies the number of their blocks by at most
+# `_MAX_PADDING_FACTOR`.
 _MAX_PADDING_FACTOR = 2
 
 

@@ -132,8 +132,12 @@ class SequenceStates:
     ) -> None:
         """Store the states of `rows`, which cover the first `num_tokens` tokens of each sequence.
 
-        `cache` contains the states. The sequences must not have states in this object.
+        `cache` contains the states. Call `take` or `delete` before, so that this object contains no
+        older states of these sequences.
         """
+        assert self._num_tokens.keys().isdisjoint(rows), "the older states were removed"
+        # Only the states of one batch can stay merged. The states of the last batch may belong to
+        # sequences that still run.
         self._split_batch_cache()
         self._batch_cache = _BatchCache(rows, cache)
         self._num_tokens.update(zip(rows, num_tokens, strict=True))

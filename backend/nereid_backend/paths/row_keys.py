@@ -97,8 +97,8 @@ class HookedKeys:
                 its attention layers.
         """
         # The model's code builds a mask, although Nereid's attention ignores the mask. The code
-        # derives the size of the mask from the number of earlier tokens in the cache, so the cache
-        # gets the number of the longest sequence.
+        # derives the size of the mask from the number of earlier tokens in the cache. This number
+        # must therefore be large enough for every sequence.
         num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):

@@ -178,7 +178,7 @@ class BatchBuilder:
             step.positions,
             step.logits_index if len(step.logits_index) else np.zeros(1, np.int64),
             _pending_tokens(plan),
-            *_lens_and_tokens(length_groups),
+            *itertools.chain.from_iterable(map(_arrays_of_group, length_groups)),
         ]
         for layer_group in layer_groups:
             arrays += self._layer_group_arrays(step, length_groups, layer_group)
@@ -187,7 +187,7 @@ class BatchBuilder:
         # iterator in the order of the arrays.
         tensors = iter(upload_all(arrays, device))
         input_ids, position_ids, logits_index, pending = itertools.islice(tensors, 4)
-        decodes = _read_decodes(length_groups, tensors)
+        decodes = [_read_group(group, tensors) for group in length_groups]
         attention, *other_groups = [
             self._attention_of_layer_group(step, decodes, tensors) for _ in layer_groups
         ]
@@ -331,33 +331,27 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     return np.array(token_ids, dtype=np.int64)
 
 
-def _lens_and_tokens(length_groups: list[LengthGroup]) -> list[Integers]:
-    """Return the lengths of the decodes in each length group, and the indices of their tokens.
+def _arrays_of_group(group: LengthGroup) -> list[Integers]:
+    """Return the lengths of the decodes in a group, and the indices of their tokens in the step.
 
-    Each decode has one token, and the decodes come before all other tokens of a step, so the index
-    of a decode is also the index of its token. Example with two length groups: [lengths 0, tokens
-    0, lengths 1, tokens 1]. If all decodes form one group, the indices are a slice, which needs no
-    array: [lengths 0]. `_read_decodes` reads the arrays after they are copied to the device.
+    If the group contains all decodes of the step, only the lengths are returned. Attention does not
+    need the indices in this case.
     """
-    arrays = []
-    for indices, lens in length_groups:
-        arrays.append(lens)
-        if not isinstance(indices, slice):
-            arrays.append(indices)
-    return arrays
+    if isinstance(group.indices, slice):
+        return [group.lens]
+    # Each decode has one token, and decodes come before all other tokens of a step. The index of a
+    # decode is therefore also the index of its token.
+    return [group.lens, group.indices]
 
 
-def _read_decodes(length_groups: list[LengthGroup], tensors: Iterator[Tensor]) -> list[_Decodes]:
-    """Return the decodes of each length group.
+def _read_group(group: LengthGroup, tensors: Iterator[Tensor]) -> _Decodes:
+    """Return the decodes of a group.
 
-    `tensors` yields the arrays that `_lens_and_tokens` returned, on the device.
+    `tensors` yields the arrays that `_arrays_of_group` returned for this group, on the device.
     """
-    decodes = []
-    for indices, _ in length_groups:
-        lens = next(tensors)
-        tokens = None if isinstance(indices, slice) else next(tensors)
-        decodes.append(_Decodes(lens, tokens))
-    return decodes
+    lens = next(tensors)
+    tokens = None if isinstance(group.indices, slice) else next(tensors)
+    return _Decodes(lens, tokens)
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:

@@ -105,8 +105,9 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     """
     begin_check(folder)
     library = _open_library(folder / LIBRARY_FILE, model.device)
-    # The library contains no tensors. It reads the weights of the model, and the small tensors that
-    # the model's code creates (the literals), which are stored in a file.
+    # The library contains no tensors. It needs the weights of the model and the literals. Literals
+    # are small tensors that the model's code creates, and that `build_library` has stored in a
+    # file.
     literals = load_literals(folder / LITERALS_FILE, model.device)
     _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 

@@ -373,10 +373,13 @@ class _AttentionBetweenGraphs(PagedForward):
     ) -> Tensor:
         """Compute one layer's attention. Each call ends one CUDA graph and begins the next graph.
 
-        The work of a layer becomes three parts of a replay: the graph that ends here stores keys
-        and values and copies the query into a buffer, then `attend_between_graphs` computes the
-        attention, and then the next graph reads the result from another buffer. The arguments and
-        the result are those of `PagedForward.attend`.
+        A later replay of the graphs computes the attention of the layer in three parts:
+
+        1. The graph that ends here stores the keys and values, and copies the query to a buffer.
+        2. `attend_between_graphs` computes the attention.
+        3. The next graph reads the result from another buffer.
+
+        The arguments and the result are those of `PagedForward.attend`.
         """
         spec = self._layers[number]
         layer = (number, spec)
@@ -387,7 +390,6 @@ class _AttentionBetweenGraphs(PagedForward):
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
 
         def attend_between_graphs() -> None:
-            # When the graphs are replayed, this call computes the attention of the replayed step.
             self._graphs.attend(layer, buffers, scale, sinks)
 
         # End the capture of the current graph here, and begin the next graph.

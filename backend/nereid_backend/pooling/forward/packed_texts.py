@@ -252,7 +252,8 @@ class PackedAttention:
         """
         if kwargs.get("position_bias") is not None:
             raise ValueError("its attention adds a position bias")
-        # transformers passes None or another value if a layer has no sliding window or no softcap.
+        # The layer has no sliding window if `window` is not a positive integer, and no softcap if
+        # `softcap` is not a number.
         window = kwargs.get("sliding_window")
         softcap = kwargs.get("softcap")
         return TextAttention(

@@ -105,7 +105,7 @@ class GenerativeReranker:
         supports_roles = self._renders_roles()
         if supports_roles and not is_for_sentence_transformers:
             # Many templates render any role name, although they were not written for queries and
-            # documents. For these checkpoints, the roles must therefore have an effect.
+            # documents. Use the roles only if the template renders unknown roles differently.
             supports_roles = not self._renders_unknown_roles_equally()
         return _Format.ROLES if supports_roles else _Format.USER_MESSAGE
 

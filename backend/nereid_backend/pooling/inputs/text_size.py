@@ -105,11 +105,10 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # The result has at most `limit` characters, because each character has at least one byte.
-        # Cut the characters first, so that a long text is not encoded completely.
-        # "surrogatepass" encodes lone surrogates instead of raising an error. "ignore" removes the
-        # surrogates again when the bytes are decoded. It also removes the character that the cut of
-        # the bytes has split.
+        # Each character has at least one byte, so the result has at most `limit` characters. Cut
+        # the characters before the bytes, so that a long text is not encoded completely.
+        # "surrogatepass" encodes lone surrogates instead of raising an error. "ignore" removes
+        # incomplete characters and lone surrogates when the bytes are decoded.
         if self.truncation_side == "left":
             encoded = text[-limit:].encode("utf-8", "surrogatepass")[-limit:]
         else:

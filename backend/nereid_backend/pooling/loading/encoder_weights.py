@@ -172,17 +172,15 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     if spec.loader == RETRIEVAL:
         return _retrieval_loading_function(spec)
     auto_class = _AUTO[spec.loader]
-    # If `auto_class` does not support the config, this function raises a ValueError that lists the
-    # supported configs.
-    load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
     has_head = spec.loader != BASE
-    if has_head and reads_folder:
-        return load_with_auto_class
     # An auto class cannot leave out the pooler of a model without a head, and cannot load weights
     # from a dict. The class of the model can do both.
-    model_class = _model_class(auto_class, spec)
+    needs_model_class = not has_head or not reads_folder
+    model_class = _model_class(auto_class, spec) if needs_model_class else None
     if model_class is None:
-        return load_with_auto_class
+        # If `auto_class` does not support the config, this function raises a ValueError that lists
+        # the supported configs. Only auto classes could run code of the checkpoint.
+        return partial(auto_class.from_pretrained, trust_remote_code=False)
     if has_head:
         return model_class.from_pretrained  # type: ignore[no-any-return]
     return _loading_function_without_head(spec, model_class)

@@ -115,8 +115,8 @@ class LateInteraction:
         """
         marked = dict(prompts)
         if self.distinguishes_queries:
-            # Clients select the rules for queries with the prompt name "query". Add this name, even
-            # if the prompt is empty.
+            # If a request names the prompt "query", the rules for queries apply. The name must
+            # therefore exist, even if the prompt is empty.
             marked.setdefault(QUERY, "")
         for role, marker in self.markers:
             # Some checkpoints contain the marker in the prompt already.
@@ -219,29 +219,38 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
     Example: {"query_prefix": "[Q] ", "query_length": 48} returns the query_length 48, the markers
     [("query", "[Q] "), ("document", "")], and a query_expansion to 48 tokens. The document_length
-    and the words without vectors (skiplist_words) are None.
+    and the skiplist_words (the words that get no vectors) are None.
     """
-    values = {name: saved.get(name) for name in (*_KEYS_OF_SETTINGS, "skiplist_words")}
-    # By default, PyLate returns no vectors for punctuation. This default applies to each file with
-    # PyLate's model type, even if the file contains none of PyLate's keys.
-    if has_pylate_model_type(saved) and values["skiplist_words"] is None:
-        values["skiplist_words"] = list(string.punctuation)
-    # A file without PyLate's model type can contain PyLate's keys, too. PyLate's defaults for
-    # markers and query expansion apply to every file that contains one of these keys.
-    if not _PYLATE_KEYS.isdisjoint(saved):
-        values |= _pylate_markers_and_expansion(saved)
-    return values
+    return {
+        **{name: saved.get(name) for name in _KEYS_OF_SETTINGS},
+        "skiplist_words": _pylate_skip_words(saved),
+        **_pylate_markers_and_expansion(saved),
+    }
+
+
+def _pylate_skip_words(saved: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
+    """Return the words that get no vectors, such as ["!", "?"]; None if the file lists no words.
+
+    If the file has PyLate's model type, the default is a list of all punctuation.
+    """
+    words = saved.get("skiplist_words")
+    if words is None and has_pylate_model_type(saved):
+        return list(string.punctuation)
+    return words
 
 
 def _pylate_markers_and_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rules for markers and query expansion of a file that contains PyLate's keys.
+    """Return PyLate's rules for markers and query expansion; {} if the file has no keys of PyLate.
 
-    The key `query_expansion` of sentence-transformers has priority over PyLate's keys. If it
-    exists, the result contains no rule for query expansion.
+    A file with keys of PyLate may have another model type. The key `query_expansion` of
+    sentence-transformers has priority over PyLate's keys. If it exists, the result contains no rule
+    for query expansion.
 
     Example: {"query_prefix": "[Q] ", "do_query_expansion": false} returns {"markers": [("query",
     "[Q] "), ("document", "")]}. An empty marker means that there is no marker.
     """
+    if _PYLATE_KEYS.isdisjoint(saved):
+        return {}
     values: dict[str, Any] = {
         "markers": [
             (QUERY, saved.get("query_prefix") or ""),

@@ -96,8 +96,9 @@ def _has_sparse_layer(spec: CheckpointSpec) -> bool:
 
 
 def _ids_without_output(spec: CheckpointSpec, encoder: Encoder) -> frozenset[int]:
-    """Return the ids of the tokens that have no weight in sparse and no vector in other output.
+    """Return the ids of the tokens that the output leaves out.
 
+    Sparse output contains no weights for these tokens, and multi-vector output contains no vectors.
     If the model has a sparse layer, the result contains the tokenizer's CLS, EOS, SEP, PAD and UNK
     tokens. If the files of a multi-vector model name further tokens, such as punctuation, the
     result contains these tokens.

@@ -1,5 +1,7 @@
 """Images in a request to the tokenizer model, and content parts that no model accepts."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from backend.serving.fake_server import Request
@@ -15,6 +17,13 @@ def body(*parts):
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"not": value}
+    return value
+
+
 def test_images_come_from_the_messages_or_from_the_tensor_but_not_from_both():
     prompts = RequestPrompts(prompts=None, images=object())
     with_tensor = Request(image=np.array([b"png"], dtype=np.object_))
@@ -22,6 +31,53 @@ def test_images_come_from_the_messages_or_from_the_tensor_but_not_from_both():
     assert prompts.take_images(Request(), body(IMAGE)) == [b"data:image/png;base64,AAAA"]
     with pytest.raises(RequestError, match=r"^image: the messages of the request have images, too"):
         prompts.take_images(with_tensor, body(IMAGE))
+
+
+class FakeImagePrompts:
+    """Returns a prompt of five tokens."""
+
+    def prepare(self, text, images):
+        return [1, 2, 3, 4, 5], b"packed"
+
+
+@pytest.fixture
+def image_prompts():
+    limits = RequestLimits.derive(4096, 8)
+    return RequestPrompts(SimpleNamespace(limits=limits), FakeImagePrompts())
+
+
+TEXT = np.array([b"<image>Hi"], dtype=np.object_)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": -1, "max_tokens": 9}]
+)
+def test_a_prompt_with_images_that_needs_no_truncation_is_accepted(image_prompts, fields):
+    prompt = image_prompts.with_images(Request(text_input=TEXT), None, fields, [b"png"])
+    assert prompt.token_ids == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"truncate_prompt_tokens": 4},
+            "truncate_prompt_tokens: the prompt has 5 tokens, but only 4 may be kept",
+        ),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 4092}, "truncate_prompt_tokens: the prompt"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: the value must be -1 or at least"),
+        ({"json_schema": nested(300)}, "json_schema: the field has more than 256 nested levels"),
+    ],
+)
+def test_a_field_that_a_prompt_with_images_cannot_follow_is_refused(image_prompts, fields, problem):
+    with pytest.raises(RequestError, match=problem):
+        image_prompts.with_images(Request(text_input=TEXT), None, fields, [b"png"])
+
+
+def test_token_ids_beside_images_are_refused(image_prompts):
+    request = Request(text_input=TEXT, input_ids=np.array([7], dtype=np.int32))
+    with pytest.raises(RequestError, match=r"image: a request with images must .* no input_ids"):
+        image_prompts.with_images(request, None, {}, [b"png"])
 
 
 @pytest.mark.parametrize(

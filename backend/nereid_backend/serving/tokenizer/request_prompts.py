@@ -61,6 +61,7 @@ class RequestPrompts:
         self,
         request: Any,  # noqa: ANN401 - the server's own type
         body: dict[str, Any] | None,
+        fields: dict[str, Any],
         images: list[bytes],
     ) -> Prompt:
         """Return the prompt of a chat request or a text request that contains images.
@@ -69,17 +70,28 @@ class RequestPrompts:
             request: the server's request. If it has a text, the text must contain one placeholder
                 for each image.
             body: the body of a chat; None for a completion.
+            fields: the request's fields, such as {"temperature": 0.5, "max_tokens": 100}.
             images: the return value of `take_images`.
 
         Raises:
-            RequestError: an image is invalid, the prompt exceeds a limit, or the request has not
-                exactly one of a chat and a text.
+            RequestError: an image is invalid, the prompt exceeds a limit or must be truncated, or
+                the request has not exactly one of a chat and a text.
         """
         assert self._images is not None, "`take_images` refuses images without an image encoder"
         text = self._text_with_placeholders(request, body)
-        self._prompts.limits.check_text(text)
+        limits = self._prompts.limits
+        limits.check_text(text)
+        limits.check_values_and_depth(fields)
+        num_kept = read_num_kept(fields, limits.max_model_len)
         token_ids, packed_images = self._images.prepare(text, images)
-        self._prompts.limits.check_token_ids(len(token_ids))
+        num_tokens = len(token_ids)
+        limits.check_token_ids(num_tokens)
+        if num_kept is not None and num_tokens > num_kept:
+            raise RequestError(
+                f"truncate_prompt_tokens: the prompt has {num_tokens} tokens, but only {num_kept} "
+                "may be kept, and a prompt with images cannot be truncated. Send a shorter prompt "
+                "or leave the field out."
+            )
         return Prompt(token_ids, text, packed_images)
 
     def _text_with_placeholders(
@@ -93,12 +105,14 @@ class RequestPrompts:
             RequestError: the request has not exactly one of a chat and a text.
         """
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        if body is not None and text is None:
-            return self._prompts.render_chat(body)
-        if body is None and text is not None:
-            return text
+        if not tensors.has_tensor(request, tensor_names.INPUT_IDS):
+            if body is not None and text is None:
+                return self._prompts.render_chat(body)
+            if body is None and text is not None:
+                return text
         raise RequestError(
-            "image: a request with images must have exactly one of text_input and chat_request."
+            "image: a request with images must have exactly one of text_input and chat_request, "
+            "and no input_ids."
         )
 
     def without_images(

@@ -189,7 +189,7 @@ class TokenizerModel:
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
         if images:
-            prompt = self._request_prompts.with_images(request, body, images)
+            prompt = self._request_prompts.with_images(request, body, fields, images)
         else:
             prompt = self._request_prompts.without_images(request, body, fields)
         returns = _requested_outputs(request)  # the names of the optional output tensors

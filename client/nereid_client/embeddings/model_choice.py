@@ -192,13 +192,23 @@ async def _unknown_language_model_error(request: Request, name: str) -> ApiError
 
 
 async def _find_context_with_adapter(request: Request, adapter: str) -> Context | None:
-    """Return the `Context` of the language model that has this LoRA adapter, or None."""
+    """Return the `Context` of the language model that has this LoRA adapter, or None.
+
+    The adapters of a model that is not loaded are unknown, unless they have been listed before.
+
+    Raises: BackendError if a loaded model does not answer.
+    """
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
     if adapter in pooling_names:
         return None  # no adapter has the name of a pooling model, so the server is not queried
+    control = contexts_of(request).control
     for context in contexts_of(request).all:
-        if await context.adapters.has(adapter):
-            return context
+        try:
+            if await context.adapters.has(adapter):
+                return context
+        except BackendError:
+            if control is None or not control.is_unloaded(context.settings.ensemble):
+                raise
     return None
 
 

@@ -1,0 +1,66 @@
+"""Requests to a frontend with several language models, of which one is not loaded."""
+
+import httpx
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling
+from nereid_client import app as app_module
+from nereid_client.request_context import Context, Contexts
+from nereid_client.settings import Settings
+from nereid_client.several_models.controlled import ControlledBackend
+from nereid_client.several_models.model_control import ModelControl
+from nereid_client.several_models.models_file import ModelEntry, ModelSpec
+
+pytestmark = pytest.mark.anyio
+
+
+class Repository:
+    """A model repository whose models can be unloaded."""
+
+    async def unload_model(self, name):
+        pass
+
+
+@pytest.fixture
+async def ask(monkeypatch):
+    """Return a function that returns the response to a chat with the model `name`.
+
+    The models are a, b and c. The model b is not loaded, and c has the adapter "sql".
+    """
+    backends = {name: FakeBackend() for name in "abc"}
+    backends["c"].adapters["sql"] = "/sql"
+    entry = ModelEntry(model="/")
+    specs = [ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abc"]
+    control = ModelControl(specs, Repository())
+    await control.unload(specs[1])
+    contexts = Contexts(
+        tuple(
+            Context(
+                Settings(served_model_name=name, ensemble=name),
+                backend if name != "b" else ControlledBackend(backend, name, control),
+            )
+            for name, backend in backends.items()
+        ),
+        control,
+    )
+    monkeypatch.setattr(app_module, "create_contexts", lambda *_: contexts)
+    app = app_module.create_app(Settings())
+    app.state.make_pooling = FakePooling
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+    ):
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        yield lambda name: client.post("/v1/chat/completions", json=body | {"model": name})
+
+
+async def test_an_adapter_is_found_although_another_model_is_not_loaded(ask):
+    response = await ask("sql")
+    assert (response.status_code, response.json()["model"]) == (200, "sql")
+
+
+async def test_an_unknown_model_is_a_404_although_another_model_is_not_loaded(ask):
+    response = await ask("unknown")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"

@@ -339,26 +339,28 @@ def _shared_first_marker(text: str, other: str) -> str:
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     r"""Return the markup that closes the content, or "" if no markup closes the content.
 
-    In these examples, every message ends with `<|im_end|>`:
+    If several markers open the content, the closing text has several markers, too. Otherwise, the
+    first marker after the content closes the content or ends the message. These are examples of the
+    three cases, in which every message ends with `<|im_end|>`:
 
-        before the content    after the content                result
-        <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
-        <answer>              <|im_end|>                       "": <|im_end|> ends the message.
-        <answer>              \n</answer><|im_end|>            "\n</answer>"
+        case   before the content    after the content                result
+        1      <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
+        2      <answer>              <|im_end|>                       ""
+        3      <answer>              \n</answer><|im_end|>            "\n</answer>"
 
     Args:
         after: The text after the content.
         opening: The markup before the content.
         after_user_message: The text after a user's message. A marker in this text ends a message.
     """
-    closing_with_words = compound_closing(after, opening)
-    if closing_with_words:
-        return closing_with_words
+    closing_with_several_markers = compound_closing(after, opening)
+    if closing_with_several_markers:  # Case 1
+        return closing_with_several_markers
     marker = leading_marker(after)
-    if not marker or _is_turn_end(marker, opening, after_user_message):
+    if not marker or _is_turn_end(marker, opening, after_user_message):  # Case 2
         return ""
     space_before_marker, _, _ = after.partition(marker)
-    return space_before_marker + marker
+    return space_before_marker + marker  # Case 3
 
 
 def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:

@@ -354,7 +354,8 @@ def _drop_text_after_role(turn_start: str, user_header: str) -> str:
         return turn_start
     regex = _regex_for_any_role(user_header)  # `<|start|>\w+\n` for the header `<|start|>user\n`
     matches = list(re.finditer(regex, turn_start))
-    # Matches before the last match are the headers of earlier messages.
+    # The last match is the header of the assistant message. Earlier matches are the headers of
+    # other messages.
     return turn_start[: matches[-1].end()] if matches else turn_start
 
 

@@ -42,8 +42,8 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = _families_of(section)  # The registered sections with equal markers and keys.
     if not families:
         return section
-    # The first `Call` is the form that the template renders. Only this form has the markers of the
-    # families, so only this form gets their alternative JSON keys.
+    # The template renders the first `Call`. Only this `Call` has the markers of the families, so
+    # only this `Call` gets the alternative JSON keys of the families.
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
     variants = [
@@ -97,12 +97,12 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_body: Body) -> Iterator[Call]:
-    """Yield the ways to write a tool call that a model family declares after the first way.
+    """Yield the variants of a tool call that a model family declares, except the first variant.
 
-    The first way is omitted, because the template renders it. A variant with the same body as the
-    first way gets the inferred body. Any other variant is yielded unchanged. Example: the family
-    declares `<call>BODY</call>` and `[call]BODY`, and the inferred body is `OTHER`. The function
-    yields `[call]OTHER`.
+    The first variant is omitted, because the template renders this variant. A variant with the same
+    body as the first variant gets the inferred body. Any other variant is yielded unchanged.
+    Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the inferred body is
+    `OTHER`. The function yields `[call]OTHER`.
 
     Args:
         family: The declaration of the family's tool calls, from the registry of formats.

@@ -265,8 +265,8 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
     """
     if before.strip():
         return last_opening(before)  # The reasoning directly follows `before`.
-    # In a prompt, other text may follow the opening marker, such as `</think>`. Therefore, the
-    # first marker after the header opens the reasoning, and not the last.
+    # In a prompt, other markers, such as `</think>`, may follow the opening marker. Therefore, the
+    # opening marker is the first marker after the header.
     openings = (first_opening(prompt.after_header) for prompt in turn.prompts)
     return next(filter(None, openings), "")
 

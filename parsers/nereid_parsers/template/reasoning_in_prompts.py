@@ -67,26 +67,28 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
 
     The text after the header, such as `<|assistant|>`, opens reasoning in three cases:
 
-    - The first marker refers to thinking: `<think>`. The second marker closes the reasoning. If
-      there is none, the closing marker is derived from the first marker: `</think>`.
-    - The second marker closes the first marker: `<notes></notes>`.
-    - A thinking switch, such as enable_thinking=True, has added the first marker, and a closing
-      marker derived from the first marker occurs in the template or in a prompt.
+    1. The first marker refers to thinking: `<think>`. The second marker closes the reasoning. If
+       there is no second marker, the closing marker is derived from the first marker: `</think>`.
+    2. The second marker is the closing marker of the first marker: `<notes></notes>`.
+    3. A thinking switch, such as enable_thinking=True, has added the first marker, and the closing
+       marker of the first marker occurs in the template or in a prompt.
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
         prompt: A prompt for one setting of the thinking switches, such as enable_thinking=True.
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
-    refers_to_thinking = is_thinking_marker(first)
-    possible_closings = closing_spellings(first)  # The most probable spelling is first.
-    if second and (refers_to_thinking or second in possible_closings):
+    possible_closings = closing_spellings(first)
+    if is_thinking_marker(first):  # Case 1
+        most_probable_closing, _ = first_two(possible_closings)
+        used_closing = first_in_template_or_prompts(turn, possible_closings)
+        return second or used_closing or most_probable_closing
+    if second in possible_closings:  # Case 2
         return second
-    used_closing = first_in_template_or_prompts(turn, possible_closings)
-    if refers_to_thinking:
-        return used_closing or next(iter(possible_closings), "")
     is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return used_closing if is_changed_by_switch else ""
+    if is_changed_by_switch:  # Case 3
+        return first_in_template_or_prompts(turn, possible_closings)
+    return ""
 
 
 def _with_probable_line_breaks(closing: str, opening: str) -> str:

@@ -141,7 +141,9 @@ def find_tools(
 
 
 def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
-    """Return the findings about a template that renders no tool calls: a guessed tool section.
+    """Guess the tool section of a template that renders no tool calls.
+
+    The result is empty if the template does not offer tools to the model.
 
     Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
         that describes the guess is appended for the report.
@@ -305,7 +307,7 @@ def render_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the markers between the content and the tool call, if these are two turns.
+    """If the content and the tool call are in two turns, return the markers between the turns.
 
     Between two turns, an end marker closes the first turn, and the header opens the second turn.
     The result contains the header and the first end marker, if there is one. The parser removes

@@ -67,22 +67,25 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     return CallFormat("nested elements", calls, markup)
 
 
-def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
+def _cut_at_elements(call: str) -> _NestedCall | None:
     """Remove the name and the XML arguments from a tool call. Return the texts that remain.
 
     A template may write a marker before every tag. Example: the result for
     `<c>f ~<a>1~</a>~<b>2~</b></c>` is `_NestedCall("<c>", " ", "~", "</c>")`. Return None if the
     arguments are not XML elements.
+
+    Args:
+        call: A rendered tool call with two arguments.
     """
-    # In the example, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
+    # In the example, the words are `f`, `<a>`, `1`, `</a>` and `</b>`, and the pieces are `<c>`,
+    # ` ~`, "", `~`, `~<b>2~` and `</c>`.
     argument = (_FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG)
-    pieces = split_at_words(two_arguments, FIRST_TOOL, *argument, _SECOND_CLOSING_TAG)
+    pieces = split_at_words(call, FIRST_TOOL, *argument, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    before_name, before_opening_tag, _, before_closing_tag, _, after_last_tag = pieces
-    tag_marker = before_closing_tag.strip()  # Nothing else is between a value and its closing tag.
-    after_name = before_opening_tag.removesuffix(tag_marker)
-    return _NestedCall(before_name, after_name, tag_marker, after_last_tag)
+    before_name, before_tag, _before_value, after_value, _second_argument, after_call = pieces
+    tag_marker = after_value.strip()  # Nothing else is between a value and its closing tag.
+    return _NestedCall(before_name, before_tag.removesuffix(tag_marker), tag_marker, after_call)
 
 
 def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
@@ -112,18 +115,18 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """If a text in `calls` ends with `marker`, move the marker to the start of the next text.
+    """Move a marker before a tag, such as `~` in `~<f>`, into the text that contains the tag.
 
-    Some templates write a marker, such as `~`, directly before every tag. In
-    `~<f>..~</f>~<f>..~</f>~</all>`, each tool call is between `~<f>` and `~</f>`. But `list_markup`
-    assigns the marker after each `~</f>` to `item_close`, and the first marker to `open`:
+    Some templates write a marker before every tag. Example: in `~<f>..~</f>~<f>..~</f>~</all>`,
+    each tool call is between `~<f>` and `~</f>`. But `list_markup` assigns the first marker to
+    `open`, and the marker after a tool call to `item_close`:
 
     >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~", close="</all>")
     >>> _move_marker_to_next_tag(markup, "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~</all>')
     """
-    if not marker or not calls.item_close.endswith(marker):
-        return calls  # Each text already starts with its own marker.
+    if not calls.item_close.endswith(marker):
+        return calls
     return replace(
         calls,
         open=calls.open.removesuffix(marker),

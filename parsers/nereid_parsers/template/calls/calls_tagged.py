@@ -61,9 +61,9 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     Return None if the tool calls have another form. Example: the tool call
     `<call f><arg key="a">1</arg></call>` gives these declarations:
 
-        header, the text before the arguments    `<call {name}>`
-        tags of an argument                      `<arg key="{key}">` and `</arg>`
-        closing text of the tool call            `</call>`
+        header of the tool call          `<call {name}>`
+        tags of an argument              `<arg key="{key}">` and `</arg>`
+        closing text of the tool call    `</call>`
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
@@ -72,18 +72,16 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
-    around_calls = _markup_from_names_to_values(texts, call)
-    if around_calls is None:
+    names_to_values = _markup_of_names_to_values(texts, call)
+    if names_to_values is None:
         return None
-    after_last_value = around_calls.item_close  # `</arg></call>`
+    after_last_value = names_to_values.item_close  # `</arg></call>`
     arguments = list_markup(call.before_first_key, call.between_arguments, after_last_value)
-    # `arguments.item_close` is `</arg>`, and `arguments.close` is `</call>`.
-    markup_of_calls = replace(around_calls, item_close=arguments.close)
     body = _infer_arguments(texts, arguments, call.before_value)
-    # `<call ` (`markup_of_calls.item_open`) and `>` (`arguments.open`) give the header
-    # `<call {name}>`.
-    calls = calls_with_head(markup_of_calls, after_name=arguments.open, body=body)
-    return CallFormat("tagged arguments", calls, markup_of_calls)
+    # `</arg>` closes the last argument, so only the rest, `</call>`, closes the tool call.
+    markup = replace(names_to_values, item_close=arguments.close)
+    calls = calls_with_head(markup, after_name=arguments.open, body=body)
+    return CallFormat("tagged arguments", calls, markup)
 
 
 def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
@@ -105,11 +103,11 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 
-def _markup_from_names_to_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the texts around the list items NAME..VALUE, each of which is a part of a tool call.
+def _markup_of_names_to_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
+    """Return the markup of a list of tool calls in which an item is the text NAME..VALUE.
 
-    An item extends from the function's name to the last value. Therefore, the text after an item
-    closes the last argument and the tool call. Example: for the two tool calls
+    An item extends from the function's name to the last value of the tool call. Therefore,
+    `item_close` closes the last argument and the tool call. Example: for the two tool calls
     `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is `</k></c>` and
     `separator` is `;`. Return None unless each of the two tool calls contains its name, its key and
     its value in this order.
@@ -121,12 +119,14 @@ def _markup_from_names_to_values(texts: CallTexts, call: _TaggedCall) -> ListMar
     """
     if not texts.two_calls:
         return ListMarkup(item_open=call.before_name, item_close=call.after)
-    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
-    pieces = split_at_words(texts.two_calls, *words)
+    first_item = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
+    second_item = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
+    pieces = split_at_words(texts.two_calls, *first_item, *second_item)
     if pieces is None:
         return None
-    before_first_name, _, _, from_value_to_name, _, _, after_last_value = pieces
-    return list_markup(before_first_name, from_value_to_name, after_last_value)
+    # The other pieces are inside the items.
+    before_first_item, between_items, after_second_item = pieces[0], pieces[3], pieces[6]
+    return list_markup(before_first_item, between_items, after_second_item)
 
 
 def _infer_arguments(texts: CallTexts, arguments: ListMarkup, before_value: str) -> TaggedArguments:
@@ -164,14 +164,14 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
-    Examples of the argument `a` with the string "x", and with the number 41:
+    Examples of an argument with a string and with a number, and the opening tag in the result:
 
-    (1) <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   The tag contains the type.
-    (2) <p k="a">x</p>                 <p k="a">41</p>                 equal tags
-    (3) <text k="a">x</text>           <json k="a">41</json>           different tags
+        <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
+        <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
+        <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">
 
-    The result declares the opening tag (1) `<p k="{key}" type="{type}">`, (2) `<p k="{key}">`,
-    or (3) `<text k="{key}">` with the alternative `<json k="{key}">`.
+    In the last example, the result also declares the tags of numbers, `<json k="{key}">` and
+    `</json>`, as an alternative.
 
     Args:
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
@@ -179,9 +179,8 @@ def _infer_value_tags(
         arguments: The markup of the list of arguments. `item_open` is the text before a key.
         before_value: The text between a key and its value, if the value is a string.
     """
-    around_string = _TextAroundArgument(
-        arguments.item_open, before_value, _text_after_plain_string(texts)
-    )
+    after_string = _text_after_plain_string(texts)
+    around_string = _TextAroundArgument(arguments.item_open, before_value, after_string)
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
     string_close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(around_string), string_close)
@@ -189,37 +188,49 @@ def _infer_value_tags(
     if around_number is None:
         return string_tags
     open_with_type = _open_pattern_with_type(around_string, around_number)
-    if open_with_type is not None:  # Case 1
+    if open_with_type is not None:
         return replace(string_tags, open=open_with_type)
-    # `</json></call>` and `</text></call>` have the same end, which closes the tool call. If the
-    # two texts are equal, strings and numbers have the same closing tag.
-    own_close = drop_common_suffix(around_number.after_value, around_string.after_value)
-    number_tags = TaggedArguments(_open_pattern(around_number), own_close or string_close)
-    if number_tags == string_tags:  # Case 2
-        return string_tags
-    return replace(string_tags, also=(number_tags,))  # Case 3
+    number_close = _close_of_number(around_number.after_value, after_string)
+    number_tags = TaggedArguments(_open_pattern(around_number), number_close or string_close)
+    return string_tags if number_tags == string_tags else replace(string_tags, also=(number_tags,))
+
+
+def _close_of_number(after_number: str, after_string: str) -> str:
+    """Return the closing tag of a number. Return "" if a string has the same closing tag.
+
+    Each argument is the text from the end of a value to the end of a tool call. The closing text of
+    the tool call, such as `</call>`, is the common end of both arguments.
+
+    >>> _close_of_number("</json></call>", "</text></call>")
+    '</json>'
+    """
+    return drop_common_suffix(after_number, after_string)
 
 
 def _cut_at_number(text: str, string_arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Return the texts around the key and the value of an argument that is a number.
+    """Return the texts around the key and the value in `text`, a call with the argument 41.
 
-    The tool call in `text` has one argument, the number 41. Example: the tool call
-    `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and `</json></call>`. Return
-    None if the template does not render the number as "41".
+    Example: the tool call `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
+    `</json></call>`.
 
     Args:
-        text: The rendered tool call.
+        text: The rendered tool call. Its only argument is the number 41.
         string_arguments: The markup of a list of arguments that are strings. `open` is the text
-            between the name and the first argument, here `>`. If no text precedes the key of the
-            number, as in `<call f>a=41`, the result contains `item_open`, the text before the key
-            of a string, because the parser finds an argument only by the text before its key.
+            between the name and the first argument, such as `>`.
+
+    Returns:
+        The texts, or None if the template does not render the number as "41". If no text precedes
+        the key, as in `<call f>a=41`, `before_key` is the text before the key of a string.
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
-    _, after_name, before_value, after_value = pieces
+    _before_name, after_name, before_value, after_value = pieces
     before_key = after_name.removeprefix(string_arguments.open)
-    return _TextAroundArgument(before_key or string_arguments.item_open, before_value, after_value)
+    if not before_key:
+        # The parser finds an argument only by the text before its key.
+        before_key = string_arguments.item_open
+    return _TextAroundArgument(before_key, before_value, after_value)
 
 
 def _open_pattern(around: _TextAroundArgument) -> str:

@@ -89,9 +89,9 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    # An inner object with the id and the name, as in {"function": {"id": .., "name": ..}}, has the
-    # position of the name.
     if paths.id is not None:
+        # One inner object may contain the id and the name: {"function": {"id": .., "name": ..}}.
+        # The key "function" then remains the key of the name.
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     is_id_at_end = order[-1] == "id"

@@ -56,7 +56,7 @@ class _CallStart(NamedTuple):
     head: str
 
     def as_marker(self) -> str:
-        """Join the marker and the header to one fixed text.
+        """Join the marker and the header into one fixed text.
 
         A header contains each literal brace twice, but a fixed text contains the brace once.
         """

@@ -110,8 +110,8 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # The rendering may write each literal text of the template once outside of loops and
-            # macros. Each loop item and each macro call counts this size again.
+            # The whole rendering is counted as one step that may write every literal text of the
+            # template. Each loop item and each macro call is counted as another such step.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

@@ -240,8 +240,8 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return
     _check_widths(text)
-    # Fields with the same name or index, such as `{name`, `{0` or `%(name`, write the same value. A
-    # field without a name, such as `{}` or `%s`, writes each value only once.
+    # Fields with the same name or index write the same value, as in `{name}{name}`, `{0}{0}` or
+    # `%(name)s%(name)s`. Fields without a name, as in `{}{}` or `%s%s`, write different values.
     num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
     max_repetitions = max(num_fields_by_name.values(), default=1)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)

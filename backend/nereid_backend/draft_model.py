@@ -114,7 +114,8 @@ class DraftModel:
         self._tables = BlockTables(pool, sizes.block_size, cache)
         # The free rows of the draft model's batch. Each sequence with draft tokens uses one row.
         self._free_rows = list(range(sizes.max_num_seqs))
-        # Maps the sequences of the large model that have a row in the batch of the draft model.
+        # Maps each sequence of the large model to its draft, if the sequence has a row in the batch
+        # of the draft model.
         self._drafts: dict[Sequence, SequenceDraft] = {}
         # The draft tokens of each sequence for the next forward pass of the large model.
         self._proposals: dict[Sequence, list[int]] = {}
@@ -175,7 +176,7 @@ class DraftModel:
             self._hook.remove()
 
     def _release_preempted(self) -> None:
-        """Release the rows and blocks of preempted sequences, which other sequences may need."""
+        """Release the rows and blocks of preempted sequences for use by other sequences."""
         preempted = [target for target in self._drafts if target.row is None]
         for target in preempted:
             self._release(target)

@@ -62,7 +62,7 @@ def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
     `block` is None if the weights are not divided into blocks.
     """
     layer_layouts = [_float8_layout(".weight", scale, block) for scale in _SCALES]
-    # A tensor with the weights of several experts has the name of the weight without a suffix.
+    # The name of a tensor with the weights of several experts has no suffix: "experts.down_proj".
     expert_layouts = [_float8_layout(main="", scale=scale, block=block) for scale in _EXPERT_SCALES]
     return (*layer_layouts, *expert_layouts)
 

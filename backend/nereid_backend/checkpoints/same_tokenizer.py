@@ -81,9 +81,10 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
-    """Raise a ModelError if the new checkpoint has vocabulary files, but none that the old one has.
+    """Raise a ModelError if the old checkpoint has none of the new checkpoint's vocabulary files.
 
-    The tokenizers of such checkpoints cannot be compared. Example: the old checkpoint has only
+    The tokenizers of such checkpoints cannot be compared. A new checkpoint without vocabulary files
+    is accepted. Example: the old checkpoint has only
     tokenizer.json, and the new checkpoint has only vocab.txt.
     """
     new_vocabularies = [name for name in _VOCABULARIES if name in new]

@@ -26,6 +26,10 @@ _PENDING = -1
 class PendingPlans:
     """Stores the plan of each unfinished step. A plan lists the tokens that the step computes.
 
+    `plan_next` plans a step while the previous step is running. The plan assumes that the previous
+    step adds exactly one token to each sequence that samples. After the previous step is committed,
+    its plan is removed, and `settle` corrects the chunks for which the assumption was wrong.
+
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
         ended_sequences: the ended sequences that an uncommitted plan still contains. These
@@ -35,9 +39,8 @@ class PendingPlans:
     def __init__(self) -> None:
         self.is_planning = False
         self.ended_sequences: dict[Sequence, None] = {}
-        # `plan_next` plans a step while the previous step is running, and stores the plans of these
-        # two steps in this list. A plan is removed when its step is finished or discarded. If no
-        # step is planned ahead, the list stays empty.
+        # The plan of the running step and the plan of the next step. A plan is removed when its
+        # step is finished or discarded. If no step is planned ahead, the list stays empty.
         self._unfinished: list[StepPlan] = []
 
     def __bool__(self) -> bool:
@@ -113,23 +116,19 @@ class PendingPlans:
             The corrected plan, or `plan` if no chunk was wrong.
         """
         corrected: dict[int, Chunk] = {}
-        # The input token of the chunk `plan.chunks[chunk_index]` was not known when the plan was
-        # made. It is now `device_token_ids[sampled_index]`.
+        # `plan.pending` lists the chunks whose input token was not known when the plan was made.
         for chunk_index, sampled_index in plan.pending:
             chunk = plan.chunks[chunk_index]
+            input_token = device_token_ids[sampled_index]
             token_ids = chunk.sequence.token_ids
-            has_right_input = token_ids[chunk.start] == device_token_ids[sampled_index]
-            has_last_token = len(token_ids) == chunk.start + 1
-            if not has_right_input:
+            if token_ids[chunk.start] != input_token:  # Another token was sampled.
                 corrected[chunk_index] = chunk._replace(num_tokens=0, samples=False)
-            elif not has_last_token:
+            elif len(token_ids) > chunk.start + 1:  # The sequence got more than one token.
                 corrected[chunk_index] = chunk._replace(samples=False)
         if not corrected:
             return plan
         settled = _with_chunks(plan, corrected)
-        # The list contains only `plan`, because the plan of the previous step was removed when that
-        # step was committed. Replace `plan` with the corrected plan.
-        self._unfinished = [settled]
+        self._unfinished = [settled if other is plan else other for other in self._unfinished]
         return settled
 
     def remove(self, plan: StepPlan) -> None:

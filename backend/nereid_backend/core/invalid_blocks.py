@@ -62,8 +62,6 @@ class InvalidBlocks:
         # have not started yet. Release these blocks if one of them is invalid.
         self._tables.kept_prompts.drop_with(invalid_blocks)
         for sequence in list(self._running):
-            # Sequences share only leading blocks. If a sequence shares a later block of a failed
-            # sequence, it therefore shares the invalid block, too.
             attends_to_invalid = not invalid_blocks.isdisjoint(sequence.all_blocks())
             # An ended sequence computes no more tokens, so it need not be preempted.
             has_ended = sequence in self._pending_plans.ended_sequences

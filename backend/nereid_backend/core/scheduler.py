@@ -297,16 +297,10 @@ class Scheduler:
         """
         updates, self._unreported_updates = self._unreported_updates, []
         self._pending_plans.remove(plan)
-        # Mark the blocks as invalid before the sequences end, because a sequence loses its blocks
-        # when it ends.
         for chunk in plan.chunks:
-            self._invalid_blocks.add_blocks_of(chunk.sequence)
-        for chunk in plan.chunks:
-            # If a sequence was aborted while the step was running, its last update has already been
-            # created.
-            has_ended_before = chunk.sequence in self._pending_plans.ended_sequences
-            if not has_ended_before:
-                updates.append(self._endings.end(chunk.sequence, "error", error=error))
+            update = self._end_failed(chunk.sequence, error)
+            if update is not None:
+                updates.append(update)
         # Preempt the running sequences that share blocks with the failed sequences.
         self._invalid_blocks.purge()
         # Release the rows and blocks of the sequences that ended while this step was running. If
@@ -365,11 +359,8 @@ class Scheduler:
             appended, and blocks before an attention window are freed.
         """
         sequence = chunk.sequence
-        error = None if sampled is None else sampled.error
-        if error is not None:
-            # Other sequences may use the same blocks, so mark the blocks as invalid even if the
-            # sequence has ended.
-            self._invalid_blocks.add_blocks_of(sequence)
+        if sampled is not None and sampled.error is not None:
+            return self._end_failed(sequence, sampled.error)
         if sequence in self._pending_plans.ended_sequences:
             return None
         chunk_end = chunk.start + chunk.num_tokens
@@ -378,9 +369,7 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
         update = None
-        if error is not None:
-            update = self._endings.end(sequence, "error", error=error)
-        elif sampled is not None:
+        if sampled is not None:
             update = self._append(sequence, sampled)  # also adds the blocks to the cache
         elif self.cache is not None:
             self.cache.add(sequence)
@@ -388,6 +377,19 @@ class Scheduler:
             # This call does nothing if the sequence has ended and has released its blocks.
             self._tables.free_blocks_before_window(sequence)
         return update
+
+    def _end_failed(self, sequence: Sequence, error: str) -> RequestUpdate | None:
+        """End a sequence whose blocks may contain wrong values. Return its last update.
+
+        Return None if the sequence was aborted while the step was running, because its last update
+        has already been created.
+        """
+        # Other sequences may use the same blocks, so mark the blocks as invalid even if the
+        # sequence has ended. Mark them first, because a sequence loses its blocks when it ends.
+        self._invalid_blocks.add_blocks_of(sequence)
+        if sequence in self._pending_plans.ended_sequences:
+            return None
+        return self._endings.end(sequence, "error", error=error)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence, and return an update that reports these tokens.

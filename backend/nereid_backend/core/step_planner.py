@@ -167,23 +167,20 @@ class StepPlanner:
     def _plan_chunks(self) -> list[Chunk]:
         """Select the tokens of the next step, first from running and then from waiting sequences.
 
-        Each chunk of the result contains the tokens of one sequence. The budget is the number of
-        tokens that the step may compute.
+        Each chunk of the result contains the tokens of one sequence.
 
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
         step. The step then computes only this prompt. If the prompt cannot be started, the step
         computes only the running sequences, which free rows and blocks when they end.
         """
-        chunks: list[Chunk] = []
-        budget = self.max_num_batched_tokens
-        if self.has_overdue_prompt:
-            chunk = self._start_overdue_prompt()
-            if chunk is not None:
-                return [chunk]
-            self._plan_running(chunks, budget)
+        if not self.has_overdue_prompt:
+            chunks, remaining_budget = self._plan_running(self.max_num_batched_tokens)
+            self._plan_waiting(chunks, remaining_budget)
             return chunks
-        budget = self._plan_running(chunks, budget)
-        self._plan_waiting(chunks, budget)
+        overdue_chunk = self._start_overdue_prompt()
+        if overdue_chunk is not None:
+            return [overdue_chunk]
+        chunks, _remaining_budget = self._plan_running(self.max_num_batched_tokens)
         return chunks
 
     def _start_overdue_prompt(self) -> Chunk | None:
@@ -217,34 +214,35 @@ class StepPlanner:
         sequence.draft_token_ids = []
         self.tables.release(sequence)
 
-    def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
-        """Add the next tokens of each running sequence to `chunks`, until the budget is used up.
+    def _plan_running(self, budget: int) -> tuple[list[Chunk], int]:
+        """Select the next tokens of each running sequence, until the budget is used up.
 
-        A chunk is the part of a sequence that the step computes. The budget is the number of tokens
-        that the step may still compute. The method also stops if there are not enough free blocks
-        for a sequence.
+        The method also stops if there are not enough free blocks for a sequence.
+
+        Args:
+            budget: the number of tokens that the step may compute.
 
         Returns:
-            The rest of the budget.
+            The chunks and the rest of the budget. A chunk contains the tokens of one sequence.
         """
+        chunks: list[Chunk] = []
         # These values are read once, because the loop runs for every sequence in every step.
-        is_ahead = self.pending_plans.is_planning  # The previous step is still running.
+        is_previous_step_running = self.pending_plans.is_planning
         has_block = self.tables.has_block
         uses_drafts = self.drafter is not None
-        # During the loop, preemptions can remove sequences from the list. `_allocate` removes only
-        # sequences that come later, or the current sequence. In the second case, the loop ends.
+        # `_plan_next_tokens` may preempt sequences, which removes them from the list. It preempts
+        # only later sequences, or the current sequence. In the second case, it returns None, and
+        # the loop ends.
         for index, sequence in enumerate(self.running.sequences):
             if budget <= 0:
                 break
-            if is_ahead and self.pending_plans.will_end(sequence):
-                # This sequence has ended, or reaches its length limit in the running step, so it
-                # needs no more tokens.
-                continue
+            if is_previous_step_running and self.pending_plans.will_end(sequence):
+                continue  # The sequence needs no more tokens.
             start = sequence.num_computed_tokens
             needs_one_token = start + 1 == len(sequence.token_ids) and not uses_drafts
             chunk: Chunk | None
             if needs_one_token and has_block(sequence, start):
-                # Most sequences need only one token and no new block.
+                # This is the usual case. No block must be allocated.
                 chunk = make_one_token_chunk(sequence, start)
             else:
                 chunk = self._plan_next_tokens(index, budget)
@@ -252,7 +250,7 @@ class StepPlanner:
                 break
             chunks.append(chunk)
             budget -= chunk.num_tokens
-        return budget
+        return chunks, budget
 
     def _plan_next_tokens(self, index: int, budget: int) -> Chunk | None:
         """Select the tokens to compute next for a running sequence, and allocate their blocks.

@@ -235,8 +235,8 @@ class CpuKVCache(KVCache):
         value_dim = self.values[layer].shape[3]
         num_tokens = num_blocks * block_size
         flat_rows = rows.reshape(-1)
-        # In the cache, the keys of a row are transposed, [key_dim, block_size]. The transposition
-        # gives [num_seqs, num_heads, num_blocks, block_size, key_dim].
+        # The cache stores the keys of a row as [key_dim, block_size]. `transpose` swaps these two
+        # dimensions, so `keys` becomes [num_seqs, num_heads, num_blocks, block_size, key_dim].
         keys = self.keys[layer].view(-1, key_dim, block_size).index_select(0, flat_rows)
         keys = keys.view(num_seqs, num_heads, num_blocks, key_dim, block_size).transpose(3, 4)
         keys = keys.reshape(num_seqs, num_heads, num_tokens, key_dim)

@@ -96,8 +96,8 @@ def captured_splits(
     longest = max(_num_visible(max_length, window, tile) for _, max_length in rows.bounds)
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
     wanted_splits = divide_up(wanted_programs, rows.count * programs_per_split)
-    # If there are many sequences, `wanted_splits` is small. `_MIN_CAPTURED_SPLITS` ensures that
-    # several programs still share the keys of a long sequence.
+    # If there are many sequences, `wanted_splits` is small. Nevertheless, the keys of a long
+    # sequence must be divided among several programs.
     num_splits = max(wanted_splits, _MIN_CAPTURED_SPLITS)
     # A split has at least `_MIN_TILES` tiles.
     max_splits = min(divide_up(longest, _MIN_TILES * tile), MAX_SPLITS)

@@ -213,27 +213,26 @@ class PackedRows:
 
     Attributes:
         layout: the layout that created the arrays.
-        tensors: the arrays of `StepLayout.arrays` on the device.
+        tensors: the arrays on the device. The first tensor contains the start of each decode's
+            block table. If the step has prefills, the second tensor contains the position and the
+            sizes of each prefill, and each further tensor contains the tiles of one tiling.
     """
 
     layout: StepLayout
     tensors: list[Tensor]
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Build the metadata of a step from the arrays that were copied to the GPU.
-
-        `StepLayout.arrays` describes the arrays and their order.
-        """
-        table_starts, *prefill_tensors = self.tensors
+        """Build the metadata of a step for the GPU kernels from the tensors on the device."""
         decodes = None
-        if batch.num_decodes:
-            decodes = _decode_rows(batch.decodes, batch.block_size, table_starts)
         prefills = None
+        if batch.num_decodes:
+            table_starts = self.tensors[0]
+            decodes = _decode_rows(batch.decodes, batch.block_size, table_starts)
         if batch.prefills:
-            prefill_rows, *tiles = prefill_tensors
+            positions_and_sizes, *tiles = self.tensors[1:]
             tiles_by_tiling = dict(zip(self.layout.tilings, tiles, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
-            prefills = PrefillRows(batch.prefills, table, prefill_rows, tiles_by_tiling)
+            prefills = PrefillRows(batch.prefills, table, positions_and_sizes, tiles_by_tiling)
         return GpuBatch(decodes, prefills)
 
 

@@ -31,7 +31,7 @@ class Float8(enum.IntEnum):
     DEVICE = 1
     """The kernels use conversion instructions of the GPU; see `float8_of`."""
     BITS = 2
-    """The kernels shift the bits of the numbers; see `triton_common.converted`."""
+    """The kernels shift the bits of the numbers; see `triton_common.convert_tile`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class AttentionCall:
         """Return the constants with which the kernels are compiled for this cache.
 
         The kernels pad keys to powers of two. To avoid much padding, a long key is divided into
-        MAIN numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED. If
-        a key is not divided, REST is 0.
+        MAIN numbers, which are padded to MAIN_PADDED, and REST numbers, which are padded to
+        REST_PADDED. If a key is not divided, REST is 0.
         """
         key_dim = self.spec.key_dim
         main = _main_size(key_dim)
@@ -117,7 +117,7 @@ class AttentionCall:
             "BLOCK_SIZE": self.values.shape[2],
             "KEY_DIM": key_dim,
             "MAIN": main,
-            "DIM": padded_size(main),
+            "MAIN_PADDED": padded_size(main),
             "REST": rest,
             "REST_PADDED": padded_size(rest) if rest else 0,
             "HAS_SCALES": self.scales is not None,
@@ -126,10 +126,11 @@ class AttentionCall:
 
 
 def _main_size(key_dim: int) -> int:
-    """Return how many numbers of a key the first of its two matrix products multiplies.
+    """Return the size of the first part of a key. A long key is divided into two parts.
 
-    The second matrix product multiplies the rest. Examples: a key of 192 numbers gives 128, so the
-    rest has 64 numbers. A key of 24 numbers is not divided, so the result is 24.
+    The kernels compute a separate matrix product for each part. Examples: a key of 192 numbers is
+    divided into 128 and 64 numbers, so the result is 128. A key of 24 numbers is not divided, so
+    the result is 24.
     """
     if key_dim <= _MAX_PADDED_KEY:
         return key_dim

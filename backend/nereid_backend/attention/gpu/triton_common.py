@@ -121,32 +121,37 @@ def convert_tile(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
 @triton.jit
 def tile_scores(
     query, query_rest, keys, key_scales, key_rows, is_read, scale, cap,
-    KEY_DIM: tl.constexpr, MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
-    REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
+    KEY_DIM: tl.constexpr, MAIN: tl.constexpr, MAIN_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Return the attention scores of a tile of keys, multiplied by log2(e).
 
-    The factor log2(e) allows the softmax to use powers of 2. key_rows [n] contains the cache rows
-    of the keys. Rows for which is_read is false are not read.
+    The factor log2(e) allows the softmax to use powers of 2. A long key is divided into two parts,
+    because Triton requires that each part is padded to a power of two. Example: a key with 192
+    columns is divided into 128 and 64 columns. Without this division, the key would be padded to
+    256 columns.
 
-    A long key is divided into MAIN columns, which are padded to DIM columns, and REST columns,
-    which are padded to REST_PADDED columns. Example: a key with 192 columns (KEY_DIM) is divided
-    into 128 and 64 columns. Without this division, it would be padded to 256 columns. If the key is
-    not divided, REST is 0. query contains the first MAIN columns of the queries, and query_rest the
-    others.
-
-    `AttentionCall.score_factors` computes scale and cap. Without a softcap, the result is
-    scale * product. If HAS_CAP is true, the result is cap * tanh(scale * product). If HAS_SCALES is
-    true, the keys are 8-bit numbers, and each score is multiplied by the factor of its key, which
-    is read from key_scales.
+    The arguments are:
+        query: [rows, MAIN_PADDED], the first part of the queries.
+        query_rest: [rows, REST_PADDED], the second part. It is not used if REST is 0.
+        keys, key_scales: the keys of the layer in the cache, and their scaling factors.
+        key_rows: [n], the cache rows of the keys.
+        is_read: [n]. If IS_MASKED is true, rows for which is_read is false are not read.
+        scale, cap: the results of `AttentionCall.score_factors`. The score is scale * product, or
+            cap * tanh(scale * product) if HAS_CAP is true.
+        KEY_DIM: the number of columns of a key.
+        MAIN, MAIN_PADDED: the number of columns of the first part, without and with padding.
+        REST, REST_PADDED: the same numbers for the second part; 0 if the key is not divided.
+        HAS_SCALES: whether each score is multiplied by the scaling factor of its key.
+        FLOAT8: the conversion of the keys; see `convert_tile`.
     """
-    # Load the first MAIN columns of the keys. KEY_DIM is the distance between two rows of the
-    # cache.
-    key = load_rows(keys, key_rows, is_read, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
-    scores = tl.dot(query, tl.trans(convert_tile(key, query.dtype, FLOAT8)), input_precision="ieee")
+    # The arguments before IS_MASKED are the first column, the number of columns, the number of
+    # columns with padding, and the distance between two rows.
+    key = load_rows(keys, key_rows, is_read, 0, MAIN, MAIN_PADDED, KEY_DIM, IS_MASKED)
+    key = convert_tile(key, query.dtype, FLOAT8)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if REST > 0:
-        # Load REST columns from column MAIN on.
         rest = load_rows(keys, key_rows, is_read, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
         rest = convert_tile(rest, query.dtype, FLOAT8)
         scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")

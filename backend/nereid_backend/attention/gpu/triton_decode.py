@@ -60,8 +60,8 @@ def captured_split_tokens(
     has 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
-    # If the attention window or the chunk is shorter than the sequence, only its keys are read. The
-    # first split begins at the start of a tile, so up to TILE tokens before them are also read.
+    # If the sequence is longer than the attention window or the chunk, only the last keys are read.
+    # The first split begins at the start of a tile, so up to TILE additional keys are read.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:
@@ -84,8 +84,8 @@ def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     scale, cap, window, chunk, split_tokens, max_splits,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    MAIN: tl.constexpr, MAIN_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
@@ -127,7 +127,7 @@ def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     token = tl.load(tokens + sequence).to(tl.int64)
     rows = query + token * query_token_stride
     query_cells = heads.to(tl.int64) * query_head_stride
-    query_tile = load_rows(rows, query_cells, is_member, 0, MAIN, DIM, 1, True)
+    query_tile = load_rows(rows, query_cells, is_member, 0, MAIN, MAIN_PADDED, 1, True)
     if not HAS_SCALES:
         query_tile = query_tile.to(keys.dtype.element_ty)
     query_rest = query_tile
@@ -149,7 +149,7 @@ def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
         numbers = block_numbers(blocks, next_positions, next_positions < end, BLOCK_SIZE)
         scores = tile_scores(
             query_tile, query_rest, keys, key_scales, key_rows, is_visible, scale, cap,
-            KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,
+            KEY_DIM, MAIN, MAIN_PADDED, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         scores = tl.where(is_visible[None, :], scores, float("-inf"))
         value = load_rows(values, key_rows, is_visible, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)

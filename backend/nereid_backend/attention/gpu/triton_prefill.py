@@ -22,8 +22,8 @@ def add_keys(
     scale, cap, window, chunk,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    MAIN: tl.constexpr, MAIN_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def add_keys(
         numbers = block_numbers(blocks, next_positions, next_positions < end, BLOCK_SIZE)
         scores = tile_scores(
             query_tile, query_rest, keys, key_scales, key_rows, is_read, scale, cap,
-            KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,
+            KEY_DIM, MAIN, MAIN_PADDED, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         if IS_MASKED:
             is_visible = key_positions[None, :] <= positions[:, None]
@@ -83,8 +83,8 @@ def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
     scale, cap, window, chunk,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    MAIN: tl.constexpr, MAIN_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
@@ -124,7 +124,7 @@ def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
     tokens = first_token + numbers
     positions = num_cached + numbers
     query_cells = tokens * query_token_stride + heads.to(tl.int64) * query_head_stride
-    query_tile = load_rows(query, query_cells, is_row, 0, MAIN, DIM, 1, True)
+    query_tile = load_rows(query, query_cells, is_row, 0, MAIN, MAIN_PADDED, 1, True)
     if not HAS_SCALES:
         query_tile = query_tile.to(keys.dtype.element_ty)
     query_rest = query_tile
@@ -152,14 +152,14 @@ def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
             low, middle, top, total, acc, query_tile, query_rest, positions,
             keys, values, key_scales, value_scales, blocks, kv_head, first, length,
             scale, cap, window, chunk,
-            NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
+            NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, MAIN_PADDED, REST, REST_PADDED,
             VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, False,
         )  # fmt: skip
     top, total, acc = add_keys(
         middle, length, top, total, acc, query_tile, query_rest, positions,
         keys, values, key_scales, value_scales, blocks, kv_head, first, length,
         scale, cap, window, chunk,
-        NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
+        NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, MAIN_PADDED, REST, REST_PADDED,
         VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, True,
     )  # fmt: skip
 

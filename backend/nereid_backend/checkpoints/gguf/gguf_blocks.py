@@ -295,17 +295,17 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """Unpack blocks of IQ4_XS: weight = block_scale * (group_scale - 32) * _LEVELS[q].
 
     `_LEVELS` contains the 16 numbers that the 4-bit integers q represent. A block has 256 weights
-    in 8 groups of 32. A block contains these bytes. In each line, byte i is counted from the first
-    byte of the line.
+    in 8 groups of 32, and contains these bytes:
 
         0 to 1     the block scale, float16
-        2 to 3     the high 2 bits of the group scales: the bits 2 * j and 2 * j + 1 of byte i
-                   belong to group 4 * i + j
-        4 to 7     the low 4 bits of the group scales: the low half of byte i belongs to group
-                   2 * i, and the high half belongs to group 2 * i + 1
+        2 to 3     the high 2 bits of the group scales: groups 0 to 3 in byte 2, groups 4 to 7 in
+                   byte 3, from the lowest bits to the highest bits of a byte
+        4 to 7     the low 4 bits of the group scales: groups 0 and 1 in byte 4, groups 2 and 3 in
+                   byte 5, and so on, the first group in the low half of the byte
         8 to 135   the integers q, 16 bytes for each group: the low halves of the bytes contain the
                    first 16 integers, and the high halves contain the other 16 integers
     """
+    # The parts of one byte belong to consecutive groups, so a run has only one byte.
     scale_high_2_bits = _unpack_2_bit(blocks[:, 2:4], run_length=1)
     scale_low_4_bits = _unpack_4_bit(blocks[:, 4:8], run_length=1)
     group_scales = scale_low_4_bits | (scale_high_2_bits << 4)

@@ -105,23 +105,32 @@ class BlockTables:
             self._num_entries_to_start(sequence, num_cached_tokens, window) - num_cached_blocks
             for window in self._windows
         ]
-        num_null_blocks = self._count_null_blocks(tables)
-        shared_blocks = _without_null_blocks(tables, num_null_blocks)
+        shared_blocks = _without_null_blocks(tables, self._count_null_blocks(tables))
         # `num_free` also counts cached blocks that no sequence uses. If this sequence reuses such
         # blocks, they cannot be allocated as new blocks.
         num_available = self._pool.num_free - self._pool.count_idle(shared_blocks)
         if sum(num_new_blocks) > num_available:
             return False
-        self._pool.acquire(shared_blocks)
-        for table, num_new in zip(tables, num_new_blocks, strict=True):
-            table += self._pool.allocate(num_new)
-        sequence.block_tables = tables
-        self._record_new_tables(sequence, num_cached_tokens, num_null_blocks)
+        sequence.block_tables = self._complete_tables(tables, num_new_blocks)
+        self._record_new_tables(sequence, num_cached_tokens)
         if self.snapshots is not None:
             # The cached prefix of a recurrent model always ends at a saved state.
             self.snapshots.start_from(sequence, num_cached_tokens)
         self._count_cached_tokens(sequence)
         return True
+
+    def _complete_tables(self, tables: list[list[int]], num_new: list[int]) -> list[list[int]]:
+        """Acquire the blocks in `tables`, and append new blocks. Return the complete block tables.
+
+        Each table belongs to one group of layers and gets its own number of new blocks. The pool
+        must have enough free blocks.
+        """
+        # Null blocks have no reference counts, so they are not acquired.
+        self._pool.acquire(_without_null_blocks(tables, self._count_null_blocks(tables)))
+        return [
+            [*table, *self._pool.allocate(num_blocks)]
+            for table, num_blocks in zip(tables, num_new, strict=True)
+        ]
 
     def _find_cached(self, sequence: Sequence) -> list[list[int]]:
         """Return the block tables (one per group of layers) of a sequence's longest cached prefix.
@@ -240,7 +249,7 @@ class BlockTables:
             self.cache.retain(sequence)
         self._pool.release(_without_null_blocks(sequence.block_tables, sequence.num_null_blocks))
         sequence.block_tables = [[] for _ in self._windows]
-        self._record_new_tables(sequence, 0, [0] * len(self._windows))
+        self._record_new_tables(sequence, num_reused=0)
 
     def share_prompt_blocks(self, request: Request, leader: Sequence) -> None:
         """Let the other sequences of `request` use the prompt blocks that `leader` has computed.
@@ -330,35 +339,23 @@ class BlockTables:
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
-        # The full blocks of the reused tokens are never written again, so several sequences can
-        # share these blocks. An entry of a block table can also be a null block: a placeholder for
-        # a block before the attention window.
-        num_shared_entries = num_reused_tokens // self._block_size
-        num_new = self._num_blocks(len(sequence.token_ids)) - num_shared_entries
-        num_groups = len(self._windows)
+        num_shared = num_reused_tokens // self._block_size  # the full blocks of the reused tokens
+        num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
+        num_groups = len(request.block_tables)
         if num_new * num_groups > self._pool.num_free:
             return False
-        # `request.block_tables` has one table for each group of layers.
-        tables = [table[:num_shared_entries] for table in request.block_tables]
-        # Do not acquire the null blocks, because they have no reference counts.
-        num_null_blocks = self._count_null_blocks(tables)
-        self._pool.acquire(_without_null_blocks(tables, num_null_blocks))
-        for table in tables:
-            table += self._pool.allocate(num_new)
+        shared_tables = [table[:num_shared] for table in request.block_tables]
+        tables = self._complete_tables(shared_tables, [num_new] * num_groups)
         ends_within_block = num_reused_tokens % self._block_size > 0
         if ends_within_block:
-            # The first new block gets a copy of this block, so that the sequence can write its next
-            # tokens there. The copied block is not a null block, because it contains the last
-            # prompt token, which is inside the attention window.
+            # The first new block becomes a copy of the block with the last prompt token.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
-                self._copies.append((prompt_table[num_shared_entries], table[num_shared_entries]))
+                self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables
-        self._record_new_tables(sequence, num_reused_tokens, num_null_blocks)
+        self._record_new_tables(sequence, num_reused_tokens)
         return True
 
-    def _record_new_tables(
-        self, sequence: Sequence, num_reused: int, num_null_blocks: list[int]
-    ) -> None:
+    def _record_new_tables(self, sequence: Sequence, num_reused: int) -> None:
         """Update the counters of a sequence after `sequence.block_tables` was replaced.
 
         Args:
@@ -366,14 +363,12 @@ class BlockTables:
             num_reused: the number of leading tokens whose keys and values are already in the
                 blocks, because they were computed earlier, for example for another sequence; 0 if
                 the sequence has released its blocks.
-            num_null_blocks: for each block table, the number of null blocks at its start. A null
-                block is a placeholder for a block before the attention window.
         """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         # The full blocks of reused tokens are already in the prefix cache.
         sequence.num_blocks_in_cache = num_reused // self._block_size
-        sequence.num_null_blocks = num_null_blocks
+        sequence.num_null_blocks = self._count_null_blocks(sequence.block_tables)
         self._update_after_table_change(sequence)
 
     def _update_after_table_change(self, sequence: Sequence) -> None:
@@ -410,11 +405,11 @@ class BlockTables:
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:  # One step may compute all tokens.
             return self._num_blocks(num_tokens)
-        # The next step starts with the first uncomputed token, whose window starts at this
-        # position. The step ends at most one window and one step later.
+        # The window of the first uncomputed token starts at `window_start`. From this position to
+        # the end of the next step, there are at most the tokens of one window and of one step.
         window_start = window.first_visible(num_cached)
-        step_end = window_start + window.max_visible_tokens + self._max_step_tokens
-        return self._num_blocks(min(num_tokens, step_end))
+        max_step_end = window_start + window.max_visible_tokens + self._max_step_tokens
+        return self._num_blocks(min(num_tokens, max_step_end))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
         """For each block table, count the null blocks. A null block is only a placeholder."""

@@ -139,7 +139,8 @@ class DiskStore:
         name = self._name(key)
         with self._lock:
             if name in self._pending:
-                # The writer thread will add the file at the end of `_sizes` when it writes it.
+                # The file is not written yet. The writer thread will write the file, and will add
+                # the file to `_sizes` as the most recently used file.
                 return _content(self._pending[name])
             if name not in self._sizes:
                 return None

@@ -97,8 +97,8 @@ class EvictionOrder(Generic[Item]):
         self._clock = clock
         # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
-        # A logical clock: the number of changes so far. It orders the changes, because the clock
-        # can return the same time for two changes.
+        # The number of changes so far. This number orders the changes, because `clock` can return
+        # the same time for two changes.
         self._logical_time = 0
 
         # Maps each idle item without a session to the logical time at which the item became idle.

@@ -143,7 +143,7 @@ class PrefixCache:
         return [block_table]
 
     def _num_blocks_to_snapshot(self, hashes: list[bytes]) -> int:
-        """Return the number of leading blocks up to the last block with a snapshot; 0 if none has.
+        """Return the number of blocks before the last snapshot, or 0 if there is no snapshot.
 
         A recurrent model can continue only from a saved recurrent state (a snapshot). Example: the
         hashes are [a, b, c], and there are snapshots after a and b. The result is 2.
@@ -215,17 +215,17 @@ class PrefixCache:
             first blocks are added.
         """
         cached_blocks = self._blocks[0]  # maps hashes to the blocks of the only group of layers
-        present_blocks = [cached_blocks[h] for h in hashes if h in cached_blocks]
+        already_cached = [cached_blocks[h] for h in hashes if h in cached_blocks]
         missing_hashes = [h for h in hashes if h not in cached_blocks]
-        # Acquire the present blocks, so that `allocate` does not evict them.
-        self._pool.acquire(present_blocks)
+        # Acquire the blocks that are already cached, so that `allocate` does not evict them.
+        self._pool.acquire(already_cached)
         new_hashes = missing_hashes[: self._pool.num_free]
         new_blocks = self._pool.allocate(len(new_hashes))
         for block_hash, block in zip(new_hashes, new_blocks, strict=True):
             self._mark_cached(cached_blocks, block_hash, block)
         # No sequence uses the blocks yet. Released blocks that are marked as cached keep their
         # content until they are evicted.
-        self._pool.release([*present_blocks, *new_blocks])
+        self._pool.release([*already_cached, *new_blocks])
         return list(zip(new_hashes, new_blocks, strict=True))
 
     def _mark_cached(self, cached_blocks: dict[bytes, int], block_hash: bytes, block: int) -> None:

@@ -81,10 +81,11 @@ class WindowSearch:
         ]
 
     def _cached_runs_by_window(self, tables: list[list[int]]) -> dict[AttentionWindow, list[int]]:
-        """For each attention window, return the numbers of consecutive cached blocks.
+        """For each attention window, return the lengths of the runs of cached blocks.
 
-        Element i of a list is the number of consecutive cached blocks that end with block i. Groups
-        of layers with the same window share one list, which contains the smallest numbers.
+        A run is a series of consecutive cached blocks. Element i of a list is the length of the run
+        that ends at block i, or 0 if block i is not cached. Groups of layers with the same window
+        share one list, which contains the smallest lengths.
 
         Example: two groups have the same window and the tables [4, null, 9] and [7, 3, 6]. Their
         lists are [1, 0, 1] and [1, 2, 3], so the result contains [1, 0, 1].
@@ -141,10 +142,11 @@ class WindowSearch:
 
 
 def _cached_runs(table: list[int], null_block: int) -> list[int]:
-    """For each block, return the number of consecutive cached blocks that end with this block.
+    """For each block, return the length of the run of cached blocks that ends at this block.
 
-    The null block represents a block that is not cached. Example: the table [4, null, 9, 6] gives
-    [1, 0, 1, 2].
+    A run is a series of consecutive cached blocks. The length is 0 if the block itself is not
+    cached. The null block represents a block that is not cached. Example: the table
+    [4, null, 9, 6] gives [1, 0, 1, 2].
     """
     run = 0
     runs = []

@@ -90,7 +90,7 @@ class _History:
     next_pause: int = _FIRST_PAUSE
 
     def start_pause(self) -> None:
-        """Start a pause without drafts. The next pause will be twice as long, up to a limit."""
+        """Pause the drafts for `next_pause` steps, and double `next_pause` up to a limit."""
         self.num_paused_steps = self.next_pause
         self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
 

@@ -128,7 +128,7 @@ class FlashInferPrefill:
 
 
 def _cumulative_starts(counts: list[int]) -> Tensor:
-    """Return the index of each prefill's first element, and at the end the number of all elements.
+    """Return the start index of each prefill. The last entry is the total number of elements.
 
     `counts` contains the number of elements of each prefill. Example: [2, 3] gives [0, 2, 5].
     """

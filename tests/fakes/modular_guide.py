@@ -58,9 +58,9 @@ class ModularGuide:
         row[:] = np.packbits(bits, bitorder="little").view(np.int32)
         return True
 
-    @staticmethod
+    @classmethod
     def fill_all(
-        guides: list["ModularGuide"], rows: np.ndarray, row_indices: list[int]
+        cls, guides: list["ModularGuide"], rows: np.ndarray, row_indices: list[int]
     ) -> list[bool]:
         """See MaskingGuide.fill_all."""
         return [guide.fill(rows[index]) for guide, index in zip(guides, row_indices, strict=True)]

@@ -240,9 +240,9 @@ class TokenGuide:
         """
         return self.fill_all([self], row[None], [0])[0]
 
-    @staticmethod
+    @classmethod
     def fill_all(
-        guides: Sequence["TokenGuide"], rows: TokenMasks, row_indices: Sequence[int]
+        cls, guides: Sequence["TokenGuide"], rows: TokenMasks, row_indices: Sequence[int]
     ) -> list[bool]:
         """For each guide, write a token mask: the tokens that the guide allows next.
 

@@ -39,7 +39,7 @@ class PoolingEngine:
             ModelError: the checkpoint is missing, broken or not supported.
         """
         self.config = config
-        self._model = PoolingModel(config, progress or _to_stderr)
+        self._model = PoolingModel.load(config, progress or _to_stderr)
         self.info: PoolingInfo = self._model.info
         # The default number of waiting inputs depends on the size of the largest possible input, so
         # that a full queue needs a limited amount of memory.

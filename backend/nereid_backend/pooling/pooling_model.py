@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from nereid_backend.cpu_threads import start_cpu_threads
+from nereid_backend.cpu_threads import CpuThreads, start_cpu_threads
 from nereid_backend.pooling.describe_model import describe_model
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
 from nereid_backend.pooling.forward.image_forward import ImageForward
@@ -40,7 +41,7 @@ from nereid_backend.pooling.inputs.vision_language_prompts import (
 from nereid_backend.pooling.load_model import LoadedModel, load_model
 from nereid_backend.pooling.loading.checkpoint_spec import MASKED, RETRIEVAL, TOWERS
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.pooling.pooling_items import Value
+from nereid_backend.pooling.pooling_items import PoolingInfo, Value
 from nereid_backend.pooling.split_batch import split_batch
 
 NOT_FINITE = (
@@ -57,7 +58,35 @@ class PoolingModel:
         preparer: validates and tokenises items.
     """
 
-    def __init__(self, config: PoolingConfig, progress: Callable[[str], None]) -> None:
+    def __init__(self, loaded: LoadedModel, info: PoolingInfo, cpu_threads: CpuThreads) -> None:
+        """Create the objects that prepare items and run the model. Only `load` calls `__init__`.
+
+        Args:
+            loaded: the loaded model.
+            info: the description of the loaded model.
+            cpu_threads: adjusts the number of torch's threads before each batch.
+        """
+        self._loaded = loaded
+        self.info = info
+        self._cpu_threads = cpu_threads
+        # Builds the prompts of a vision-language model; None for other models.
+        prompts = _vision_language_prompts(loaded)
+        is_vision_language = prompts is not None
+        # Runs a vision-language model on one prompt at a time; None for other models.
+        self._image_forward = (
+            ImageForward(loaded.encoder, loaded.spec) if is_vision_language else None
+        )
+        self.preparer = ItemPreparer(
+            loaded.spec,
+            info,
+            loaded.encoder.tokenizer,
+            reranker=loaded.reranker,
+            images=_tower_images(loaded),
+            prompts=prompts,
+        )
+
+    @classmethod
+    def load(cls, config: PoolingConfig, progress: Callable[[str], None]) -> Self:
         """Load the checkpoint, and choose the method of computing batches.
 
         Args:
@@ -69,25 +98,10 @@ class PoolingModel:
             ModelError: the checkpoint is missing, broken or not supported.
         """
         started = time.monotonic()
-        # The object that adjusts the number of torch's threads before each batch; see `run`.
-        self._cpu_threads = start_cpu_threads(config.num_threads)
-        self._loaded = loaded = load_model(config, progress)
-        self.info = describe_model(config, loaded, time.monotonic() - started)
-        # The object that builds the prompts of a vision-language model; None for other models.
-        prompts = _vision_language_prompts(loaded)
-        # The object that runs a vision-language model on one input at a time; None for other
-        # models.
-        self._image_forward = (
-            ImageForward(loaded.encoder, loaded.spec) if prompts is not None else None
-        )
-        self.preparer = ItemPreparer(
-            loaded.spec,
-            self.info,
-            loaded.encoder.tokenizer,
-            reranker=loaded.reranker,
-            images=_tower_images(loaded),  # prepares images; None if there is no image tower
-            prompts=prompts,
-        )
+        cpu_threads = start_cpu_threads(config.num_threads)
+        loaded = load_model(config, progress)
+        info = describe_model(config, loaded, load_seconds=time.monotonic() - started)
+        return cls(loaded, info, cpu_threads)
 
     def close(self) -> None:
         """Remove Nereid's attention from transformers, so that the model's memory can be freed.

@@ -66,7 +66,7 @@ def _read_sequence(
     sequence, drafts = last_position
     if drafts or sequence.guide is not None or sampled_tokens.errors:
         return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
-    # Without draft tokens and a grammar, the sampled token is the only new token.
+    # The sequence has no draft tokens and no grammar, so the sampled token is its only new token.
     top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
     return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
 

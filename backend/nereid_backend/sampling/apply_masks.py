@@ -5,22 +5,20 @@ from collections import abc
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.device_transfer import upload
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
-# In a token mask, each byte describes 8 tokens, with one bit for each token. This table maps the
-# value of a byte to the biases of these tokens. A bias is 0 or -inf, and is added to the token's
-# logit. Each of the 256 items consists of 8 float32 biases (32 bytes), so that numpy copies these 8
-# biases together.
-_BIASES_OF_BYTE = np.ascontiguousarray(
-    np.where(
-        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
-        np.float32(0),
-        np.float32(-np.inf),
-    )
-).view("V32")[:, 0]
+# In a token mask, each byte describes 8 tokens, with one bit for each token. Row i of this table
+# [256, 8] float32 contains the biases of the 8 tokens that a byte with the value i describes. A
+# bias is 0 for an allowed token, and -inf for a forbidden token.
+_BIASES_OF_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0),
+    np.float32(-np.inf),
+)
 
 
 def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
@@ -51,32 +49,41 @@ def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
 def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
     """Compute the result of `with_masks` for logits on a CPU.
 
-    0 or -inf is added to each logit. The addition takes the same time for any mask, because it has
-    no branches. It is several times as fast as `masked_fill_`.
+    A bias of 0 or -inf is added to each logit. The addition takes the same time for any mask,
+    because it has no branches. It is several times as fast as `masked_fill_`.
 
     Args:
         logits: [n, vocab_size] float32. Not changed.
         rows: the rows with a mask.
         packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
-    vocab_size = logits.shape[1]
-    mask_bytes = packed.view(np.uint8)  # Each byte contains the bits of 8 tokens.
-    # The table has one item for each of the 256 values of a byte. An item contains 8 float32 biases
-    # (32 bytes): 0 for an allowed token, and -inf for a forbidden token. All bytes are valid
-    # indices. With mode="clip", numpy does not check the indices, which saves time.
-    biases_of_bytes = np.take(_BIASES_OF_BYTE, mask_bytes, mode="clip")
-    # Convert each item of 32 bytes to 8 float32 numbers: [len(rows), 8 * (bytes of a mask)].
-    padded_biases = biases_of_bytes.view(np.float32)
-    # The last word of a mask also has bits for tokens after the end of the vocabulary, so the
-    # surplus columns are cut off.
-    biases = torch.from_numpy(padded_biases[:, :vocab_size])
-    has_mask_in_every_row = len(rows) == len(logits)
-    if has_mask_in_every_row:
+    biases = torch.from_numpy(_biases(packed, logits.shape[1]))
+    if len(rows) == len(logits):  # Every row has a mask, so the logits need not be copied.
         return biases.add_(logits)
     masked = logits.clone()
-    for row, bias in zip(rows, biases, strict=True):
-        masked[row] += bias
+    for row, biases_of_row in zip(rows, biases, strict=True):
+        masked[row] += biases_of_row
     return masked
+
+
+def _biases(packed: TokenMasks, vocab_size: int) -> NDArray[np.float32]:
+    """Convert each token mask to biases: 0 for an allowed token, and -inf for a forbidden token.
+
+    Example: a mask with the bits 1, 0 and 1 for the three tokens of a vocabulary gives
+    [0, -inf, 0].
+
+    Args:
+        packed: [n, ceil(vocab_size / 32)] int32, the masks.
+        vocab_size: the number of tokens. The last word of a mask can have bits for further tokens.
+
+    Returns:
+        [n, vocab_size] float32.
+    """
+    mask_bytes = packed.view(np.uint8)  # [n, 4 * ceil(vocab_size / 32)]
+    # Every byte is a valid row of the table. With mode="clip", numpy does not check the indices,
+    # which saves time.
+    biases: NDArray[np.float32] = np.take(_BIASES_OF_BYTE, mask_bytes, axis=0, mode="clip")
+    return biases.reshape(len(packed), -1)[:, :vocab_size]
 
 
 def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:

@@ -82,18 +82,22 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The
     # threshold of min_p is 0 if min_p is off.
     threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
-    return FilterThreshold(threshold, _is_floor_certain(probs, threshold, top_k))
+    return FilterThreshold(threshold, _is_total_known(probs, threshold, top_k))
 
 
-def _is_floor_certain(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
-    """Return, for each row, whether the threshold of min_p and top_k is certain, [n, 1] bool.
+def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
+    """Return whether the total probability after min_p and top_k is known for each row.
 
-    A threshold that removes all tokens outside `probs` is certain. The threshold 0 removes no
-    token. This threshold is certain if min_p and top_k are off, and wrong if top_k is on. Example:
-    `probs` contains 64 tokens, min_p is off and top_k is 100. The threshold is 0, because the 100th
-    probability is not in `probs`.
+    The total is known if min_p and top_k are off, because it is then 1. It is also known if min_p
+    and top_k remove all tokens outside `probs`. Example: `probs` contains 64 tokens, min_p is off
+    and top_k is 100. The total is not known, because `probs` contains only 64 of the 100 tokens
+    that top_k keeps.
 
-    Shapes: probs [n, width] in descending order, threshold [n, 1], top_k [n, 1].
+    `threshold` is the smallest probability that min_p and top_k keep. If `threshold` is 0, either
+    both filters are off, or top_k exceeds the width of `probs`.
+
+    Shapes: probs [n, width] in descending order, threshold [n, 1], top_k [n, 1]. The result is
+    [n, 1] bool.
     """
     are_both_off = (threshold == 0) & (top_k <= 0)
     return are_both_off | _removes_all_unexamined(probs, threshold)

@@ -96,8 +96,8 @@ class TokenCounts:
         # request has a token yet.
         width = max(1, max_distinct + max_drafts)
         self._ensure_width(width)
-        # Draft tokens may be rejected, so they are counted only in copies. Indexing with a list of
-        # rows copies the rows.
+        # The draft tokens are counted in copies of the rows, because draft tokens may be rejected.
+        # Indexing with a list of rows copies the rows.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
         for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
@@ -143,8 +143,9 @@ class TokenCounts:
         self._ensure_width(len(tokens))
         self._ids[row, : len(tokens)] = tokens
         # The unused columns repeat the first token, so that the repetition penalty applies to no
-        # further token. Without tokens, the columns contain the token 0. Its logit is not changed,
-        # because the penalties for output tokens ignore tokens with the count 0.
+        # further token. If there is no first token, the columns contain the token 0 with the count
+        # 0. No penalty then changes the logit of the token 0: the request has no repetition
+        # penalty, and the other penalties ignore tokens with the count 0.
         self._ids[row, len(tokens) :] = tokens[0] if tokens else 0
         self._counts[row] = 0
         columns = {token_id: column for column, token_id in enumerate(tokens)}

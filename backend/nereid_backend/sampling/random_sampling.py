@@ -6,7 +6,7 @@ token from these cumulative sums. The tokens are not sorted by probability, beca
 then swap two tokens with nearly equal probabilities.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,6 +134,10 @@ class UncertainRows(NamedTuple):
         return UncertainRows(batch_rows[self.rows], self.is_certain)
 
 
+_SampleFiltered = Callable[[Tensor, SamplingBatch], tuple[Tensor, UncertainRows | None]]
+"""A function that samples one token for each row. Every row has a filter."""
+
+
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample one token for each row. The random number of the row selects the token.
 
@@ -172,13 +176,17 @@ def sample_or_defer(
     is_filtered = batch.has_filters(vocab_size=logits.shape[1])
     if not is_filtered.any():
         return _sample_unfiltered(logits, batch), None
+    sample_filtered = _sample_once if defers else _sample_until_certain
     if is_filtered.all():
-        return _sample_filtered(logits, batch, defers=defers)
-    return _sample_separately(logits, batch, is_filtered, defers=defers)
+        return sample_filtered(logits, batch)
+    return _sample_separately(logits, batch, is_filtered, sample_filtered)
 
 
 def _sample_separately(
-    logits: Tensor, batch: SamplingBatch, is_filtered: NDArray[np.bool_], *, defers: bool
+    logits: Tensor,
+    batch: SamplingBatch,
+    is_filtered: NDArray[np.bool_],
+    sample_filtered: _SampleFiltered,
 ) -> tuple[Tensor, UncertainRows | None]:
     """Sample the rows with filters (top_k, top_p, min_p) and the rows without filters separately.
 
@@ -186,19 +194,16 @@ def _sample_separately(
         logits: [n, vocab_size].
         batch: the sampling parameters and random numbers of the rows.
         is_filtered: [n] bool, whether each row has a filter. Some rows have one, and others do not.
-        defers: whether a row whose token may be wrong is returned (True), or is sampled again from
-            more tokens at once (False).
+        sample_filtered: samples the rows with filters: `_sample_once` or `_sample_until_certain`.
 
     Returns:
-        The token ids of all rows, [n] int64, and the returned rows; None if `defers` is False.
+        The token ids of all rows, [n] int64, and the uncertain rows that `sample_filtered` returns.
     """
     filtered = np.flatnonzero(is_filtered)
     unfiltered = np.flatnonzero(~is_filtered)
     filtered_index = upload(filtered, logits.device)
     unfiltered_index = upload(unfiltered, logits.device)
-    filtered_ids, uncertain = _sample_filtered(
-        logits[filtered_index], batch.rows(filtered), defers=defers
-    )
+    filtered_ids, uncertain = sample_filtered(logits[filtered_index], batch.rows(filtered))
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     token_ids[filtered_index] = filtered_ids
     token_ids[unfiltered_index] = _sample_unfiltered(
@@ -219,32 +224,30 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return (logits.float() / column(batch.temperature, logits)).softmax(-1)
 
 
-def _sample_filtered(
-    logits: Tensor, batch: SamplingBatch, *, defers: bool
-) -> tuple[Tensor, UncertainRows | None]:
-    """Sample one token for each row. Each row uses at least one of top_k, top_p and min_p.
+def _sample_once(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, UncertainRows]:
+    """Sample one token for each row from the likeliest tokens, without waiting for the GPU.
 
-    The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
-    If the filters may also keep other tokens, the sampled token may be wrong. If `defers` is True,
-    the caller reads on the device which tokens are wrong, and samples these rows again later.
-    Otherwise, this function examines more tokens until every token is right.
+    Every row has a filter: top_k, top_p or min_p. The filters usually remove all tokens except a
+    few of the likeliest tokens. If the filters of a row also keep a token that was not examined,
+    the row is uncertain: its sampled token may be wrong.
 
     Returns:
-        The token ids, [n] int64. If `defers` is True, all rows are also returned as rows whose
-        tokens may be wrong; otherwise None.
+        The token ids, [n] int64, and an UncertainRows object with all rows. The object contains a
+        tensor on the device, which is False for each row that must be sampled again.
     """
-    if not defers:
-        return _sample_until_certain(logits, batch), None
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
     return attempt.token_ids, UncertainRows(np.arange(len(logits)), attempt.is_certain)
 
 
-def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row, [n] int64. Examine more candidates if a token may be wrong.
+def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, None]:
+    """Sample one token for each row. Examine more tokens if a sampled token may be wrong.
 
     A token is certain if the filters of its row remove all tokens that were not examined. The first
     attempt examines a few likely tokens, the second attempt (only on a CPU) examines more tokens,
     and the last attempt examines all tokens.
+
+    Returns:
+        The token ids, [n] int64, and None, because no row is uncertain.
     """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.has_kernels_for(logits):
@@ -253,11 +256,11 @@ def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
         attempt = _after_second_attempt(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
     if len(uncertain_rows) == 0:
-        return attempt.token_ids
+        return attempt.token_ids, None
     uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
     probs = _probs(logits[uncertain_rows], uncertain_batch)
     new_ids = _sample_from_all(probs, uncertain_batch)
-    return attempt.token_ids.index_copy(0, uncertain_rows, new_ids)
+    return attempt.token_ids.index_copy(0, uncertain_rows, new_ids), None
 
 
 class _Attempt(NamedTuple):

@@ -390,15 +390,27 @@ def _sample_rows(
     likeliest_ids = argmax(logits) if likeliest is None else likeliest
     if is_greedy.all():
         return likeliest_ids, None
-    return _replace_random_rows(likeliest_ids, logits, inputs, defers=defers)
+    return _sample_non_greedy_rows(likeliest_ids, logits, inputs, defers=defers)
 
 
-def _replace_random_rows(
+def _sample_non_greedy_rows(
     likeliest_ids: Tensor, logits: Tensor, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Return `likeliest_ids` with a random token in each row whose request is not greedy.
+    """Sample a random token for each row that is not greedy.
 
-    `likeliest_ids` is [n] int64. `_sample_rows` documents the other arguments and the result.
+    A greedy row keeps its likeliest token.
+
+    Args:
+        likeliest_ids: [n] int64, the likeliest token of each row. Not changed.
+        logits: [n, vocab_size], after masks and penalties.
+        inputs: the positions of the rows, with their sampling parameters.
+        defers: whether a row whose random token may be wrong is returned (True), or is sampled
+            again at once (False).
+
+    Returns:
+        The token ids of all rows, [n] int64. If `defers` is True, also the rows whose random tokens
+        may be wrong, with a tensor on the device that is False for each row that must be sampled
+        again. None if there are no such rows.
     """
     (random_rows,) = (~inputs.params["is_greedy"]).nonzero()
     device_rows = upload(random_rows, logits.device)
@@ -406,7 +418,10 @@ def _replace_random_rows(
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     token_ids = likeliest_ids.index_copy(0, device_rows, random_ids)
-    return token_ids, None if uncertain is None else uncertain.in_batch(random_rows)
+    if uncertain is None:
+        return token_ids, None
+    # `uncertain.rows` are indices of `random_rows`. Convert them to indices of `logits`.
+    return token_ids, uncertain.in_batch(random_rows)
 
 
 def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:

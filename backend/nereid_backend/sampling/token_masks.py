@@ -15,7 +15,7 @@ from collections import abc
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 import numpy as np
 
@@ -52,16 +52,16 @@ class MaskingGuide(Guide, Protocol):
             False if every token is allowed. In this case, `row` is not written.
         """
 
-    @staticmethod
+    @classmethod
     def fill_all(
-        guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, row_indices: abc.Sequence[int]
+        cls, guides: abc.Sequence[Self], rows: TokenMasks, row_indices: abc.Sequence[int]
     ) -> list[bool]:
-        """Write the masks of the next tokens of several guides. One call is faster than many.
+        """Write the masks of the next tokens for several guides.
 
-        The method is static, because it concerns several guides. Each class has its own method.
+        One call for several guides is faster than one call of `fill` for each guide.
 
         Args:
-            guides: the guides, which are instances of the class whose method is called.
+            guides: the guides. All guides are instances of this class.
             rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32. Mutated.
             row_indices: for each guide, the index of its row in `rows`.
 

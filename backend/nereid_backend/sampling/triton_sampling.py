@@ -91,7 +91,7 @@ def count_at_thresholds(
 
 @triton.jit
 def count_at_threshold(logits, max_logit, factor, vocab_size, threshold, TILE: tl.constexpr):
-    """Count the tokens whose weights are at least one threshold, and sum their weights.
+    """Count the tokens whose weights are not less than `threshold`, and sum their weights.
 
     `count_at_thresholds` documents the arguments and the units of the result.
     """
@@ -215,33 +215,38 @@ def sample_token(
 ):
     """Apply min_p, top_k and top_p, and sample a token from the remaining tokens.
 
-    The weight of a token is its probability divided by the probability of the likeliest token. Each
-    filter raises the threshold `low`, the bit pattern of the smallest weight that is kept. `count`
-    is the number of kept tokens, and `total` is the sum of their weights in units of 2 ** -40.
+    The weight of a token is its probability divided by the probability of the likeliest token, a
+    float32 number from 0 to 1. Each filter raises `threshold`, and removes the tokens with smaller
+    weights. `threshold` is the bit pattern of a weight, read as an integer. A larger weight has a
+    larger bit pattern.
+
+    `count` is the number of remaining tokens. `total` is the sum of their weights, multiplied by
+    2 ** 40 and stored as an integer.
 
     `max_logit` is the largest logit of the row. It must be finite. `uniform` is a random number in
-    [0, 1). It selects a token from the cumulative weights of the kept tokens.
+    [0, 1). It selects a token from the cumulative weights of the remaining tokens.
     """
     factor = LOG2E / temperature
     # The largest weight is 1, so min_p removes the tokens whose weights are less than min_p.
     # Therefore, the threshold of min_p is the bit pattern of min_p itself. The smallest threshold
     # is 1, so a token with the weight 0 is never sampled.
-    low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
-    count, total = count_at_threshold(logits, max_logit, factor, vocab_size, low, TILE)
+    threshold = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
+    count, total = count_at_threshold(logits, max_logit, factor, vocab_size, threshold, TILE)
     if (top_k > 0) & (top_k < vocab_size):
-        low, count, total = search(
-            logits, max_logit, factor, vocab_size, low, count, total, wanted=top_k,
+        threshold, count, total = search(
+            logits, max_logit, factor, vocab_size, threshold, count, total, wanted=top_k,
             BY_COUNT=True, TILE=TILE,
         )  # fmt: skip
     if top_p < 1.0:
-        wanted = tl.maximum(rounded_up(top_p.to(tl.float64) * total.to(tl.float64)), 1)
-        low, count, total = search(
-            logits, max_logit, factor, vocab_size, low, count, total, wanted=wanted,
+        # The weights of the tokens that top_p keeps must sum to at least this number.
+        min_total = tl.maximum(rounded_up(top_p.to(tl.float64) * total.to(tl.float64)), 1)
+        threshold, count, total = search(
+            logits, max_logit, factor, vocab_size, threshold, count, total, wanted=min_total,
             BY_COUNT=False, TILE=TILE,
         )  # fmt: skip
     # Rounding may make the product equal to `total`, but `pick` needs a target less than `total`.
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-    return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
+    return pick(logits, max_logit, factor, vocab_size, threshold, target, TILE)
 
 
 # The number of rows changes from step to step. By default, Triton compiles one kernel for the value

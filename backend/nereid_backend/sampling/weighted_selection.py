@@ -84,7 +84,8 @@ def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
     last_block_width = width - last_block * _BLOCK
     columns = block * _BLOCK + torch.arange(last_block_width, device=weights.device)
     block_weights = weights.gather(1, columns)
-    # For any block except the last, the columns from `_BLOCK` on belong to the next block.
+    # The columns after the first `_BLOCK` columns contain weights of the next block, unless the
+    # block is the last block of its row. Replace the weights of the next block by 0.
     is_last_block = block == last_block
     block_weights[:, _BLOCK:] *= is_last_block
     return block_weights

@@ -125,7 +125,7 @@ class Detokenizer:
         return self._decode(self._window[: self._num_returned])
 
     def _return_decodable(self, returned_text: str) -> str:
-        """Return the new text up to its last complete character, although its end is incomplete.
+        """Return the new text without the incomplete character at its end.
 
         Leave out the last token, then the last two tokens and so on, until the text ends with a
         complete character. A character has at most four tokens. If the text still ends with U+FFFD

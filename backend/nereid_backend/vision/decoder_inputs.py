@@ -34,8 +34,8 @@ _IGNORED = (
 # The argument DEEPSTACK contains, for each of these layers, the features of the image tokens. The
 # argument DEEPSTACK_MASK is True for image tokens and False for text tokens.
 DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
-# The number of axes of positions if the index of a token is an axis in addition to time, height and
-# width.
+# In some models, each token has a position on four axes: time, height, width, and the index of the
+# token in the prompt.
 _NUM_AXES_WITH_INDEX = 4
 # The decoder's arguments that are stored in `DecoderInputs`.
 _RECORDED = ("inputs_embeds", "position_ids", DEEPSTACK_MASK, DEEPSTACK)

@@ -82,9 +82,10 @@ class FeatureCache:
             self._replace_audio_encoder(model)
 
     def _replace_audio_encoder(self, model: PreTrainedModel) -> None:
-        """Let the audio encoder of a model without the method `get_audio_features` use the cache.
+        """Replace the method `forward` of the audio encoder by a method that uses the cache.
 
-        If the model has no audio encoder, `get_encoder` returns the model itself.
+        The model has no method `get_audio_features`, which could be replaced instead. If the model
+        has no audio encoder, `get_encoder` returns the model itself.
         """
         encoder: Any = model.get_encoder(modality="audio")
         if encoder is not model:

@@ -119,7 +119,8 @@ class PackedImages:
             yield
         finally:
             handle.remove()
-        # After an error, this line is not reached, because the embeddings are still needed.
+        # The embeddings are not freed in the `finally` block, because they are still needed after
+        # an error.
         self._free_embeddings(plan)
 
     def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
@@ -188,7 +189,7 @@ class PackedImages:
 
 
 def _with_recorded_embeddings(embeddings: Tensor, prompt_chunks: list[_ImageChunk]) -> Tensor:
-    """Return a copy of the embeddings of a step that contains the image features of its prompts.
+    """Copy `embeddings`, and replace the rows of prompts with images by recorded embeddings.
 
     Args:
         embeddings: [1, num_tokens, hidden_size], the embeddings of all tokens of the step.

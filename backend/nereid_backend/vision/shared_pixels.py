@@ -111,7 +111,7 @@ class _SharedPixels:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether an operation such as a rotation has given the image other pixels since then."""
+        """Whether the pixels of `image` were replaced after the creation of this object."""
         return self.image.im is not self._core
 
 
@@ -154,9 +154,10 @@ def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an ima
 
 
 def _covers_all_pixels(array: "np.ndarray[Any, Any]", pixels: _SharedPixels) -> bool:
-    """Return whether an array that begins at the first pixel contains all pixels in their order.
+    """Return whether an array has the layout of the whole image.
 
-    The channels are the first or the last dimension of the array.
+    The array begins at the first pixel. The first or the last dimension of the array contains the
+    channels.
     """
     channels_last = np.asarray(pixels)
     channels_first = np.moveaxis(channels_last, -1, 0)

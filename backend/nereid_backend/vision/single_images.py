@@ -58,11 +58,12 @@ class GeneratedPath:
         """
         if chunk.num_logits == 0:
             return None
-        # The numbers of tokens after which the next token is predicted, for example 9 and 10.
-        last_length = chunk.start + chunk.num_tokens
-        first_length = last_length - chunk.num_logits + 1
-        lengths = range(first_length, last_length + 1)
-        return torch.cat([self._logits_after(chunk.sequence, length) for length in lengths])
+        # Each row of logits follows a prefix of the sequence. In the example, the two prefixes have
+        # 9 tokens and 10 tokens.
+        longest = chunk.start + chunk.num_tokens
+        shortest = longest - chunk.num_logits + 1
+        prefix_lengths = range(shortest, longest + 1)
+        return torch.cat([self._logits_after(chunk.sequence, length) for length in prefix_lengths])
 
     def _logits_after(self, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size].
@@ -138,8 +139,8 @@ class SplitPath:
         assert not plan.pending, "async scheduling is off for models whose images use this path"
         text_plan, image_plan = _split_plan(plan, has_images)
         text_logits = None
-        # `text_plan` can have no chunks, but snapshots (stored copies of recurrent states) that
-        # `forward` must delete.
+        # `forward` also deletes old snapshots (stored copies of recurrent states). Therefore
+        # `forward` is called for a plan with snapshots, even if the plan has no chunks.
         if text_plan.chunks or text_plan.snapshots is not None:
             text_logits = self._text.forward(text_plan)
         image_logits = self._image_logits(image_plan)
@@ -222,7 +223,10 @@ def _snapshots_without_images(
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
 
     def renumber(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Replace the index of the chunk in pairs of a chunk's index and the id of a snapshot."""
+        """Return each pair (chunk index, snapshot id) with the new index of the chunk.
+
+        Leave out the pairs of chunks with images.
+        """
         return [
             (new_indices[index], snapshot_id)
             for index, snapshot_id in pairs

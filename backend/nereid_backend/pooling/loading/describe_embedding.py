@@ -22,7 +22,7 @@ from nereid_backend.pooling.loading.late_interaction_files import (
 )
 from nereid_backend.pooling.loading.sentence_modules import (
     MULTI_VECTOR_FILE,
-    SAVED_FILE,
+    SENTENCE_CONFIG_FILE,
     SPARSE_FILE,
     ModuleSpec,
     ends_with_normalize,
@@ -125,7 +125,7 @@ def _describe_multi_vector(
     `later_modules` contains the modules that follow the transformers model, and no Pooling module.
     The list is empty for a checkpoint in the format of Stanford's ColBERT.
     """
-    saved = read_json(root / SAVED_FILE)
+    saved = read_json(root / SENTENCE_CONFIG_FILE)
     is_colbert = base.architecture == STANFORD_ARCHITECTURE or has_pylate_model_type(saved)
     _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
     token_modules = _colbert_modules(root, later_modules) if is_colbert else base.token_modules

@@ -28,7 +28,7 @@ from nereid_backend.pooling.loading.checkpoint_task import (
 )
 from nereid_backend.pooling.loading.describe_embedding import describe_embedding
 from nereid_backend.pooling.loading.sentence_modules import (
-    SAVED_FILE,
+    SENTENCE_CONFIG_FILE,
     ModuleSpec,
     find_config,
     is_embedder,
@@ -66,17 +66,16 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     config = _read_config(folder)
     architectures = getattr(config, "architectures", None) or [config.model_type]
     architecture = architectures[0]
-    saved = read_json(root / SAVED_FILE)
+    sentence_config = read_json(root / SENTENCE_CONFIG_FILE)  # {} if the file is missing
     task = choose_task(settings, architecture, modules, config, folder)
-    # `base` contains the fields that all tasks have. The functions below add the other fields, such
-    # as `kinds` and `loader`. The field `has_modules` is needed for the prompts of chat models.
-    base = _read_base(folder, config, architecture, task, saved, has_modules=bool(modules))
-    if task != "embed":
-        return _describe_scoring(base, modules, saved)
-    # If the setting `pooling` is set, it replaces the modules in the checkpoint's files. The
-    # modules are also ignored if they are for a task other than embedding.
-    uses_modules = settings.pooling is None and is_embedder(modules)
-    return describe_embedding(base, settings, root, modules if uses_modules else [])
+    spec = CheckpointSpec(folder, config, architecture, task, has_modules=bool(modules))
+    spec = _add_input_rules(spec, sentence_config)
+    if task == "embed":
+        # The setting `pooling` replaces the modules in the checkpoint's files. The modules are also
+        # ignored if they are for a task other than embedding.
+        uses_modules = settings.pooling is None and is_embedder(modules)
+        return describe_embedding(spec, settings, root, modules if uses_modules else [])
+    return _describe_scoring(spec, modules, sentence_config)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -93,59 +92,42 @@ def _read_config(folder: Path) -> PretrainedConfig:
         ) from error
 
 
-def _read_base(
-    folder: Path,
-    config: PretrainedConfig,
-    architecture: str,
-    task: str,
-    saved: dict[str, Any],
-    *,
-    has_modules: bool,
-) -> CheckpointSpec:
-    """Return a description of the checkpoint with only those fields that every task needs.
+def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> CheckpointSpec:
+    """Return `spec` with the fields that determine how inputs are converted to tokens.
 
-    Args:
-        folder: the folder of the transformers model.
-        config: the config of the transformers model.
-        architecture: the name of the model's class.
-        task: "embed", "rerank" or "classify".
-        saved: the content of config_sentence_transformers.json.
-        has_modules: whether the checkpoint has a modules.json.
+    Examples of these fields are the prompts, the length limit and the variables of the chat
+    template. `sentence_config` is the content of config_sentence_transformers.json.
 
     Raises:
         UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
             vision-language model.
     """
-    settings = read_settings(folder)  # saved by sentence-transformers
-    takes_messages = _takes_messages(folder, config, architecture, settings)
+    settings = read_settings(spec.folder)  # saved by sentence-transformers
+    takes_messages = _takes_messages(spec, settings)
     requires_messages = "message" in (settings.get("modality_config") or {})
-    if task == "embed" and requires_messages and not takes_messages:
+    if spec.task == "embed" and requires_messages and not takes_messages:
         raise UnsupportedModelError(
-            f"{folder} embeds texts with a chat template (modality_config), but it is no "
+            f"{spec.folder} embeds texts with a chat template (modality_config), but it is no "
             "vision-language model. This is not supported."
         )
     length = settings.get("max_seq_length")
-    return CheckpointSpec(
-        folder=folder,
-        config=config,
-        architecture=architecture,
-        task=task,
-        has_modules=has_modules,
+    return replace(
+        spec,
         takes_messages=takes_messages,
-        prompts=_named_prompts(saved),
-        default_prompt_name=saved.get("default_prompt_name"),
+        prompts=_named_prompts(sentence_config),
+        default_prompt_name=sentence_config.get("default_prompt_name"),
         max_seq_length=length if isinstance(length, int) and length > 0 else None,
         lower_case=bool(settings.get("do_lower_case")),
         template_kwargs=_chat_template_variables(settings),
     )
 
 
-def _named_prompts(saved: dict[str, Any]) -> dict[str, str]:
+def _named_prompts(sentence_config: dict[str, Any]) -> dict[str, str]:
     """Return the prompts in config_sentence_transformers.json. Leave out prompts without a text.
 
     Example: {"prompts": {"query": "query: ", "document": null}} returns {"query": "query: "}.
     """
-    prompts = saved.get("prompts") or {}
+    prompts = sentence_config.get("prompts") or {}
     return {str(name): text for name, text in prompts.items() if isinstance(text, str)}
 
 
@@ -160,10 +142,10 @@ def _chat_template_variables(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_scoring(
-    base: CheckpointSpec, modules: list[ModuleSpec], saved: dict[str, Any]
+    base: CheckpointSpec, modules: list[ModuleSpec], sentence_config: dict[str, Any]
 ) -> CheckpointSpec:
     """Return the description of a reranker or classifier."""
-    activation = _activation(base.config, saved)
+    activation = _activation(base.config, sentence_config)
     if base.architecture.endswith(SEQUENCE_HEAD):
         return _describe_head(base, activation)
     if base.architecture.endswith(TOKEN_HEAD):
@@ -210,7 +192,7 @@ def _describe_generative_reranker(
     )
 
 
-def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
+def _activation(config: PretrainedConfig, sentence_config: dict[str, Any]) -> str | None:
     """Return the activation that the checkpoint's files specify: "none", "sigmoid" or "softmax".
 
     Return None if the files name no activation.
@@ -224,7 +206,7 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     path = (
         nested.get("activation_fn")
         or getattr(config, "sbert_ce_default_activation_function", None)
-        or saved.get("activation_fn")
+        or sentence_config.get("activation_fn")
     )
     if path is None:
         return None
@@ -239,9 +221,7 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     return known[name]
 
 
-def _takes_messages(
-    folder: Path, config: PretrainedConfig, architecture: str, settings: dict[str, Any]
-) -> bool:
+def _takes_messages(spec: CheckpointSpec, settings: dict[str, Any]) -> bool:
     """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
 
     Such a checkpoint is a generative model for images with a processor and a chat template. Its
@@ -249,11 +229,16 @@ def _takes_messages(
     """
     if _excludes_messages(settings):
         return False
-    has_images = getattr(config, "vision_config", None) is not None
+    has_images = getattr(spec.config, "vision_config", None) is not None
     # A model with separate encoders for texts and images is not generative. The class name of such
     # a model is the name of a base model, such as CLIPModel.
-    is_generative = architecture.endswith(GENERATIVE)
-    return has_images and is_generative and has_processor(folder) and has_chat_template(folder)
+    is_generative = spec.architecture.endswith(GENERATIVE)
+    return (
+        has_images
+        and is_generative
+        and has_processor(spec.folder)
+        and has_chat_template(spec.folder)
+    )
 
 
 def _excludes_messages(settings: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 SPARSE_FILE = "sparse_linear.pt"
 MULTI_VECTOR_FILE = "colbert_linear.pt"
 # The file with the settings of the whole checkpoint, such as its prompts.
-SAVED_FILE = "config_sentence_transformers.json"
+SENTENCE_CONFIG_FILE = "config_sentence_transformers.json"
 # The files with the settings of the transformers model. Their names contain the architecture.
 # Example: sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
@@ -164,10 +164,10 @@ def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
 
 
 def _check_names(path: Path, module: ModuleSpec) -> None:
-    """Raise an UnsupportedModelError if a module does not replace its input by its output.
+    """Raise an UnsupportedModelError if a module's input and output have different names.
 
-    The names of the input and the output are in the config of the module. By default, a module
-    converts the pooled vector, and the output has the name of the input.
+    The config of the module contains the names. By default, a module converts the pooled vector,
+    and the output has the name of the input.
     """
     input_name = module.config.get("module_input_name", _POOLED_VECTOR)
     output_name = module.config.get("module_output_name") or input_name

@@ -66,10 +66,10 @@ class _Change:
 
     @property
     def error(self) -> NereidError | None:
-        """The error of a change with which all engine processes are done; None if it succeeded.
+        """The error of a completed change; None if the change has succeeded.
 
-        One refusal is sufficient for an error. A death is an error only if no process has made the
-        change.
+        A change is completed when every engine process has answered or died. One refusal is
+        sufficient for an error. A death is an error only if no process has made the change.
         """
         if self.refusal is not None or self.is_made:
             return self.refusal
@@ -256,8 +256,9 @@ class AdapterCalls:
         """
         kind, *values = message
         if kind == _RELOAD:
-            # An empty folder means that the engine processes read the weights again from the folder
-            # that is already in use. A restarted process reads this folder in any case.
+            # If `folder` is "", the engine processes have read the weights again from the current
+            # folder. Such a message is not stored, because a restarted engine process reads the
+            # weights from the current folder in any case.
             folder = values[0]
             if folder:
                 self._history[_WEIGHTS_KEY] = message

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
@@ -36,7 +37,7 @@ from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing
-from nereid_backend.serving.wire import RequestEnvelope, unpack_update
+from nereid_backend.serving.wire import RequestEnvelope, StepState, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
@@ -68,30 +69,32 @@ class ExecutorModel(SupervisedModel[Stream]):
         description of this Triton model.
         """
         try:
-            self._settings, config = read_settings(args)
-            settings = self._settings
+            settings, config = read_settings(args)
+            self._settings = settings
             # The shared memory in which the postprocessor reports disconnected clients and
             # processed messages.
             self._feedback = FeedbackReader(settings.max_streams)
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # Both the server's thread and the loop's thread use the next three attributes. `_admission`
-        # decides whether a request may start.
-        self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
-        # `_selector` chooses the engine process of a request.
-        self._selector = ReplicaSelector(len(self.processes))
-        # `_engine_calls` handles the requests about adapters, weights and the prefix cache. If no
-        # engine process runs, it refuses these requests with the error message `self.outage`. These
-        # refusals are not counted, because only refused text generations are.
-        self._engine_calls = EngineCalls(
-            self.processes,
-            self._respond_uncounted,
-            lambda: self.outage,
-            names_at_start=list(config.lora_adapters),
-        )
+        self._init_shared_state(config)
         self._init_loop_state(args.get("model_name", "executor"))
         self.start_loop()
+
+    def _init_shared_state(self, config: EngineConfig) -> None:
+        """Create the attributes that both the server's thread and the loop's thread use."""
+        # Decides whether a request may start.
+        self._admission = StreamAdmission(self._settings, config.max_num_waiting, self._feedback)
+        # Chooses the engine process of a request.
+        self._selector = ReplicaSelector(len(self.processes))
+        # Handles the requests about adapters, weights and the prefix cache.
+        self._engine_calls = EngineCalls(
+            self.processes,
+            # The metric of refused requests counts only requests that generate text.
+            respond=self._respond_uncounted,
+            outage=lambda: self.outage,
+            names_at_start=list(config.lora_adapters),
+        )
 
     def _init_loop_state(self, model_name: str) -> None:
         """Create the attributes that only the loop's thread uses.
@@ -103,9 +106,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         settings = self._settings
         # The streams (requests in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # All streams are inspected at the first call of `do_periodic_work` after
-        # `_next_inspection`. This call is made at the latest at `_inspection_deadline`. Both are
-        # values of time.monotonic(). With the initial value 0, an inspection is due at once.
+        # `do_periodic_work` inspects all streams if the time `_next_inspection` has passed. The
+        # loop calls `do_periodic_work` again at the time `_inspection_deadline`, or earlier. The
+        # times are values of time.monotonic(). Because of the value 0, the first call inspects all
+        # streams.
         self._next_inspection = 0.0
         self._inspection_deadline = 0.0
         # Determines the time between two messages of a stream.
@@ -432,26 +436,31 @@ class ExecutorModel(SupervisedModel[Stream]):
         return True
 
     def _send_step(self, stream: Stream, now: float) -> None:
-        """Send the unsent tokens of `stream`, and remove the stream if every sequence has ended.
-
-        The message to the postprocessor is a StepState, signed with the key of this executor.
-        """
+        """Send the unsent tokens of `stream`, and remove the stream if every sequence has ended."""
         state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
-        # Record each step before it is sent. If the postprocessor later processes a newer step, but
-        # never this step, then the client has disconnected.
+        # The detector finds steps that never reach the postprocessor, so record the step before it
+        # is sent.
         self._lost_clients.record_sent_step(stream)
+        tensors.send(stream.sender, self._response_with(state), final=state.is_last)
+        if state.is_last:
+            self._reset_attempts(stream)
+            self._remove(stream)
+
+    def _response_with(self, state: StepState) -> Any:  # noqa: ANN401 - the server's own type
+        """Return a response that contains `state`, signed with the key of this executor."""
         message = self._feedback.sign(state.pack())
-        reply = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
-        tensors.send(stream.sender, reply, final=state.is_last)
-        if not state.is_last:
-            return
+        return tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
+
+    def _reset_attempts(self, stream: Stream) -> None:
+        """Set the number of restart attempts to 0 if an ended stream shows that the engine works.
+
+        The engine process of the stream works if it has finished a sequence that was not aborted.
+        Afterwards, only new restart attempts count toward the setting max_engine_restarts.
+        """
         if stream.has_finished_sequence:
-            # The engine process works, because it has finished a sequence that was not aborted.
-            # Only later restart attempts count toward the setting max_engine_restarts.
             self.owner(stream.request_id).num_attempts = 0
-        self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
         """Remove a stream, release its memory slots, and record the end of its request."""

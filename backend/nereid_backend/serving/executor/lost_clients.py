@@ -88,19 +88,18 @@ class LostClientDetector:
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 
     def remove_consumed_steps(self, stream: Stream) -> None:
-        """Update `stream.unconsumed_steps`: remove the steps that the postprocessor has processed.
+        """Remove the steps from `stream.unconsumed_steps` that the postprocessor has processed.
 
-        `unconsumed_steps` contains step numbers in ascending order. All streams share the numbers.
+        Example: 5 steps were sent, and `unconsumed_steps` contains the numbers of the last 3 steps.
+        If the postprocessor has processed 4 steps, the two oldest of these numbers are removed.
 
-        Mutates: `stream.stalled_s`, the time since the last processed step, becomes 0 if a step was
-        removed or if none is left. `_newest_consumed`, the highest step number that was processed
-        for any stream, increases if a removed step has a higher number.
+        Mutates: if a step is removed or none is left, `stream.stalled_s` becomes 0. If a removed
+        step has a higher number than `_newest_consumed`, this attribute gets the number.
         """
         steps = stream.unconsumed_steps
-        num_consumed = self._feedback.consumed(stream.slot, stream.serial)
-        num_removed_before = stream.num_sent_steps - len(steps)
-        num_to_remove = min(num_consumed - num_removed_before, len(steps))
-        for _ in range(num_to_remove):
+        num_unconsumed = stream.num_sent_steps - self._feedback.consumed(stream.slot, stream.serial)
+        num_before = len(steps)
+        while steps and len(steps) > num_unconsumed:
             self._newest_consumed = max(self._newest_consumed, steps.popleft())
-        if num_to_remove > 0 or not steps:
+        if len(steps) < num_before or not steps:
             stream.stalled_s = 0.0

@@ -72,6 +72,8 @@ class ScriptedEngine:
             cache.
         started: one pair for each request that left the waiting queue in the last step: the id of
             the request, and the time.
+        compiled: the compilations of grammars that ended in the last step. The list is always
+            empty, because the scripted engine compiles no grammars.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
@@ -83,22 +85,24 @@ class ScriptedEngine:
         # The package tokenizers is used directly, because importing transformers would take ten
         # times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
-        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
-        self._rules = read_script(path, self._encode)
-        progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
-        eos = self._tokenizer.token_to_id(_eos_token(config.model))
-        eos_token_ids = () if eos is None else (eos,)
-        self.info = _info(config, self._tokenizer.get_vocab_size(), eos_token_ids)
+        self._rules = self._read_rules(progress)
+        self.info = _info(config, self._tokenizer)
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
         self._queue: dict[str, ScriptedRequest] = {}
-        # `StepEngine` describes the items. `compiled` is empty, because no grammar is compiled.
         self.started: list[tuple[str, float]] = []
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
-        # Without a prefix cache (None), there are no sessions, and the BlockPool is never used.
+        # The first argument None means that there is no prefix cache, so the BlockPool is not used.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
+
+    def _read_rules(self, progress: Callable[[str], None]) -> list[Rule]:
+        """Return the rules of the script. The environment variable NEREID_SCRIPT has its path."""
+        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
+        rules = read_script(path, self._encode)
+        progress(f"engine: the scripted test tool runs {len(rules)} rules from {path}")
+        return rules
 
     def _encode(self, text: str) -> list[int]:
         """Convert a text to token ids without adding special tokens."""
@@ -325,11 +329,12 @@ def _eos_token(model: str) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> EngineInfo:
+def _info(config: EngineConfig, tokenizer: Tokenizer) -> EngineInfo:
     """Return the description of the scripted engine.
 
     Fields that describe a model, such as its weights, have fictitious values.
     """
+    eos_id = tokenizer.token_to_id(_eos_token(config.model))
     return EngineInfo(
         model=config.model,
         architecture="scripted",
@@ -344,8 +349,8 @@ def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> Engine
         num_blocks=_NUM_BLOCKS,
         kv_cache_bytes=0,
         weights_bytes=0,
-        vocab_size=vocab_size,
-        eos_token_ids=eos,
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_token_ids=() if eos_id is None else (eos_id,),
         num_threads=1,
         self_check_difference=0.0,
         load_seconds=0.0,

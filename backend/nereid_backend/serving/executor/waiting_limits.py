@@ -179,12 +179,12 @@ class WaitingLimits:
         return self._max_requests_before(client) * passed_s / num_starts
 
     def _max_requests_before(self, client: str) -> int:
-        """Return the largest number of waiting requests that start before the client's next one.
+        """Return how many waiting requests start at most before a new request of `client`.
 
         The engine starts one request of each client in turn. Example: this client has 2 waiting
         requests, and 3 clients have waiting requests. Before the new request, the engine starts at
         most 2 requests of each client, so at most 3 * 2 = 6 requests. If the client is unknown
-        (""), all waiting requests start before.
+        (""), all waiting requests start before the new request.
         """
         num_waiting = self._request_limit.used
         if not client:

@@ -88,7 +88,7 @@ class Outcome:
         is_multi_vector = kind == "multi_vector"
         arrays = [value for value in values if isinstance(value, np.ndarray)]
         counts = [len(array) for array in arrays] if is_multi_vector else []
-        # Only the values of the kind sparse are dicts.
+        # A value is a dict only if `kind` is "sparse".
         weights = [_weights(value) for value in values if isinstance(value, dict)]
         return cls(
             kind=kind,

@@ -168,32 +168,32 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
         A job consists of the inputs and the options of one request. A request can also ask for
         information about the model. Three kinds of requests get a response without a job: a request
-        that asks only for this information, a request for this information if no checkpoint is
-        served, and a request whose input tensors are empty.
+        for information if no checkpoint is served, a request that asks only for information, and a
+        request whose input tensors are empty.
 
         Raises:
             RequestError: an input is missing or wrong.
             CapacityError: the model has too many requests, or no checkpoint is served.
         """
         returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
-        serves_checkpoint = self.child is not None
-        if serves_checkpoint:
-            self._check_num_requests()
-        elif not returns_info:
-            raise CapacityError(self._not_served_message())
+        if self.child is None:  # No checkpoint is served.
+            if not returns_info:
+                raise CapacityError(self._not_served_message())
+            self.respond_later(sender, self._info())
+            return
+        self._check_num_requests()
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
-        can_have_job = serves_checkpoint and (given or not returns_info)
-        if not can_have_job:  # The request only gets the information about the model.
+        if returns_info and not given:
             self.respond_later(sender, self._info())
             return
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
         # If no input tensor is given, `read_job` raises a RequestError.
         job = self.read_job(request, given, options)
-        if job.inputs:
-            self._add_job(request, sender, job, returns_info=returns_info)
-        else:  # The input tensors have no elements, so the worker has nothing to compute.
+        if not job.inputs:  # The input tensors have no elements.
             info = self._info() if returns_info else {}
             self.respond_later(sender, self.empty_outputs() | info)
+            return
+        self._add_job(request, sender, job, returns_info=returns_info)
 
     def _check_num_requests(self) -> None:
         """Raise a CapacityError if the number of requests has reached the setting max_requests."""
@@ -219,21 +219,24 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
-        """Send the client the outputs or the error that a message of the worker contains.
+        """Respond to the request whose job the worker has completed or refused.
 
-        The message ["done", id, start of the computation, *packed Outcome] contains the outputs,
-        and ["refused", id, class of the error, text] contains an error. Ignore other kinds of
-        messages, and messages about requests that have already ended.
+        `values` of a message of the kind "done" are the id of the request, the start of the
+        computation, and the items of `Outcome.row`. `values` of the kind "refused" are the id of
+        the request, the class of the error, and the error message. Ignore other kinds of messages.
         """
-        match kind, *values:
-            case "done", request_id, started, *outcome_row:
-                pending = self.remove(request_id)
-                if pending is not None:
-                    self._respond_with_outcome(pending, started, outcome_row)
-            case "refused", request_id, error_class, text:
-                pending = self.remove(request_id)
-                if pending is not None:
-                    self.respond(pending.sender, refusal_error(error_class, text))
+        if kind not in ("done", "refused"):
+            return
+        request_id, *result = values
+        pending = self.remove(request_id)
+        if pending is None:  # The request has already ended, for example because of an abort.
+            return
+        if kind == "done":
+            started, *outcome_row = result
+            self._respond_with_outcome(pending, started, outcome_row)
+        else:
+            error_class, text = result
+            self.respond(pending.sender, refusal_error(error_class, text))
 
     def _respond_with_outcome(
         self, pending: PendingRequest, started: float, outcome_row: list[Any]

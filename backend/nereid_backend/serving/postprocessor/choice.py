@@ -129,9 +129,10 @@ class Choice:
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
-        # Parses the text that the search for stop strings has released.
+        # Parses the text that `_stop_search` returns.
         self._message = message
-        # Collects the parsed message, and validates the complete message; None for no validation.
+        # Collects the parsed message, and validates the complete message. None if the message is
+        # not validated.
         self._checked_message = CheckedMessage(check) if check is not None else None
         # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
@@ -318,7 +319,7 @@ class Choice:
         self._end_reasons = reasons
 
     def _take_delta(self) -> dict[str, Any]:
-        """Return the output that has not been sent yet as the JSON object of the tensor `delta`.
+        """Return a delta: a JSON object with the output that has not been sent yet.
 
         Example of a delta: `{"content": "Hi", "token_ids": [5], "usage": {...}}`. The fields for
         log-probabilities and token ids exist only if the request asks for them. The last delta also

@@ -57,17 +57,23 @@ class HangWatch:
         self.silent_s = 0.0
 
     def measure(self, *, is_working: bool) -> None:
-        """Add the time since the last call to `silent_s`, the time without a message.
+        """Update `silent_s`, the time for which the process has had work but sent no message.
 
-        At most 0.5 s are added, so call this method more often.
+        Call this method several times a second. If more than 0.5 s have passed since the last call,
+        only 0.5 s count, because both processes were probably paused. When half of the time limit
+        has passed, also store the CPU time of the process, so that `is_hanging` can compute the CPU
+        load after this moment.
 
         Args:
-            is_working: whether the process has work. If not, set `silent_s` to 0.
+            is_working: whether the process has work. If False, `silent_s` becomes 0.
         """
         now = self._clock()
         passed_s = min(now - self._last_measured, _LONGEST_INTERVAL_S)
         self._last_measured = now
-        self.silent_s = self.silent_s + passed_s if is_working else 0.0
+        if is_working:
+            self.silent_s += passed_s
+        else:
+            self.silent_s = 0.0
         self._store_cpu_at_half_limit()
 
     def is_hanging(self, *, is_on_cpu: bool) -> bool:

@@ -86,7 +86,7 @@ class ChildProcess:
         process: ForkedProcess | subprocess.Popen[bytes],
         connection: socket.socket,
     ) -> None:
-        """Start the thread that sends messages. Call the class method `start` instead.
+        """Start the thread that sends messages. Only the class method `start` calls `__init__`.
 
         Args:
             program: the program and its limits.
@@ -101,7 +101,7 @@ class ChildProcess:
         self.load_s = 0.0
         self._channel = Channel(connection)
         self._outbox = Outbox(self._channel)
-        # Detects that the process has work, but sends no message.
+        # Detects a hang: the process has work, but the process sends no message.
         self._hang_watch = HangWatch(
             program.hang_timeout.value, functools.partial(cpu_seconds, process.pid)
         )

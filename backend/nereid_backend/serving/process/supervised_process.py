@@ -37,7 +37,7 @@ class SupervisedProcess:
     def __init__(
         self, program: ChildProgram, child: ChildProcess, index: int, log_prefix: str
     ) -> None:
-        """Supervise a running child process. Call the class method `start` instead."""
+        """Supervise a running child process. Only the class method `start` calls `__init__`."""
         self._program = program
         self._log_prefix = log_prefix
         self.index = index

@@ -152,9 +152,10 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
 
 
 def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
-    """Return the error for a content part without text in the message at position `index`.
+    """Return the error for a content part that has no text.
 
-    The message contains the reason if the server knows the type of the part, such as "file".
+    The part belongs to the chat message at position `index`. The error message contains the reason
+    if the server knows the type of the part, such as "file".
     """
     type_and_reason = refused_part(part)
     if type_and_reason is not None:

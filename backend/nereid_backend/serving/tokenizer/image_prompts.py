@@ -113,9 +113,10 @@ def take_media(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_media_of(message: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a message of a chat in which a placeholder replaces each image, video and audio file.
+    """Replace each image, video and audio file in a chat message by a placeholder.
 
-    A message whose content is not a list has no such files, and is returned unchanged.
+    Return the new message. If the content of a message is not a list, the message contains no such
+    files, and is returned unchanged.
 
     Mutates: `media`. The images, videos and audio files of the message are appended.
     """

@@ -137,16 +137,20 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
     """In a `with` block, convert each ConstraintError to a RequestError.
 
-    The parser library calls the format response_format. The RequestError contains the name of the
-    field that the request has. Example: if this field is structured_outputs, "response_format:
-    choice must be ..." becomes "structured_outputs: choice must be ...".
+    A client can send the output format in the field response_format or in another field, such as
+    structured_outputs. The messages of the parser library always begin with "response_format". The
+    RequestError begins with the client's field instead. Example: "response_format: choice must be
+    ..." becomes "structured_outputs: choice must be ...".
+
+    `output` is the client's output format; None if the request has none.
     """
     try:
         yield
     except ConstraintError as error:
         message = str(error)
-        if output is not None and message.startswith("response_format"):
-            message = output.field + message.removeprefix("response_format")
+        library_field = "response_format"
+        if output is not None and message.startswith(library_field):
+            message = output.field + message.removeprefix(library_field)
         raise RequestError(message) from error
 
 

@@ -396,9 +396,10 @@ def _reason_against_forks() -> str | None:
 
 
 def _end_openblas_threads() -> None:
-    """Fork a process that exits at once, because OpenBLAS ends its threads before each fork.
+    """End the threads of OpenBLAS by forking a process that exits at once.
 
-    numpy uses OpenBLAS. Its threads do not make forks unsafe, so they must not be counted.
+    numpy uses OpenBLAS. OpenBLAS ends its own threads before each fork. The threads of OpenBLAS do
+    not make forks unsafe, so they must not be counted.
     """
     pid = os.fork()
     if pid == 0:

@@ -114,8 +114,7 @@ class DraftModel:
         self._tables = BlockTables(pool, sizes.block_size, cache)
         # The free rows of the draft model's batch. Each sequence with draft tokens uses one row.
         self._free_rows = list(range(sizes.max_num_seqs))
-        # Maps each sequence of the large model to its draft, if the sequence has a row in the batch
-        # of the draft model.
+        # Maps sequences of the large model to their drafts. Each draft uses one row of the batch.
         self._drafts: dict[Sequence, SequenceDraft] = {}
         # The draft tokens of each sequence for the next forward pass of the large model.
         self._proposals: dict[Sequence, list[int]] = {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters and stop conditions of one request."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,9 @@ _DEFAULT_CACHE_TTL_S = 300.0
 # Integer parameters must be smaller than 2**64, because messages between processes store integers
 # in 64 bits.
 _TOO_LARGE = 2**64
+# The smallest client weight. The scheduler divides by the weight, and torch lets the CPU replace
+# smaller numbers by 0.
+_MIN_WEIGHT = sys.float_info.min
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class SamplingParams:
     prompt_cache_ttl: float | None = field(default=None, metadata={"ge": 0, "le": 86400})
     lora_name: str = ""
     client_id: str = ""
-    client_weight: float = field(default=1.0, metadata={"gt": 0, "le": 1000})
+    client_weight: float = field(default=1.0, metadata={"ge": _MIN_WEIGHT, "le": 1000})
 
     @property
     def is_greedy(self) -> bool:

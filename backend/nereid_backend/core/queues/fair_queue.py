@@ -8,6 +8,7 @@ of one client, the sequence with the lowest rank comes first.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from nereid_backend.core.queues.ranked_sequences import RankedSequences
 from nereid_backend.core.sequence import Sequence
@@ -122,14 +123,16 @@ def fair_shares(
     """
     shares: dict[str, int] = {}
     remaining_budget = budget
-    remaining_weight = sum(weights[client] for client in demands)
     # The clients are sorted by demand divided by weight, the smallest quotient first. If a client
     # needs fewer tokens than its fair part of the budget, the remaining tokens go to the clients
     # after it.
     smallest_demand_first = sorted(demands, key=lambda client: demands[client] / weights[client])
-    for client in smallest_demand_first:
+    # For each client, the sum of its weight and the weights of all clients after it. Subtracting
+    # one weight after the other from the total could leave 0 for a client with a small weight.
+    weights_last_first = (weights[client] for client in reversed(smallest_demand_first))
+    remaining_weights = reversed(list(accumulate(weights_last_first)))
+    for client, remaining_weight in zip(smallest_demand_first, remaining_weights, strict=True):
         fair_share = int(remaining_budget * weights[client] / remaining_weight)
         shares[client] = max(1, min(demands[client], fair_share))
         remaining_budget -= shares[client]
-        remaining_weight -= weights[client]
     return shares

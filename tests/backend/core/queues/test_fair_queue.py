@@ -2,6 +2,7 @@
 
 import pytest
 from backend.core.test_scheduler import commit, make_scheduler, make_sequence
+from nereid_backend import RequestError, SamplingParams
 from nereid_backend.core.queues.fair_queue import fair_shares
 
 
@@ -79,3 +80,14 @@ def test_what_a_client_does_not_need_goes_to_the_others():
     assert fair_shares({"a": 900, "b": 900, "c": 50}, equal, 250) == {"a": 100, "b": 100, "c": 50}
     assert fair_shares({"a": 900, "b": 900}, {"a": 3.0, "b": 1.0}, 400) == {"a": 300, "b": 100}
     assert fair_shares({"a": 9, "b": 9}, equal, 0) == {"a": 1, "b": 1}
+
+
+def test_a_client_with_a_tiny_weight_gets_one_token():
+    weights = {"a": 1e-14, "b": 1000.0}
+    assert fair_shares({"a": 9, "b": 9}, weights, 12) == {"a": 3, "b": 9}
+    assert fair_shares({"a": 9, "b": 9}, weights, 8) == {"a": 1, "b": 8}
+
+
+def test_a_weight_that_the_cpu_may_round_to_zero_is_refused():
+    with pytest.raises(RequestError, match="client_weight: the value must be at least 2"):
+        SamplingParams(client_weight=1e-320)

@@ -30,9 +30,11 @@ import torch
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.model import load_weights
+from nereid_backend.model.weight_memory import WeightForm
 folder, kind = sys.argv[1:]
 config = EngineConfig(folder, dtype="bfloat16", weight_dtype="auto" if kind == "bfloat16" else kind)
-load_weights.check_weight_memory = lambda config, device: config.weight_dtype != "auto"
+form = WeightForm.UNROUNDED if kind == "bfloat16" else WeightForm.ROUNDED
+load_weights.form_that_fits = lambda config, device: form
 torch.ones(2**20).sum()
 print("ready", flush=True)
 input()

@@ -44,7 +44,7 @@ def random_engine(
     with (
         mock.patch.object(load_weights, "load_checkpoint", load),
         # The folder has no files of weights whose size could be checked.
-        mock.patch.object(load_weights, "check_weight_memory", create=True),
+        mock.patch.object(load_weights, "form_that_fits", create=True),
     ):
         return Engine(EngineConfig(str(folder), dtype=dtype, **settings), progress=progress)
 

@@ -16,3 +16,4 @@ def test_a_model_with_random_weights_generates(tmp_path):
         engine.close()
     assert len(outputs[0].outputs[0].token_ids) == 2
     assert any("packed" in line for line in lines)
+    assert not any("rounded" in line for line in lines)

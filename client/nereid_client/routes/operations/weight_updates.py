@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from nereid_client.embeddings.model_choice import pooling_models_of
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.lora_requests import LoadLoraRequest, UnloadLoraRequest
@@ -25,10 +26,13 @@ async def load_lora_adapter(request: Request) -> Response:
         request, "load or unload LoRA adapters", code="lora_updates_disabled"
     )
     body = validate(LoadLoraRequest, await read_body(request))
-    if body.lora_name == context_of(request).settings.model_name:
+    # A request with the name of a model or with its alias could never select the adapter.
+    targets = pooling_models_of(request).targets
+    is_pooling_name = any(body.lora_name in target.names for target in targets)
+    if is_pooling_name or find_context(request, body.lora_name) is not None:
         raise ApiError(
             400,
-            f"lora_name must differ from the name of the language model, but the request has "
+            f"lora_name must differ from the names and aliases of the models, but the request has "
             f"{body.lora_name!r}. Choose another name.",
             param="lora_name",
         )

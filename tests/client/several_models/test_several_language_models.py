@@ -1,4 +1,4 @@
-"""Requests to a frontend with several language models, of which one is not loaded."""
+"""Requests to a frontend with several language models."""
 
 import httpx
 import pytest
@@ -22,10 +22,10 @@ class Repository:
 
 
 @pytest.fixture
-async def ask(monkeypatch):
-    """Return a function that returns the response to a chat with the model `name`.
+async def client(monkeypatch):
+    """Return an httpx client of a frontend with the models a, b and c.
 
-    The models are a, b and c. The model b is not loaded, and c has the adapter "sql".
+    The model b is not loaded. The model c has the alias "gpt" and the adapter "sql".
     """
     backends = {name: FakeBackend() for name in "abc"}
     backends["c"].adapters["sql"] = "/sql"
@@ -36,8 +36,9 @@ async def ask(monkeypatch):
     contexts = Contexts(
         tuple(
             Context(
-                Settings(served_model_name=name, ensemble=name),
+                Settings(served_model_name=name, ensemble=name, allow_lora_updates=True),
                 backend if name != "b" else ControlledBackend(backend, name, control),
+                ("gpt",) if name == "c" else (),
             )
             for name, backend in backends.items()
         ),
@@ -51,16 +52,28 @@ async def ask(monkeypatch):
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
     ):
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        yield lambda name: client.post("/v1/chat/completions", json=body | {"model": name})
+        yield client
 
 
-async def test_an_adapter_is_found_although_another_model_is_not_loaded(ask):
-    response = await ask("sql")
+async def chat(client, model):
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    return await client.post("/v1/chat/completions", json=body)
+
+
+async def test_an_adapter_is_found_although_another_model_is_not_loaded(client):
+    response = await chat(client, "sql")
     assert (response.status_code, response.json()["model"]) == (200, "sql")
 
 
-async def test_an_unknown_model_is_a_404_although_another_model_is_not_loaded(ask):
-    response = await ask("unknown")
+async def test_an_unknown_model_is_a_404_although_another_model_is_not_loaded(client):
+    response = await chat(client, "unknown")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("name", ["a", "b", "gpt"])
+async def test_an_adapter_cannot_have_a_name_of_any_model(client, name):
+    body = {"lora_name": name, "lora_path": "/sql"}
+    response = await client.post("/v1/load_lora_adapter", json=body)
+    assert response.status_code == 400
+    assert f"but the request has '{name}'" in response.json()["error"]["message"]

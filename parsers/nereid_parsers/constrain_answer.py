@@ -98,7 +98,20 @@ def report_unenforced(
     Raises:
         ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
     """
-    keywords = unenforced_keywords(schema, is_answer=is_answer)
+    report_keywords(unenforced_keywords(schema, is_answer=is_answer), is_strict, field)
+
+
+def report_keywords(keywords: list[str], is_strict: bool, field: str) -> None:
+    """Report schema keywords that are not enforced: log a warning, or raise an error.
+
+    Args:
+        keywords: The descriptions, such as "not at $.items". If the list is empty, do nothing.
+        is_strict: As in `report_unenforced`.
+        field: As in `report_unenforced`.
+
+    Raises:
+        ConstraintError: `is_strict` is true, and `keywords` is not empty.
+    """
     if not keywords:
         return
     if is_strict:

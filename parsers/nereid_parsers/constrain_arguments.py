@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,18 +14,17 @@ from nereid_parsers.constrain_nodes import (
     const,
     json_schema,
     one_of,
-    one_or_more,
     optional,
     separated_tags,
     sequence,
     tag,
 )
 from nereid_parsers.constrain_request import ToolSchema
+from nereid_parsers.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
-from nereid_parsers.stream.values.argument_types import json_types_of
+from nereid_parsers.stream.values.argument_types import json_type_of, json_types_of
 from nereid_parsers.tool_declarations import (
-    BareKeyArguments,
     NestedTags,
     PythonCalls,
     TaggedArguments,
@@ -82,9 +82,9 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
-    required = [_tagged_value(declaration, key, tool.argument(key)) for key in tool.required_keys]
+    required = [_tagged_value(declaration, Argument(tool, key)) for key in tool.required_keys]
     optional_values = [
-        optional(_tagged_value(declaration, key, tool.argument(key))) for key in tool.optional_keys
+        optional(_tagged_value(declaration, Argument(tool, key))) for key in tool.optional_keys
     ]
     arguments = [*required, *optional_values]
     if not arguments:
@@ -93,27 +93,58 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
     return sequence(*arguments)
 
 
-def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
+def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
     """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`."""
+    schema = argument.tool.argument(argument.key)
     types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
-        return _tagged_text(declaration, key, schema)
-    return _tagged_json(declaration, key, schema, types)
+        return _tagged_text(declaration, argument, schema)
+    return _tagged_json(declaration, argument.key, schema, types)
 
 
-def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
+def _tagged_text(
+    declaration: TaggedArguments, argument: Argument, schema: Mapping[str, Any]
+) -> Node:
     """Return the grammar node for a tagged argument that may be a string: `<p=city>Paris</p>`.
 
-    If `schema` lists the allowed strings, the node matches only these strings. Otherwise the value
+    If `schema` lists the allowed values, the node matches only these values. Otherwise the value
     may be any text.
     """
-    choices = _string_choices(schema)
+    choices = choices_of(schema)
     if choices is None:
-        return _tagged_free_text(declaration, key)
+        argument.report(schema, ENFORCED_IN_TEXT)
+        return _tagged_free_text(declaration, argument.key)
     # The node matches only the declared form of the tags. Every further form would repeat the list
-    # of allowed strings, which would make the grammar larger.
-    value = one_of(*(const(choice) for choice in choices))
-    return sequence(_opening_tag_of_string(declaration, key), value, const(declaration.close))
+    # of allowed values, which would make the grammar larger.
+    return one_of(
+        *(_tagged_choices(declaration, argument.key, group) for group in _choice_groups(choices))
+    )
+
+
+def _choice_groups(choices: list[Any]) -> list[list[Any]]:
+    """Split the allowed values into the strings and the other values. Omit an empty group."""
+    strings = [choice for choice in choices if isinstance(choice, str)]
+    others = [choice for choice in choices if not isinstance(choice, str)]
+    return [group for group in (strings, others) if group]
+
+
+def _tagged_choices(declaration: TaggedArguments, key: str, choices: list[Any]) -> Node:
+    """Return the grammar node for a tagged argument with one of `choices`: `<p=mode>fast</p>`.
+
+    Args:
+        declaration: The declaration of the tags.
+        key: The name of the argument.
+        choices: The allowed values. Either all of them are strings, or none of them.
+    """
+    if isinstance(choices[0], str):
+        opening = _opening_tag_of_string(declaration, key)
+        texts = choices
+    else:
+        types = frozenset(map(json_type_of, choices))
+        field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
+        opening = pattern_node(declaration.open, field_values)
+        texts = [json.dumps(choice, ensure_ascii=False) for choice in choices]
+    return sequence(opening, one_of(*map(const, texts)), const(declaration.close))
 
 
 def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:
@@ -136,14 +167,6 @@ def _opening_tag_of_string(form: TaggedArguments, key: str) -> Node:
     """Return the grammar node for the tag before a string, such as `<p name="a" string="true">`."""
     # Most tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
     return pattern_node(form.open, {"key": [key], "string": ["true"], "type": ["string"]})
-
-
-def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return the list in the keyword `enum`, or None if `enum` is not a list of strings."""
-    choices = schema.get("enum")
-    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-        return choices
-    return None
 
 
 def _text_until(opening: Node, close: str) -> Node:
@@ -251,7 +274,7 @@ def _json_or_python_word(
     return one_of(json_text, *(const(word) for word in (*boolean_words, *null_words)))
 
 
-# ---- nested elements, Python calls, objects with unquoted keys -----------------------------------
+# ---- nested elements and Python calls ------------------------------------------------------------
 
 
 def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
@@ -279,7 +302,7 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
         """Return the node for `key=value`."""
         return sequence(const(f"{key}="), _python_value(tool.argument(key)))
 
-    arguments = _comma_separated(tool, argument, ", ")
+    arguments = comma_separated(tool, argument, ", ")
     return sequence(const(f"{tool.name}{declaration.suffix}("), arguments, const(")"))
 
 
@@ -296,7 +319,7 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
         return one_of(const("True"), const("False"))
     if types == frozenset({"null"}):
         return const("None")
-    if types is not None and "null" in types:
+    if types is not None and "null" in types and None in (choices_of(schema) or [None]):
         # `None` replaces the JSON word `null`, so the JSON text need not match the type null.
         other_types = sorted(types - {"null"})
         return one_of(const("None"), json_schema({**schema, "type": other_types}))
@@ -307,46 +330,7 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     return json_schema(schema)
 
 
-def unquoted_key_arguments(declaration: BareKeyArguments, tool: ToolSchema) -> Node:
-    """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`."""
-
-    def member(key: str) -> Node:
-        """Return the node for `key:value`."""
-        return sequence(const(f"{key}:"), _unquoted_key_value(declaration, tool.argument(key)))
-
-    return sequence(const("{"), _comma_separated(tool, member, ","), const("}"))
-
-
-def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for a value in an object with unquoted keys, as in `{days:3}`.
-
-    `declaration.quote` is the text before and after each string. Examples of matching texts with
-    the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for an array, and
-    `{city:<q>Paris<q>}` for an object. Every other value is JSON text.
-    """
-    quote = declaration.quote
-    choices = _string_choices(schema)  # The allowed strings, or None.
-    if choices is not None:
-        return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
-    types = json_types_of(schema, root=schema)
-    if types is None or "string" in types:
-        # For a union such as "string or integer", the node matches only strings. The output is
-        # valid, because the union accepts every string.
-        return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
-    if types == frozenset({"array"}):
-        declared_schema = schema.get("items")
-        item_schema = declared_schema if isinstance(declared_schema, Mapping) else {}
-        item = _unquoted_key_value(declaration, item_schema)
-        items = one_or_more([item], const(","))
-        return sequence(const("["), optional(items), const("]"))
-    if types == frozenset({"object"}):
-        # The members of an object are written in the same way as the arguments of a tool. The name
-        # of the tool is not part of the node.
-        return unquoted_key_arguments(declaration, ToolSchema(name="", parameters=schema))
-    return json_schema(schema)
-
-
-def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
+def comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
     """Return the grammar node for the arguments of `tool`, separated by `separator`.
 
     The required arguments come first. The model may omit optional arguments. Examples with the

@@ -10,7 +10,6 @@ from nereid_parsers.constrain_arguments import (
     nested_arguments,
     python_call,
     tagged_arguments,
-    unquoted_key_arguments,
 )
 from nereid_parsers.constrain_nodes import (
     WHITESPACE,
@@ -25,6 +24,7 @@ from nereid_parsers.constrain_nodes import (
     sequence,
 )
 from nereid_parsers.constrain_request import Request, ToolSchema
+from nereid_parsers.constrain_unquoted_keys import unquoted_key_arguments
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.tool_declarations import (

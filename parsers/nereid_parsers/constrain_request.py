@@ -10,6 +10,7 @@ from nereid_parsers.constrain_answer import answer_node
 from nereid_parsers.constrain_nodes import Node
 from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
 from nereid_parsers.errors import ConstraintError, shorten
+from nereid_parsers.stream.values.argument_types import follow_references
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +46,20 @@ class ToolSchema:
             )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         is_strict = bool(function.get("strict") or tool.get("strict"))
-        return cls(name, rewrite_for_xgrammar(parameters), is_strict)
+        return cls(name, follow_references(rewrite_for_xgrammar(parameters)), is_strict)
 
     def argument(self, key: str) -> Mapping[str, Any]:
         """Return the schema of the argument `key`, including the tool's definitions (`$defs`).
 
         The schema of the argument may refer to these definitions (`$defs`). Example: if the
         parameters are `{"$defs": {"C": {..}}, "properties": {"city": {"$ref": "#/$defs/C"}}}`, the
-        argument `city` gives `{"$defs": {"C": {..}}, "$ref": "#/$defs/C"}`. A schema that is not an
-        object, such as `true`, gives `{}`, which accepts any value.
+        argument `city` gives the definition `C` and `{"$defs": {"C": {..}}}`. A schema that is not
+        an object, such as `true`, gives `{}`, which accepts any value.
         """
-        schema = self.parameters["properties"][key]
-        if not isinstance(schema, Mapping):
+        declared_schema = self.parameters["properties"][key]
+        if not isinstance(declared_schema, Mapping):
             return {}
+        schema = follow_references(declared_schema, root=self.parameters)
         definitions = {
             keyword: self.parameters[keyword]
             for keyword in ("$defs", "definitions")

@@ -34,7 +34,7 @@ VALUE_KEYWORDS = ("enum", "const", "default", "examples")
 _EXCLUSIVE_KEYWORDS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 # Keywords that restrict a value. xgrammar can enforce these keywords, but ignores some of them if
 # the schema also contains certain other keywords.
-_RESTRICTIONS = frozenset(
+RESTRICTIONS = frozenset(
     {
         *_EXCLUSIVE_KEYWORDS,
         *("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -167,7 +167,7 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
         {"pattern": "^a+$", "minLength": 2}      {"minLength": "pattern"}
         {"enum": ["a"], "type": "string"}        {}, because the type adds no restriction
     """
-    restrictions = _RESTRICTIONS & schema.keys()
+    restrictions = RESTRICTIONS & schema.keys()
     for cause in _EXCLUSIVE_KEYWORDS:
         if cause in schema:
             ignored = restrictions - {cause}

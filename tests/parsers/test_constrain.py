@@ -495,3 +495,91 @@ def test_definitions_with_many_references_to_each_other_take_little_time():
     start = time.process_time()
     assert json_types_of(parameters["properties"]["a"], parameters) == {"integer"}
     assert time.process_time() - start < 1
+
+
+DEFINITIONS = {
+    "A": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    },
+    "S": {"type": "string", "enum": ["u", "v"]},
+}
+
+
+def strict_tool(argument):
+    parameters = {
+        "type": "object",
+        "properties": {"a": argument},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": DEFINITIONS,
+    }
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+
+
+def assert_calls_match(fmt, offered, tag):
+    """Assert that the arguments of generated calls match the schema of the first tool."""
+    jsonschema = pytest.importorskip("jsonschema")
+    for text in Walker(fmt, tag, seed=1).texts():
+        for call in parse(text, format=fmt, tools=offered).tool_calls:
+            schema = offered[0]["function"]["parameters"]
+            jsonschema.validate(json.loads(call.arguments), schema)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32", "lfm2", "functiongemma"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"$ref": "#/$defs/S"},
+        {"$ref": "#/$defs/A"},
+        {"type": "array", "items": {"$ref": "#/$defs/A"}},
+        {"anyOf": [{"$ref": "#/$defs/S"}, {"type": "null"}]},
+        {"type": "string", "const": "z"},
+        {"enum": ["a", 1, None]},
+        {"type": ["string", "null"], "enum": ["a", "b"]},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+    ],
+    ids=str,
+)
+def test_the_arguments_of_a_strict_call_match_the_schema(name, argument):
+    fmt, offered = get_format(name), [strict_tool(argument)]
+    assert_calls_match(fmt, offered, fmt.structural_tag(offered, "required"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "lfm2", "functiongemma"])
+def test_the_parameters_of_a_tool_may_be_a_reference(name):
+    parameters = {"$ref": "#/$defs/A", "$defs": DEFINITIONS}
+    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    fmt = get_format(name)
+    assert_calls_match(fmt, offered, fmt.structural_tag(offered, "required"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32", "functiongemma"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"type": "string", "maxLength": 2},
+        {"type": "string", "pattern": "^a+$"},
+        {"anyOf": [{"type": "integer", "maximum": 3}, {"type": "string"}]},
+    ],
+    ids=str,
+)
+def test_a_restriction_that_text_without_quotes_would_violate_is_reported(name, argument, caplog):
+    fmt, offered = get_format(name), [strict_tool(argument)]
+    with pytest.raises(ConstraintError, match=r"inside \$\.properties\.a, because the format does"):
+        fmt.structural_tag(offered, "required")
+    offered[0]["function"]["strict"] = False
+    assert fmt.structural_tag(offered, "required") is not None
+    assert "inside $.properties.a" in caplog.text
+
+
+def test_a_recursive_schema_for_unquoted_keys_is_refused():
+    parameters = {
+        "properties": {"a": {"$ref": "#/$defs/T"}},
+        "$defs": {"T": {"type": "object", "properties": {"child": {"$ref": "#/$defs/T"}}}},
+    }
+    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(ConstraintError, match="at most 100 values in total"):
+        get_format("functiongemma").structural_tag(offered, "required")

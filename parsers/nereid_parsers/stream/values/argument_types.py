@@ -62,7 +62,7 @@ class Tools:
         name = function.get("name")
         schema = function.get("parameters", function.get("input_schema"))
         if isinstance(name, str):
-            self.parameters[name] = schema if isinstance(schema, Mapping) else {}
+            self.parameters[name] = follow_references(schema) if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether the tools contain a function with this name."""
@@ -227,6 +227,32 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> object:
     schema: object = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def follow_references(schema: Any, root: Any = None) -> Any:  # noqa: ANN401 - JSON
+    """Replace the `$ref` of a schema by the definition to which the `$ref` refers.
+
+    The caller can then read the keywords of the definition, such as `enum`. The definition may
+    itself be a reference. Example: if the definition `C` of `root` is `{"type": "string"}`, the
+    schema `{"$ref": "#/$defs/C", "title": "City"}` gives `{"title": "City", "type": "string"}`.
+    A reference to no definition or to itself stays unchanged.
+
+    Args:
+        schema: The schema.
+        root: The schema that contains the definitions. None if `schema` contains them.
+    """
+    root = schema if root is None else root
+    followed: set[str] = set()
+    while isinstance(schema, Mapping):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or reference in followed:
+            break
+        followed.add(reference)
+        definition = _resolve(reference, root)
+        if not isinstance(definition, Mapping):
+            break
+        schema = {key: value for key, value in schema.items() if key != "$ref"} | dict(definition)
     return schema
 
 

@@ -82,10 +82,17 @@ class LLGuidanceBackend:
 
     def compile(self, kind: str, source: str) -> "LLGuidanceGrammar":
         """Compile a grammar; see GrammarBackend.compile."""
-        if kind == "json_schema":
-            matcher = self._schema_matcher(source)
-        else:
-            matcher = self._text_matcher(kind, source)
+        try:
+            if kind == "json_schema":
+                matcher = self._schema_matcher(source)
+            else:
+                matcher = self._text_matcher(kind, source)
+        except (ValueError, OverflowError) as error:
+            # For example, a schema is not an object, a text contains half of a surrogate pair, or a
+            # number is infinite.
+            raise RequestError(
+                f"{kind}: the grammar is not valid: {_short_line(str(error))}"
+            ) from error
         # Compute the mask of the first token once, because all copies of the matcher use this mask.
         # If 64 sequences use one regular expression, and the vocabulary has 151k tokens, the first
         # masks of all sequences then take 0.4 ms instead of 70 ms.
@@ -359,7 +366,17 @@ def _schema_grammar(schema: object) -> str:
 
 
 def _regex(source: str) -> str:
-    """Convert a regular expression into the grammar format of llguidance."""
+    """Convert a regular expression into the grammar format of llguidance.
+
+    Raises:
+        RequestError: if the expression ends with an incomplete escape sequence.
+    """
+    num_backslashes = len(source) - len(source.rstrip("\\"))
+    if num_backslashes % 2 == 1:  # `regex_to_lark` would ignore the last backslash.
+        raise RequestError(
+            "regex: the grammar is not valid: the expression ends with an incomplete escape "
+            f"sequence (column {len(source)})"
+        )
     # In a Lark grammar, \d matches only ASCII digits, as in the patterns of JSON schemas.
     return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source)}/"))
 

@@ -136,10 +136,23 @@ def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
         ("regex", "ab[z-a]", r"column 4"),
         ("regex", "(ab", r"unclosed group \(column 1\)"),
         ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "ab\\", r"^regex: .* incomplete escape sequence \(column 3\)"),
+        ("regex", "\ud800", "^regex: the grammar is not valid: .* surrogates not allowed"),
         ("ebnf", 'root ::= "a" b', "line 1, column 14"),
         ("ebnf", "start: nowhere", "nowhere"),
         ("choice", "[]", "at least one string"),
         ("choice", '["a", 1]', "member 1"),
+        ("json_schema", "[]", "^json_schema: the grammar is not valid: Expecting object schema"),
+        (
+            "json_schema",
+            '{"const": "\\ud800"}',
+            "^json_schema: the grammar is not valid: .* escape",
+        ),
+        (
+            "json_schema",
+            '{"minLength": 1e400}',
+            "^json_schema: the grammar is not valid: .* infinity",
+        ),
         ("json_schema", "{", "not JSON. The parser stopped at column 2"),
         (
             "json_schema",

@@ -270,7 +270,7 @@ def test_a_broken_image_is_an_error_and_the_next_one_works(clip):
         (b"no image", "the file is not an image"),
         (image[:200], "the image cannot be decoded"),
     ):
-        with pytest.raises(RequestError, match=f"image: {problem}"):
+        with pytest.raises(RequestError, match=f"^image: {problem}"):
             clip.encode({"image": data})
     assert clip.encode({"image": image}).shape == (1, 24)
 

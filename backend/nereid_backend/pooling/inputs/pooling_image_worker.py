@@ -32,8 +32,9 @@ def _load(folder: Path) -> Prepare:
 
     def prepare(_text: str, images: list[bytes]) -> list[Any]:
         # A request contains one image. `pop` removes the file from the caller's list, so that the
-        # memory of the file is freed before the image is prepared.
-        image = decode_image(images.pop(), "image", ImageLimits())
+        # memory of the file is freed before the image is prepared. `prepare_images` replaces the
+        # name "image 1" in error messages.
+        image = decode_image(images.pop(), "image 1", ImageLimits())
         token_ids, arguments = process(image)
         # The digest and the first token are needed only for a prefix cache. Models for embedding
         # and reranking have no prefix cache.

@@ -205,7 +205,8 @@ def test_the_tensors_take_texts_and_ragged_ids_and_say_what_is_served(served):
     assert scored.as_numpy("scores").shape == (1,)
     assert json.loads(info.as_numpy("info")[0])["kinds"] == ["dense"]
     assert error.message().startswith(
-        "[INVALID_ARGUMENT] query: a request to a reranker must have query, and either documents or parts"
+        "[INVALID_ARGUMENT] query: a request to a reranker must have query, and either documents "
+        "or parts"
     )
 
 

@@ -88,6 +88,7 @@ class ReloadableModel:
                 been loaded again.
             EngineError: if neither the new weights nor the old weights can be loaded.
         """
+        _check_adapters(self.parts)
         self._release()
         try:
             self.parts = EngineParts(new_config, report)
@@ -122,6 +123,18 @@ def _fits_second_model(parts: EngineParts) -> bool:
     if parts.info.device != "cpu":
         return False  # On a GPU, the KV cache takes most of the memory.
     return parts.info.weights_bytes + parts.info.kv_cache_bytes < available_memory()
+
+
+def _check_adapters(parts: EngineParts) -> None:
+    """Raise a RequestError if a loaded adapter could not be loaded again from its files.
+
+    The old weights must not be freed in this case, because neither the new model nor the old model
+    could be loaded with this adapter.
+    """
+    try:
+        parts.adapters.check_files()
+    except ModelError as error:
+        raise _load_error(error) from error
 
 
 def _load_error(error: Exception) -> RequestError:

@@ -114,6 +114,15 @@ class AdapterStore:
             self._move_into_memory(adapter, self._read_again(adapter))
         return adapter
 
+    def check_files(self) -> None:
+        """Check that the files of all adapters can still be read, and still fit the model.
+
+        Raises:
+            ModelError: if the files of an adapter are missing or broken, or do not fit the model.
+        """
+        for adapter in self._named.values():
+            self._read(adapter.name, adapter.path)
+
     def _read_again(self, adapter: Adapter) -> AdapterWeights:
         """Read the weights of an adapter again after the adapter was removed from memory.
 

@@ -51,6 +51,22 @@ def test_the_tokens_after_a_reload_are_those_of_a_fresh_engine(tmp_path, monkeyp
     engine.close()
 
 
+def test_missing_files_of_an_adapter_leave_the_old_weights(tmp_path, monkeypatch):
+    model = save(tmp_path / "a", 1)
+    engine = open_engine(tmp_path / "a")
+    adapter = tmp_path / "adapter"
+    write_adapter(adapter, model, linear_layers(model), rank=2, seed=1)
+    engine.load_lora("style", str(adapter))
+    old = run_alone(engine)
+    shutil.rmtree(adapter)
+    monkeypatch.setattr("nereid_backend.engine.reload_weights.available_memory", lambda: 0)
+    with pytest.raises(RequestError, match=r"^path: the new weights cannot be loaded: .*adapter/"):
+        engine.reload()
+    assert run_alone(engine) == old
+    assert engine.lora_names == ["style"]
+    engine.close()
+
+
 def test_a_refused_checkpoint_leaves_the_old_weights(tmp_path):
     save(tmp_path / "a", 1)
     engine = open_engine(tmp_path / "a")

@@ -1,19 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates a finished answer against the JSON schema of its request.
 
+The schema comes from a client. A short schema can require exponential time, for example with the
+pattern `(a|a)*b` or with definitions that refer twice to each other. The time of a validation is
+therefore limited, because all streams of the server wait for it.
+
 This module imports neither torch nor a grammar library.
 """
 
+import functools
 import json
-from collections.abc import Mapping
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
+import regex  # type: ignore[import-untyped]  # the module `re` has no time limit
 from referencing import Registry
 
 # Error messages quote at most this number of characters of a jsonschema message.
 _MAX_TEXT = 80
+# The time limit of a validation is `_MIN_TIME_S` seconds, and `_TIME_S_PER_CHARACTER` seconds for
+# each character of the answer. Usual schemas need a small part of this time.
+_MIN_TIME_S = 1.0
+_TIME_S_PER_CHARACTER = 2e-4
+
+# The end of the time limit of the running validation, by time.monotonic().
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 def describe_violation(text: str, schema: object) -> str | None:
@@ -30,6 +48,25 @@ def describe_violation(text: str, schema: object) -> str | None:
     Returns:
         A description of the first problem, in a form that fits after a colon, or None.
     """
+    limit_s = _MIN_TIME_S + _TIME_S_PER_CHARACTER * len(text)
+    token = _deadline.set(time.monotonic() + limit_s)
+    try:
+        return _describe_violation(text, schema)
+    except TimeoutError:
+        return (
+            f"the check of the answer took longer than {limit_s:.1f} s, which is the limit. "
+            "Simplify the patterns and the references of the schema"
+        )
+    finally:
+        _deadline.reset(token)
+
+
+def _describe_violation(text: str, schema: object) -> str | None:
+    """Describe how an answer violates a JSON schema; see `describe_violation`.
+
+    Raises:
+        TimeoutError: the time limit in `_deadline` has expired.
+    """
     try:
         value = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
@@ -39,6 +76,8 @@ def describe_violation(text: str, schema: object) -> str | None:
     try:
         validator = _validator(json.dumps(schema, sort_keys=True))
         first_error = next(validator.iter_errors(value), None)
+    except TimeoutError:
+        raise
     except Exception as error:  # noqa: BLE001
         # The schema comes from the client and may be invalid, so jsonschema can raise any
         # exception. Every exception is reported as a problem of this answer.
@@ -66,6 +105,49 @@ def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its cla
         validator_class = jsonschema.validators.validator_for(schema, default=validator_class)
     # The empty registry prevents the validator from fetching other documents.
     return validator_class(schema, registry=Registry())
+
+
+def _limited(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that checks the time limit and then calls `check`."""
+
+    @functools.wraps(check)
+    def limited_check(*arguments: object) -> Any:  # noqa: ANN401 - errors of jsonschema
+        _remaining_s()
+        return check(*arguments)
+
+    return limited_check
+
+
+def _search(pattern: str, text: str) -> Any:  # noqa: ANN401 - a match of `regex`
+    """Search a regular expression like `re.search`, but raise a TimeoutError after the limit."""
+    remaining_s = _remaining_s()
+    return regex.search(pattern, text, timeout=None if remaining_s == math.inf else remaining_s)
+
+
+def _remaining_s() -> float:
+    """Return the remaining time in seconds. Raise a TimeoutError if no time remains."""
+    remaining_s = _deadline.get() - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    return remaining_s
+
+
+def _limit_jsonschema() -> None:
+    """Make jsonschema check the time limit before each keyword and in regular expressions.
+
+    The classes of jsonschema are changed instead of extended, because a part of a schema can select
+    another class with `$schema`. Several keywords, such as `pattern` and `additionalProperties`,
+    call `re.search`, so `re` is replaced in the modules of the keywords.
+    """
+    for draft in ("3", "4", "6", "7", "201909", "202012"):
+        checks = getattr(jsonschema, f"Draft{draft}Validator").VALIDATORS
+        checks.update({name: _limited(check) for name, check in checks.items()})
+    limited_re = SimpleNamespace(**{**vars(re), "search": _search})
+    for name in ("_keywords", "_legacy_keywords", "_utils"):
+        vars(getattr(jsonschema, name))["re"] = limited_re
+
+
+_limit_jsonschema()
 
 
 def _reject_constant(name: str) -> None:

@@ -1,3 +1,6 @@
+import json
+import time
+
 import pytest
 from nereid_backend.grammar.validate_answer import describe_violation
 
@@ -19,6 +22,45 @@ def test_a_fitting_text_has_no_problem():
 )
 def test_a_problem_is_told_with_its_place(text, words):
     assert words in describe_violation(text, SCHEMA)
+
+
+def doubled(depth, **keywords):
+    """Return a schema whose definitions refer twice to the next definition."""
+    definitions = {
+        f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2, **keywords} for n in range(depth)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{depth}": {"type": "object"}}}
+
+
+SLOW_PATTERN = "^(?:(a|a)*b|a*)$"
+LONG = "a" * 60
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        (LONG, {"pattern": SLOW_PATTERN}),
+        ({LONG: 1}, {"patternProperties": {SLOW_PATTERN: {"type": "integer"}}}),
+        (
+            {LONG: 1},
+            {"patternProperties": {SLOW_PATTERN: True}, "additionalProperties": False},
+        ),
+        ({}, doubled(40)),
+        ({}, doubled(40, **{"$schema": "https://json-schema.org/draft/2020-12/schema"})),
+    ],
+)
+def test_a_schema_that_takes_exponential_time_ends_at_the_limit(value, schema):
+    began = time.process_time()
+    assert "took longer than" in describe_violation(json.dumps(value), schema)
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [("2026-11-29", None), ("yesterday", "does not match")]
+)
+def test_a_pattern_is_searched(value, problem):
+    found = describe_violation(json.dumps(value), {"pattern": r"^\d{4}-\d\d-\d\d$"})
+    assert found is None if problem is None else problem in found
 
 
 def test_references_are_not_fetched():

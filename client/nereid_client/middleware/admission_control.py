@@ -242,11 +242,14 @@ class AdmissionControl:
         if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
-        if is_from_supervisor(scope) and self._num_checks < _MAX_CHECKS:
+        client = current_client.get()
+        # `nereid serve` never uses a key of the key file. The limits of such a key therefore also
+        # apply to a client that sends the user agent of `nereid serve`.
+        may_be_check = is_from_supervisor(scope) and not client.name
+        if may_be_check and self._num_checks < _MAX_CHECKS:
             await self._answer_health_check(scope, receive, send)
             return
         now = time.monotonic()
-        client = current_client.get()
         key = (client.share, scope["path"])  # the key of the client's throttle for this path
         rejection = self._enter_gate_or_reject(client, self._throttles.get(key), now)
         if rejection is not None:

@@ -159,7 +159,7 @@ class CountRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application and count the request when its response ends."""
-        if scope["type"] != "http" or is_from_supervisor(scope) or is_from_worker(scope):
+        if scope["type"] != "http" or is_from_worker(scope):
             await self._app(scope, receive, send)
             return
         status: int | None = None  # None until a response starts
@@ -180,7 +180,10 @@ class CountRequests:
         finally:
             if status is None:
                 status = _CLIENT_CLOSED_REQUEST
-            self._record(scope, status, time.monotonic() - arrived)
+            # Any client can send the user agent of `nereid serve`, but `nereid serve` never uses a
+            # key of the key file. The requests with such a key are therefore always counted.
+            if not is_from_supervisor(scope) or scope.get("state", {}).get("client"):
+                self._record(scope, status, time.monotonic() - arrived)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count a request whose response has ended, and log the request.

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from nereid_client.middleware.client_keys import Bucket, KeyFile
+from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
 from nereid_client.middleware.shared_budget import SharedBudget
 from nereid_client.settings import SettingsError
 
@@ -116,6 +117,18 @@ async def test_a_key_over_its_limit_gets_a_429_that_names_the_limit(connect, wri
         assert 0 < int(answer.headers["retry-after"]) <= 120
         other = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("b"))
         assert other.status_code == 200
+
+
+async def test_the_user_agent_of_nereid_serve_does_not_lift_the_limits_of_a_key(connect, write):
+    path = write('[a]\nkey = "a"\nrequests_per_minute = 1')
+    headers = {**bearer("a"), "User-Agent": SUPERVISOR_USER_AGENT}
+    async with connect(api_key_file=str(path)) as client:
+        for status in (200, 429):
+            answer = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert answer.status_code == status
+        page = (await client.get("/metrics")).text
+    assert 'nereid_frontend_client_requests_total{client="a",status="200"} 1.0' in page
+    assert 'nereid_frontend_client_requests_total{client="a",status="429"} 1.0' in page
 
 
 def test_a_bucket_fills_up_within_a_minute():

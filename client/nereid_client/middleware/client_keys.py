@@ -29,6 +29,7 @@ from nereid_client.settings import SettingsError
 
 _CHECK_EVERY_S = 1.0
 _MAX_SHARE_LENGTH = 64
+_DIGEST_OF_EMPTY_KEY = hashlib.sha256(b"").hexdigest()
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ class KeyEntry(BaseModel):
     def _check_key(self) -> "KeyEntry":
         if bool(self.key) == bool(self.key_sha256):
             raise ValueError("give exactly one of key and key_sha256")
+        if self.key_sha256.lower() == _DIGEST_OF_EMPTY_KEY:
+            # Otherwise, each request without a key would belong to this client.
+            raise ValueError("key_sha256 is the digest of an empty key, so give that of a key")
         return self
 
     @property
@@ -325,8 +329,15 @@ def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
         table: the client's table in the key file.
         path: the path of the key file, for the error.
 
-    Raises: SettingsError that names the wrong key of the table.
+    Raises: SettingsError that names the wrong key of the table, or the wrong name of the client.
     """
+    # A client without a name could do everything that the key in the setting api_key allows. Two
+    # names that differ only after the limit would be one client in the fair scheduling of requests.
+    if not 1 <= len(name) <= _MAX_SHARE_LENGTH:
+        raise SettingsError(
+            f"api_key_file: the name of a client must have 1 to {_MAX_SHARE_LENGTH} characters, "
+            f"but a table in the file {path} has the name {name[:80]!r}."
+        )
     try:
         return KeyEntry.model_validate(table)
     except ValidationError as error:

@@ -90,6 +90,9 @@ def test_a_damaged_change_leaves_the_previous_keys_valid(write, caplog):
         ('[a]\nkey = "k"\nrequests = 5', "a.requests"),
         ('[a]\nkey = "k"\n[b]\nkey = "k"', "the same key twice"),
         ("[a", "cannot be read"),
+        ('[""]\nkey = "k"', "1 to 64 characters"),
+        (f'[{"a" * 65}]\nkey = "k"', "1 to 64 characters"),
+        (f'[a]\nkey_sha256 = "{hashlib.sha256().hexdigest()}"', "an empty key"),
     ],
 )
 def test_a_wrong_file_is_reported_with_the_name_of_the_field(write, text, reason):

@@ -294,7 +294,11 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
     Raises: FieldError that names the unknown field and the similar known field.
     """
-    unknown = [name for name in body if name not in known][:_MAX_COMPARED_FIELDS]
+    # A name that is much longer than every known name cannot be similar to any of them, and the
+    # comparison of a name with millions of characters would take seconds.
+    max_length = 2 * max(map(len, known))
+    unknown = [name for name in body if name not in known and len(name) <= max_length]
+    unknown = unknown[:_MAX_COMPARED_FIELDS]
     if not unknown:
         return
     known_by_letters = {_lower_case_letters(name): name for name in known}

@@ -126,11 +126,14 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
             "tool_choice",
             f"tool_choice={shown(choice)} requires tools, but the request has none",
         )
+    # A set, because a request can offer and choose thousands of tools. The backend refuses a tool
+    # whose name is not a string.
+    offered_tools = {(kind, name) for kind, name in offered if isinstance(name, str)}
     # `_chosen_tools` raises a FieldError for an unknown tool choice. For "required", it returns no
     # tools.
     for kind, name in _chosen_tools(choice):
-        names = [each for kind_of_tool, each in offered if kind_of_tool == kind]
-        if name not in names:
+        if not isinstance(name, str) or (kind, name) not in offered_tools:
+            names = [each for kind_of_tool, each in offered if kind_of_tool == kind]
             group = "custom tools" if kind == "custom" else "tools"
             raise FieldError(
                 "tool_choice",

@@ -1,0 +1,30 @@
+"""The checks of a request body must not take seconds, because they block all other requests."""
+
+import time
+
+import pytest
+from nereid_client.protocol.generation_requests import ChatCompletionRequest
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def function(number):
+    return {"type": "function", "function": {"name": f"f{number}"}}
+
+
+def many_allowed_tools():
+    tools = [function(number) for number in range(15_000)]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools[::-1]}}
+    return {"tools": tools, "tool_choice": choice}
+
+
+def long_field_name():
+    return {"x" * 40_000_000: 1}
+
+
+@pytest.mark.parametrize("fields", [many_allowed_tools, long_field_name])
+def test_a_large_body_is_checked_quickly(fields):
+    body = {"messages": HELLO, **fields()}
+    started = time.process_time()
+    ChatCompletionRequest.model_validate(body)
+    assert time.process_time() - started < 2

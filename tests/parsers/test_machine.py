@@ -654,6 +654,40 @@ def test_time_is_linear_for_adversarial_text(text):
     assert time.process_time() - start < 60e-6 * len(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "repeated", "size"),
+    [
+        ("hermes", "<tool_call>", "\n", 1),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "\n", 1),
+        ("qwen3_coder", "<tool_call>\n<function=f>", "\n", 1),
+        ("pythonic", "[", "\n", 1),
+        ("llama3_json", "{", "\n", 1),
+        ("gpt_oss", "<|channel|>", "\n", 1),
+        ("gpt_oss", "<|channel|>analysis", "<|channel|>final x<|start|>assistant", 10**9),
+    ],
+)
+def test_time_is_linear_for_an_incomplete_header(name, start, repeated, size):
+    text = start + repeated * (100_000 // len(repeated))
+    parser = StreamParser(get_format(name), tools=TOOLS, new_id=counted_ids())
+    begin = time.process_time()
+    for at in range(0, len(text), size):
+        parser.feed(text[at : at + size])
+    parser.finish()
+    assert time.process_time() - begin < 60e-6 * len(text)
+
+
+@pytest.mark.parametrize("between", ["\n" * 2000, "\n" * 3000, "\n" * 2047 + "f", "f" * 3000])
+def test_a_long_header_is_read_alike_however_it_arrives(between):
+    for text in (
+        f'<tool_call>{between}{{"name": "f", "arguments": {{}}}}</tool_call>',
+        f"<tool_call>\n<function=f{between}>\n</function>\n</tool_call>",
+    ):
+        for fmt in (HERMES, get_format("qwen3_coder")):
+            whole = parsed(fmt, text)
+            for size in (1, 700, 2049):
+                assert parsed(fmt, text, size) == whole
+
+
 def test_deeply_nested_arguments_raise_nothing():
     depth = 5_000
     text = "[f(a=" + "[" * depth + "]" * depth + ")]"

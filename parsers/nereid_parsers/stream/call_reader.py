@@ -360,6 +360,12 @@ class CallReader:
             The next state, or None if more text is required.
         """
         buffer = self._buffer
+        # White space is read at once, because it would otherwise be searched again for a marker
+        # whenever more text arrives.
+        whitespace_end = skip_whitespace(buffer.text, buffer.pos)
+        self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
+        if not buffer.has_unread():
+            return None
         match match_closing_marker(self._closing_markers, buffer.text, buffer.pos):
             case ClosingMarker(end=end, later_markers=later_markers):
                 self._text_writer.drop_markup(buffer.take_until(end))

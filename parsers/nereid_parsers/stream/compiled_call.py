@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from nereid_parsers.pattern_syntax import split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
@@ -16,6 +17,7 @@ from nereid_parsers.stream.bodies.tagged_arguments import TaggedReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
+    MAX_HEAD_CHARS,
     NEED_MORE,
     NO_MATCH,
     Mismatch,
@@ -103,6 +105,10 @@ class CompiledCall:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
+        return match_limited_head(self._match_head, text, pos, is_final)
+
+    def _match_head(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
+        """Do the same as `match`, but do not limit the length of the header."""
         match = self._head_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
@@ -182,6 +188,31 @@ class CompiledCall:
         if isinstance(body, PythonCalls):
             return (body.open,) if body.open else ()
         return ("[",) if isinstance(body, JsonArray) else ("{",)
+
+
+def match_limited_head(
+    match_head: Callable[[str, int, bool], Head | Mismatch], text: str, pos: int, is_final: bool
+) -> Head | Mismatch:
+    """Match a header at `text[pos:]` with `match_head`. Only `MAX_HEAD_CHARS` characters may match.
+
+    The text that must match consists of the header and the start of the body. An incomplete header
+    is matched again whenever more text arrives, so the parsing time would not be linear without
+    this limit. Example: `<call>` and 3,000 line breaks do not start a tool call.
+
+    Args:
+        match_head: A function with the other arguments and the result of this function. It matches
+            a header of any length.
+        text: The text that has arrived.
+        pos: The position of the header.
+        is_final: Whether no more text follows.
+
+    Returns:
+        The matched header, NEED_MORE or NO_MATCH.
+    """
+    if len(text) - pos <= MAX_HEAD_CHARS:
+        return match_head(text, pos, is_final)
+    head = match_head(text[pos : pos + MAX_HEAD_CHARS], 0, False)
+    return replace(head, end=pos + head.end) if isinstance(head, Head) else NO_MATCH
 
 
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.bodies.body_reader import Head
-from nereid_parsers.stream.compiled_call import CompiledCall
+from nereid_parsers.stream.compiled_call import CompiledCall, match_limited_head
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
@@ -72,6 +72,10 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
+        return match_limited_head(self._match_head, text, pos, is_final)
+
+    def _match_head(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
+        """Do the same as `match`, but do not limit the length of the header."""
         # In `>>>\nHello`, the line break is not skipped, because it ends an empty header.
         if not self._final_whitespace:
             pos = skip_whitespace(text, pos)

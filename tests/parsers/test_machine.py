@@ -1,5 +1,6 @@
 """Tests of the stream parser: text that is held back, malformed markup, and incomplete text."""
 
+import json
 import time
 
 import pytest
@@ -686,6 +687,25 @@ def test_a_long_header_is_read_alike_however_it_arrives(between):
             whole = parsed(fmt, text)
             for size in (1, 700, 2049):
                 assert parsed(fmt, text, size) == whole
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("o", '{"x": "one\ntwo"}', {"x": "one\ntwo"}),
+        ("o", '{\n  "x": 1.50\n}', {"x": 1.5}),
+        ("n", "NaN", "NaN"),
+        ("n", "-Infinity", "-Infinity"),
+    ],
+)
+def test_a_value_between_tags_becomes_valid_json(key, value, expected):
+    def refuse(word):
+        raise AssertionError(word)
+
+    call = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>"
+    for size in (1, 10**9):
+        (found,) = parsed(get_format("qwen3_coder"), call, size, tools=TYPED).tool_calls
+        assert json.loads(found.arguments, parse_constant=refuse) == {key: expected}
 
 
 def test_deeply_nested_arguments_raise_nothing():

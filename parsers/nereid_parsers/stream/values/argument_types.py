@@ -357,13 +357,38 @@ def _parse_literal(text: str) -> _Literal | None:
     """Parse a JSON value or a Python literal. Return None if `text` is neither.
 
     Examples: `"True"` gives the type "boolean" and the text `true`. `"{'a': 1}"` gives the type
-    "object" and the text `{"a": 1}`. `"Paris"` gives None.
+    "object" and the text `{"a": 1}`. `"Paris"` and `"NaN"` give None.
     """
     json_text = _JSON_WORDS.get(text, text)
     try:
-        return _Literal(json_type_of(loads(json_text)), json_text)
+        return _Literal(json_type_of(_loads_strictly(json_text)), json_text)
     except ValueError:
-        return _parse_python_literal(text)
+        return _parse_inexact_json(json_text) or _parse_python_literal(text)
+
+
+def _loads_strictly(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
+    """Parse JSON text. Raise ValueError for NaN, Infinity and unescaped control characters."""
+
+    def refuse(word: str) -> None:
+        """Raise ValueError for `word`, such as NaN, which Python accepts but JSON does not."""
+        raise ValueError(f"JSON does not allow {word}")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("The JSON text has too many nested arrays or objects") from error
+
+
+def _parse_inexact_json(text: str) -> _Literal | None:
+    r"""Parse JSON text with unescaped control characters in strings, and escape these characters.
+
+    Return None if the text has other errors. Example: `["a<line break>"]` gives `["a\n"]`.
+    """
+    try:
+        value = loads(text)
+        return _Literal(json_type_of(value), json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        return None
 
 
 def _parse_python_literal(text: str) -> _Literal | None:

@@ -5,6 +5,8 @@ import time
 
 import pytest
 from nereid_parsers import (
+    LENIENT,
+    STRICT,
     ContentDelta,
     ReasoningDelta,
     StreamParser,
@@ -624,8 +626,6 @@ def test_built_in_tools_keep_their_full_name():
 
 
 def test_the_strict_policy_accepts_no_call_message_after_content():
-    from nereid_parsers import STRICT
-
     text = (
         "<|channel|>final<|message|>Hi<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.f<|message|>{"a": 1}'
@@ -706,6 +706,32 @@ def test_a_value_between_tags_becomes_valid_json(key, value, expected):
     for size in (1, 10**9):
         (found,) = parsed(get_format("qwen3_coder"), call, size, tools=TYPED).tool_calls
         assert json.loads(found.arguments, parse_constant=refuse) == {key: expected}
+
+
+@pytest.mark.parametrize("policy", [LENIENT, STRICT])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n\\ud83d"}}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d</tool_call>'),
+        (
+            "hermes",
+            r'<tool_call>{"name": "g", "arguments": {"input": {"a": "\ud83d"}}}</tool_call>',
+        ),
+        (
+            "qwen3_coder",
+            r"<tool_call><function=f><parameter=o>{'a': '\ud83d'}</parameter></function>",
+        ),
+    ],
+)
+def test_half_of_a_surrogate_pair_can_be_sent_to_the_client(name, text, policy):
+    offered = [*TYPED, tool("g", a={"type": "string"})] if "f\\" not in text else None
+    message = parsed(get_format(name), text, tools=offered, policy=policy)
+    (call,) = message.tool_calls
+    assert "\\ud83d" in call.name + call.arguments
+    (call.name + call.arguments).encode()
 
 
 def test_deeply_nested_arguments_raise_nothing():

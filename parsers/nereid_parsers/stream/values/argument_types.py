@@ -25,6 +25,7 @@ _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "s
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
 _match_zero_padded_number = re.compile(r"([-]?)0+(\d+(?:\.\d+)?)").fullmatch
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # The limit for nested schemas.
 _MAX_SCHEMA_DEPTH = 8
 
@@ -281,6 +282,19 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
         raise ValueError("The JSON text has too many nested arrays or objects") from error
 
 
+def escape_surrogates(text: str) -> str:
+    r"""Write each half of a surrogate pair in `text` as a JSON escape sequence, such as `\ud83d`.
+
+    No encoding can represent half of a surrogate pair, so that the text could not be sent.
+    """
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def to_json_text(value: object) -> str:
+    """Convert a value to JSON text. Raise ValueError for NaN and Infinity."""
+    return escape_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
 def to_json(text: str, types: frozenset[str] | None) -> str:
     """Convert an argument's text to JSON text. If possible, the result has one of the `types`.
 
@@ -386,7 +400,7 @@ def _parse_inexact_json(text: str) -> _Literal | None:
     """
     try:
         value = loads(text)
-        return _Literal(json_type_of(value), json.dumps(value, ensure_ascii=False, allow_nan=False))
+        return _Literal(json_type_of(value), to_json_text(value))
     except ValueError:
         return None
 
@@ -401,7 +415,7 @@ def _parse_python_literal(text: str) -> _Literal | None:
             # are of no use to the operator of the server.
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
-        json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        json_text = to_json_text(value)
         return _Literal(json_type_of(value), json_text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.status import DONE
-from nereid_parsers.stream.values.argument_types import loads
+from nereid_parsers.stream.values.argument_types import escape_surrogates, loads
 from nereid_parsers.stream.values.json_scanner import JsonScanner
 
 
@@ -36,11 +36,11 @@ class JsonStringReader:
         """Return the decoded text of the complete string.
 
         If the string is not valid JSON, for example because its quotes are single quotes, return
-        the text between the quotes unchanged.
+        the text between the quotes unchanged. Half of a surrogate pair stays an escape sequence.
         """
         quoted_text = "".join(self._pieces)
         try:
             value: str = loads(quoted_text)
         except ValueError:
             return quoted_text[1:-1]
-        return value
+        return escape_surrogates(value)

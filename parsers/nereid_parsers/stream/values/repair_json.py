@@ -6,7 +6,7 @@ import json
 import logging
 
 from nereid_parsers.stream.status import DONE
-from nereid_parsers.stream.values.argument_types import loads
+from nereid_parsers.stream.values.argument_types import escape_surrogates, loads
 from nereid_parsers.stream.values.python_literals import LiteralReader
 from nereid_parsers.stream.values.python_strings import PYTHON
 
@@ -46,7 +46,7 @@ def _escape_control_characters(text: str) -> str | None:
     Example: `{"a": "<line break>"}` gives `{"a": "\n"}`.
     """
     try:
-        return json.dumps(loads(text), ensure_ascii=False)
+        return escape_surrogates(json.dumps(loads(text), ensure_ascii=False))
     except ValueError:
         return None
 
@@ -76,4 +76,6 @@ def _complete_object(text: str) -> str | None:
     except Exception as error:  # noqa: BLE001  # the library has no base class for its exceptions
         log.debug("partial-json-parser: %s", error)
         return None
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return escape_surrogates(json.dumps(value, ensure_ascii=False))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from nereid_parsers.stream.values.argument_types import Tools, loads
+from nereid_parsers.stream.values.argument_types import Tools, escape_surrogates, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
 # The maximum number of white-space characters before the first key. If there are more, the filter
@@ -44,7 +44,11 @@ def unwrap(arguments: str) -> str | None:
     if key not in _WRAPPER_KEYS:
         return None
     inner = _parse_json(value) if isinstance(value, str) else value
-    return json.dumps(inner, ensure_ascii=False) if isinstance(inner, dict) else None
+    return (
+        escape_surrogates(json.dumps(inner, ensure_ascii=False))
+        if isinstance(inner, dict)
+        else None
+    )
 
 
 def _parse_json(text: str) -> object:

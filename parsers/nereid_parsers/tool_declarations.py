@@ -129,9 +129,14 @@ class TaggedArguments:
     also: tuple[TaggedArguments, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that `open` contains `{key}`, and that `close` contains a visible character."""
+        """Check that `open` is text and then `{key}`, and that `close` has a visible character."""
         check_pattern("TaggedArguments.open", self.open, "key")
         check_markers("TaggedArguments", close=self.close)
+        if not first_literal(self.open):
+            raise FormatError(
+                f"TaggedArguments.open is {self.open!r}, but must start with a visible character, "
+                "because the parser could not find the start of an argument"
+            )
 
 
 @dataclass(frozen=True, slots=True)

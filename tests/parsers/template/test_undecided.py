@@ -30,11 +30,23 @@ def template(before_content="", call="", argument=""):
             "read_tagged inferred an invalid format of the calls",
         ),
         (
+            template(
+                call="<call>{{ c.function.name }}\nARGUMENTS<end>",
+                argument="{{ k }}: {{ v | tojson }}\n",
+            ),
+            "TaggedArguments.open is '{key}: \"', but must start with a visible character",
+        ),
+        (
             template(before_content="{% if m.reasoning %}<think>{{ m.reasoning }} {% endif %}"),
             "R1: The markers of reasoning cannot be recognised.",
         ),
     ],
-    ids=["a value before its key", "values without markers", "reasoning without an end"],
+    ids=[
+        "a value before its key",
+        "values without markers",
+        "keys without markers",
+        "reasoning without an end",
+    ],
 )
 def test_what_cannot_be_inferred_is_reported(source, words):
     analysis = analyze_template(source)

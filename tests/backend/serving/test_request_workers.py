@@ -1,6 +1,7 @@
 """A long prompt does not delay short ones, and its client may go away."""
 
 import threading
+import time
 
 import pytest
 from backend.serving.fake_server import Request
@@ -55,6 +56,16 @@ def test_an_abandoned_request_is_not_processed(work):
     for request in running:
         request.wait(20)
     assert waiting not in work.answered
+
+
+def test_an_abandoned_request_ends_while_other_requests_arrive_without_a_pause(work, monkeypatch):
+    monkeypatch.setattr(request_workers, "_POLL_S", 1.0)
+    *_, waiting = work.ask("long", "long", "long")
+    waiting.is_gone = True
+    deadline = time.monotonic() + 8
+    while not waiting.ended.is_set() and time.monotonic() < deadline:
+        work.ask("short")[0].wait(20)
+    assert "cancelled" in waiting.wait(0).error
 
 
 def test_too_many_long_requests_are_refused(monkeypatch):

@@ -14,10 +14,12 @@ threads send. The tokenizers library releases Python's global lock, so the loop 
 another thread tokenises a long prompt.
 """
 
+import contextlib
 import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,6 +70,8 @@ class RequestWorkers:
         self._long: ClientTurns[_Job] = ClientTurns()
         # The number of long requests that threads of the pool are processing.
         self._num_running = 0
+        # The time of the next check for disconnected clients, by time.monotonic().
+        self._next_check = 0.0
         # This object limits how many long requests may wait or run, in total and for each client.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
@@ -98,7 +102,8 @@ class RequestWorkers:
         """Handle all messages from other threads. Wait for a message if no short request is queued.
 
         A message is a new request, or a long request that another thread has processed. If a short
-        request waits, the loop must process this request next, without a delay.
+        request waits, the loop must process this request next, without a delay. Every `_POLL_S`
+        seconds, also end the long requests whose clients have disconnected.
         """
         may_wait = not self._short and not self._is_stopping
         if may_wait:
@@ -106,20 +111,20 @@ class RequestWorkers:
         while not self._messages.empty():
             # This call does not block, because only this thread takes messages.
             self._handle_message(self._messages.get())
+        # Short requests can arrive without a pause, so this check must not depend on a pause.
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + _POLL_S
+            self._drop_abandoned()
 
     def _wait_for_message(self) -> None:
         """Wait for a message, and handle the message.
 
-        If long requests are queued, wait only for a limited time. If no message arrives in this
-        time, end the long requests whose clients have disconnected.
+        If long requests are queued, wait only for a limited time.
         """
         timeout_s = _POLL_S if self._long else None
-        try:
-            message = self._messages.get(timeout=timeout_s)
-        except queue.Empty:
-            self._drop_abandoned()
-        else:
-            self._handle_message(message)
+        with contextlib.suppress(queue.Empty):
+            self._handle_message(self._messages.get(timeout=timeout_s))
 
     def _handle_message(self, message: _Job | None) -> None:
         """Handle a message of another thread.

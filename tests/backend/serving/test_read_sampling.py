@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from nereid_backend import RequestError, SamplingParams
+from nereid_backend import ModelError, RequestError, SamplingParams
 from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
 from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 
@@ -204,6 +204,22 @@ def test_do_sample_false_means_greedy_and_silence_does_not(tmp_path):
     assert read_generation_defaults(tmp_path) == {"repetition_penalty": 1.1, "max_tokens": 9}
     path.write_text(json.dumps({"top_p": 0.9}))
     assert read_generation_defaults(tmp_path) == {"top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "generation_config.json: Expecting property name"),
+        ("[1]", r"the file must contain a JSON object, but it contains \[1\]\. Correct or delete"),
+        ('{"temperature": "hot"}', 'a number, but the file has "hot"\\. Correct'),
+        ('{"max_new_tokens": 0}', "max_tokens: the value must be at least 1"),
+        ('{"top_p": NaN}', "top_p: the value must be a finite number"),
+    ],
+)
+def test_a_wrong_default_of_the_checkpoint_is_an_error_of_the_checkpoint(tmp_path, text, problem):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=problem):
+        read_generation_defaults(tmp_path)
 
 
 def test_timeouts_are_seconds():

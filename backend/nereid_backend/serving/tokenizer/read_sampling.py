@@ -12,7 +12,7 @@ from typing import Any
 
 from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from nereid_backend.errors import RequestError
+from nereid_backend.errors import ModelError, RequestError
 from nereid_backend.field_checks import CheckedSamplingParams, shown
 from nereid_backend.serving.tokenizer.request_fields import (
     CACHE_RETENTIONS,
@@ -66,11 +66,31 @@ def read_generation_defaults(model: Path) -> dict[str, Any]:
     temperature. If `do_sample` is missing, it counts as true. Example: `{"do_sample": false,
     "top_p": 0.9, "max_new_tokens": 9}` returns `{"temperature": 0.0, "top_p": 0.9, "max_tokens":
     9}`.
+
+    Raises:
+        ModelError: the file is damaged, or a default has a wrong value.
     """
     path = model / "generation_config.json"
     if not path.is_file():
         return {}
+    try:
+        defaults = _read_defaults(path)
+        CheckedSamplingParams(**defaults)
+    except (OSError, ValueError, RequestError) as error:
+        problem = str(error).rstrip(".").replace("the request has", "the file has")
+        raise ModelError(f"{path}: {problem}. Correct or delete the file.") from error
+    return defaults
+
+
+def _read_defaults(path: Path) -> dict[str, Any]:
+    """Return the sampling defaults in the file generation_config.json.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is not a JSON object.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"the file must contain a JSON object, but it contains {shown(config)}")
     defaults = {name: config[name] for name in _DEFAULTED if config.get(name) is not None}
     if config.get("max_new_tokens") is not None:
         defaults["max_tokens"] = config["max_new_tokens"]

@@ -13,6 +13,7 @@ import asyncio
 import base64
 import ipaddress
 import os
+import re
 import socket
 import stat
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
-from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.vision.read_image import ImageLimits
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_REDIRECTS = 3
+# Matches an item of the setting image_url_hosts, such as "*.example.org:8443".
+_ALLOWED_HOST = re.compile(r"(\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*)(:[0-9]{1,5})?")
 _TOO_SLOW = (
     "{field}: the download of the images took longer than the limit (image_url_timeout_s). Send "
     "the images as data URLs, such as data:image/png;base64,..."
@@ -74,8 +77,17 @@ class ImageSources:
                 port, and `*` allows all hosts. "" allows no downloads.
             timeout_s: the time limit in seconds for all downloads of one request together.
             folder: the folder whose files may be read with file URLs. "" allows no files.
+
+        Raises:
+            ConfigError: an item of `hosts` has another form, so it would never allow a host.
         """
         self._hosts = [host.strip().lower() for host in hosts.split(",") if host.strip()]
+        for host in self._hosts:
+            if not _ALLOWED_HOST.fullmatch(host):
+                raise ConfigError(
+                    "image_url_hosts: each item must be a host such as example.org, "
+                    f"example.org:8443, *.example.org or *, but one item is {host}."
+                )
         self._timeout_s = timeout_s
         self._folder = folder
 

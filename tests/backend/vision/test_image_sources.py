@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from nereid_backend import RequestError
+from nereid_backend import ConfigError, RequestError
 from nereid_backend.vision import image_sources
 from nereid_backend.vision.image_sources import ImageSources
 from nereid_backend.vision.read_image import ImageLimits
@@ -145,6 +145,14 @@ def test_addresses_that_are_not_public_are_refused(host):
 def test_urls_that_the_settings_do_not_allow_are_refused(hosts, url, problem):
     with pytest.raises(RequestError, match=problem):
         read(ImageSources(hosts), url)
+
+
+@pytest.mark.parametrize(
+    "host", ["https://example.org", "example.org/images", "example.org:https", "*example.org", "."]
+)
+def test_an_item_of_the_hosts_that_allows_no_host_is_a_wrong_setting(host):
+    with pytest.raises(ConfigError, match="image_url_hosts: each item must be a host such as"):
+        ImageSources(f"example.com, {host}")
 
 
 def test_subdomains_are_allowed_by_a_wildcard():

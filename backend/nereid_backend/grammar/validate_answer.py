@@ -144,7 +144,10 @@ def _limit_jsonschema() -> None:
         checks.update({name: _limited(check) for name, check in checks.items()})
     limited_re = SimpleNamespace(**{**vars(re), "search": _search})
     for name in ("_keywords", "_legacy_keywords", "_utils"):
-        vars(getattr(jsonschema, name))["re"] = limited_re
+        # A later version of jsonschema may rename these private modules.
+        module = getattr(jsonschema, name, None)
+        if module is not None:
+            module.re = limited_re
 
 
 _limit_jsonschema()

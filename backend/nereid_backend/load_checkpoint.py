@@ -215,7 +215,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         return config
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:
+        # A config with values of wrong types can cause any exception in transformers.
         raise UnsupportedModelError(
             f"transformers cannot load {folder}/config.json ({first_line(error)}). Python code of "
             "a checkpoint is only run if trust_remote_code is true."
@@ -233,7 +234,7 @@ def _describe_newer_version(folder: Path) -> str:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config_version = Version(str(config["transformers_version"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         config_version = None  # config.json names no version
     if config_version is None or config_version <= installed_version:
         return " A newer version of transformers may support the architecture."
@@ -315,7 +316,7 @@ def _eos_token_ids(
         if isinstance(value, int):
             token_ids.add(value)
         elif isinstance(value, list | tuple):
-            token_ids.update(value)
+            token_ids.update(token_id for token_id in value if isinstance(token_id, int))
     return tuple(sorted(token_ids))
 
 

@@ -95,8 +95,8 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
             opened only with False.
 
     Raises:
-        ModelError: if a file is missing, incomplete or damaged, or if a tensor of the index is
-            missing.
+        ModelError: if a file is missing, incomplete or damaged, if a tensor of the index is
+            missing, or if two files contain a tensor that is not in the index.
     """
     file_of_tensor = _read_index(folder)  # {} if the checkpoint has no index
     paths = sorted({folder / file for file in file_of_tensor.values()})
@@ -107,7 +107,16 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     framework = "pt" if for_reading else "numpy"
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
-        tensors |= _open_file(path, framework)
+        for name, tensor in _open_file(path, framework).items():
+            indexed_file = file_of_tensor.get(name)
+            if name in tensors and indexed_file is None:
+                raise ModelError(
+                    f"{tensors[name].file} and {path} both contain the tensor {name}. Remove the "
+                    "file that does not belong to the checkpoint."
+                )
+            # If several files contain the tensor, use the file that the index names.
+            if name not in tensors or path.name == indexed_file:
+                tensors[name] = tensor
     for name, file in file_of_tensor.items():
         if name not in tensors:
             raise ModelError(

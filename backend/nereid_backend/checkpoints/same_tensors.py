@@ -74,6 +74,8 @@ def read_architecture(folder: str) -> str:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         names = config.get("architectures")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read ({error}).") from error
+    if names and not isinstance(names, list):
+        raise ModelError(f"{file}: architectures must be a list, but it is {names!r}.")
     return str(names[0]) if names else ""

@@ -101,12 +101,12 @@ def _canonical(content: bytes) -> bytes:
 
     The fields in `_IGNORED_FIELDS` are removed, and the other fields are sorted. Example:
     b'{"b": 2, "a": 1, "name_or_path": "x"}' becomes b'{"a": 1, "b": 2}'. If the content is not
-    valid JSON, return it unchanged.
+    valid JSON, or is nested too deeply, return it unchanged.
     """
     try:
         value: Any = json.loads(content)
-    except ValueError:
+        if isinstance(value, dict):
+            value = {name: field for name, field in value.items() if name not in _IGNORED_FIELDS}
+        return json.dumps(value, sort_keys=True).encode()
+    except (ValueError, RecursionError):
         return content
-    if isinstance(value, dict):
-        value = {name: field for name, field in value.items() if name not in _IGNORED_FIELDS}
-    return json.dumps(value, sort_keys=True).encode()

@@ -118,7 +118,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         # The weights can be counted without config.json. If the file is missing or damaged,
         # `load_checkpoint` raises an error later, when it loads the checkpoint.
         return {}

@@ -108,6 +108,26 @@ def test_another_tokenizer_is_refused_before_anything_changes(tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", '{"architectures": 5}'),
+        ("config.json", "[" * 100_000),
+        ("tokenizer.json", "[" * 100_000),
+    ],
+)
+def test_a_damaged_file_of_the_new_checkpoint_leaves_the_old_weights(name, content, tmp_path):
+    save(tmp_path / "a", 1)
+    engine = open_engine(tmp_path / "a")
+    old = run_alone(engine)
+    save(tmp_path / "b", 2)
+    (tmp_path / "b" / name).write_text(content)
+    with pytest.raises(RequestError, match=rf"^path: .*{name}"):
+        engine.reload(str(tmp_path / "b"))
+    assert run_alone(engine) == old
+    engine.close()
+
+
 @pytest.mark.parametrize("mode", ["finish", "refuse"])
 def test_requests_around_a_reload(mode, tmp_path):
     save(tmp_path / "a", 1)

@@ -12,6 +12,7 @@ from backend.exactness import PARAMS, open_engine
 from nereid_backend import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerWindow
+from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.load_checkpoint import check_files, load_checkpoint
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.path_variants import make_blocks, set_attention
@@ -20,6 +21,7 @@ from nereid_backend.model.self_check import check_path
 from nereid_backend.model.trials import make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 
@@ -58,6 +60,16 @@ def test_a_checkpoint_without_safetensors_says_how_to_get_them(copy):
         open_engine(copy)
 
 
+@pytest.mark.parametrize(
+    "change", [{"rope_parameters": 5}, {"num_attention_heads": 0}, {"eos_token_id": "x"}]
+)
+def test_a_config_with_wrong_types_is_refused(change, copy):
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UnsupportedModelError, match=r"transformers cannot load .*config\.json"):
+        open_engine(copy)
+
+
 def test_a_missing_shard_is_named(copy):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -85,6 +97,17 @@ def test_a_tensor_that_is_in_the_index_but_not_in_its_file_is_named(copy):
     message = r"model\.safetensors lacks the tensor model\.norm\.other"
     with pytest.raises(ModelError, match=message):
         open_engine(copy)
+
+
+def test_the_index_decides_which_file_provides_a_tensor_that_two_files_contain(tmp_path):
+    tensor, other = torch.zeros(2), torch.ones(2)
+    save_file({"x": tensor}, tmp_path / "model-1.safetensors")
+    save_file({"x": other, "y": tensor}, tmp_path / "model-2.safetensors")
+    with pytest.raises(ModelError, match=r"model-1\.safetensors and .* both contain the tensor x"):
+        open_tensors(tmp_path)
+    index = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_tensors(tmp_path)["x"].read().equal(tensor)
 
 
 def test_an_index_cannot_name_a_file_outside_of_the_folder(copy):

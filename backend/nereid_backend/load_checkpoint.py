@@ -308,8 +308,10 @@ def _eos_token_ids(
 ) -> tuple[int, ...]:
     """Return the sorted ids of the end-of-sequence tokens of a model.
 
-    The ids are collected from the generation config, the config and the text config.
+    The ids are collected from the generation config, the config and the text config. Ids outside
+    the vocabulary are ignored. Some checkpoints contain -1, which stands for no token.
     """
+    vocab_size = _num_embeddings(model)
     token_ids: set[int] = set()
     for source in (getattr(model, "generation_config", None), config, text_config):
         value = getattr(source, "eos_token_id", None)
@@ -317,7 +319,7 @@ def _eos_token_ids(
             token_ids.add(value)
         elif isinstance(value, list | tuple):
             token_ids.update(token_id for token_id in value if isinstance(token_id, int))
-    return tuple(sorted(token_ids))
+    return tuple(sorted(token_id for token_id in token_ids if 0 <= token_id < vocab_size))
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:

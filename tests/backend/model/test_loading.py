@@ -70,6 +70,14 @@ def test_a_config_with_wrong_types_is_refused(change, copy):
         open_engine(copy)
 
 
+def test_eos_tokens_outside_the_vocabulary_are_ignored(copy):
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [2, -1, 10**6, None]}))
+    engine = open_engine(copy)
+    assert engine.info.eos_token_ids == (2,)
+    engine.close()
+
+
 def test_a_missing_shard_is_named(copy):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))

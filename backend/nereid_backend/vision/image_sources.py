@@ -42,12 +42,14 @@ _TOO_SLOW = (
 # A small compressed body can contain a huge file. Therefore the request asks for a body without
 # compression, and a body is never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
-# An IPv6 address in one of these networks contains an IPv4 address, which may be private. Therefore
-# addresses in these networks do not count as public.
-_TRANSLATED = [
-    ipaddress.ip_network(text)
-    for text in ("::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "2001::/32")
-]
+# All public IPv6 addresses of hosts are in this network. The module `ipaddress` also calls some
+# addresses outside this network global, such as fec0::1 (a private network) and ::7f00:1, which
+# contains the IPv4 address 127.0.0.1.
+_PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")
+# An IPv6 address in one of the first two networks contains an IPv4 address, which may be private.
+# The other network has special purposes, such as the metadata of a cloud. The module `ipaddress` of
+# older Python versions calls some of these addresses global.
+_NOT_PUBLIC = [ipaddress.ip_network(text) for text in ("2002::/16", "2001::/32", "192.0.0.0/24")]
 
 
 @dataclass(slots=True)
@@ -379,7 +381,9 @@ def _is_public(address: str) -> bool:
     An IPv6 address that contains an IPv4 address does not count as public.
     """
     parsed = ipaddress.ip_address(address.split("%")[0])
-    if any(parsed in each for each in _TRANSLATED):
+    if parsed.version == 6 and parsed not in _PUBLIC_IPV6:
+        return False
+    if any(parsed in each for each in _NOT_PUBLIC):
         return False
     return parsed.is_global and not parsed.is_multicast
 

@@ -121,6 +121,7 @@ def test_a_slow_lookup_of_a_host_does_not_exceed_the_time_limit(monkeypatch):
     [
         *("127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "0.0.0.0", "224.0.0.1"),
         *("[::1]", "[fd00::1]", "[::ffff:10.0.0.1]", "[64:ff9b::a00:1]", "2130706433", "localhost"),
+        *("[fec0::2]", "[::7f00:1]", "[::ffff:0:7f00:1]", "[64:ff9b:1::a00:1]", "192.0.0.192"),
     ],
 )
 def test_addresses_that_are_not_public_are_refused(host):

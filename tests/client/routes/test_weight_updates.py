@@ -102,3 +102,17 @@ async def test_clients_cannot_replace_the_weights_by_default(connect):
         response = await client.post("/v1/reload", json={})
     assert response.status_code == 403
     assert response.json()["error"]["code"] == "weight_updates_disabled"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/reload", {"path": "\ud800"}),
+        ("/v1/cache", {"prompt_cache_key": "\ud800"}),
+    ],
+)
+async def test_a_key_or_path_with_half_of_a_surrogate_pair_is_refused(connect, path, body):
+    async with connect(allow_lora_updates=True) as client:
+        response = await client.post(path, content=json.dumps(body))
+    assert response.status_code == 400
+    assert r"'\ud800', which is half of a surrogate pair" in response.json()["error"]["message"]

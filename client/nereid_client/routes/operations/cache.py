@@ -7,7 +7,13 @@ from fastapi import APIRouter, Request
 from nereid_client.errors import ApiError
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.cache_requests import RETENTION_S, ExtendSessionRequest
-from nereid_client.request_context import context_of, find_context, read_body, validate
+from nereid_client.request_context import (
+    check_unicode,
+    context_of,
+    find_context,
+    read_body,
+    validate,
+)
 
 router = APIRouter(tags=["Operation"])
 
@@ -28,6 +34,7 @@ async def cache_statistics(request: Request, model: str | None = None) -> dict[s
 async def extend_session(request: Request) -> dict[str, Any]:
     """Retain the cached prefixes of a session for at least the requested time."""
     body = validate(ExtendSessionRequest, await read_body(request))
+    check_unicode(body.prompt_cache_key)
     _select_model(request, body.model)
     seconds = RETENTION_S[body.prompt_cache_retention]
     parameters = {"prompt_cache_key": body.prompt_cache_key, "seconds": str(seconds)}

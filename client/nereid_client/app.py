@@ -39,6 +39,7 @@ from nereid_client.middleware.admission_control import AdmissionControl, Gate
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit
 from nereid_client.middleware.client_keys import KeyFile
+from nereid_client.middleware.foreign_pages import ForeignPages
 from nereid_client.middleware.request_ids import RequestIds
 from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
 from nereid_client.middleware.running_requests import RunningRequests
@@ -201,10 +202,10 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     """Add the middleware. The middleware that is added last is the first to receive a request.
 
     CountRequests and RequestIds receive a request first, because rejected requests are also counted
-    and have an id. ApiKey finds the client, whose limits AdmissionControl and BodyLimit then check.
-    BodyLimit is the last, because the bodies of rejected requests are not read, and because the
-    time limit includes the time in which a body arrives. Traces also records rejected requests, and
-    needs the id of a request.
+    and have an id. ForeignPages refuses requests of web pages. ApiKey finds the client, whose
+    limits AdmissionControl and BodyLimit then check. BodyLimit is the last, because the bodies of
+    rejected requests are not read, and because the time limit includes the time in which a body
+    arrives. Traces also records rejected requests, and needs the id of a request.
 
     Args:
         app: the application, whose attribute `state` contains the objects that are passed on.
@@ -230,6 +231,7 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     )
     app.add_middleware(AdmissionControl, gate=app.state.gate, metrics=metrics)
     app.add_middleware(ApiKey, key=settings.api_key, key_file=key_file, metrics=metrics)
+    app.add_middleware(ForeignPages, origins=settings.origins)
     if settings.origins:
         _add_cors(app, settings.origins)
     app.add_middleware(Traces)

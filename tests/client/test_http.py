@@ -158,6 +158,28 @@ async def test_without_cors_origins_no_page_is_let_in(connect):
     assert "access-control-allow-origin" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("origin", "site", "status"),
+    [
+        ("https://c.example", "cross-site", 403),
+        ("null", "cross-site", 403),
+        ("http://other.localhost", "same-site", 403),
+        ("https://a.example", "cross-site", 200),
+        ("http://127.0.0.1:9000", "same-origin", 200),
+    ],
+)
+async def test_a_page_of_another_origin_cannot_send_json_as_plain_text(
+    connect, origin, site, status
+):
+    headers = {"Origin": origin, "Sec-Fetch-Site": site, "Content-Type": "text/plain"}
+    async with connect(cors_origins="https://a.example") as client:
+        response = await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+        assert (await client.get("/", headers=headers)).status_code == 200
+    assert response.status_code == status
+    if status == 403:
+        assert origin in response.json()["error"]["message"]
+
+
 async def test_the_backend_is_closed_at_the_end(connect, backend):
     async with connect():
         assert not backend.is_closed

@@ -16,7 +16,7 @@ from nereid_client.cli.api_client import (
     first_model,
     send,
 )
-from nereid_client.cli.output import print_json, read_stdin
+from nereid_client.cli.output import print_json, read_stdin, write_model_text
 from nereid_client.console import CliError, complain, say
 
 # Escape sequences that change the style in which a terminal prints the following text.
@@ -200,12 +200,12 @@ def _print_response(events: Iterator[Json], answer: list[str]) -> None:
             if not is_dim and sys.stdout.isatty():
                 sys.stdout.write(_DIM_STYLE)
                 is_dim = True
-            sys.stdout.write(reasoning)
+            write_model_text(reasoning)
         if content := delta.get("content"):
             if is_dim:
                 sys.stdout.write(f"{_NORMAL_STYLE}\n")
                 is_dim = False
-            sys.stdout.write(content)
+            write_model_text(content)
             answer.append(content)
         sys.stdout.flush()
     say(_NORMAL_STYLE if is_dim else "")
@@ -219,5 +219,5 @@ def _print_call_pieces(pieces: Sequence[Json]) -> None:
     for piece in pieces:
         function = piece["function"]
         if "name" in function:
-            sys.stdout.write(f"\n[{function['name']}] ")
-        sys.stdout.write(function.get("arguments") or "")
+            write_model_text(f"\n[{function['name']}] ")
+        write_model_text(function.get("arguments") or "")

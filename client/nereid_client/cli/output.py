@@ -1,6 +1,7 @@
 """Options and functions that several commands share, such as functions that print tables."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -27,7 +28,11 @@ __all__ = [
     "print_table",
     "read_stdin",
     "texts_or_stdin",
+    "write_model_text",
 ]
+
+# The characters with which a program controls a terminal. Tabs and line breaks are harmless.
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
@@ -63,6 +68,18 @@ def _format_cell(value: object) -> str:
     """
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
+
+
+def write_model_text(text: str) -> None:
+    r"""Write a text of a model to the standard output.
+
+    If the standard output is a terminal, control characters are replaced, because a text could
+    otherwise change the clipboard or hide other text. Example: the terminal shows the text
+    "\x1b[2J" instead of clearing the screen.
+    """
+    if sys.stdout.isatty():
+        text = _CONTROL_CHARACTER.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    sys.stdout.write(text)
 
 
 def read_stdin() -> str:

@@ -15,6 +15,7 @@ from nereid_client.cli.output import (
     print_table,
     read_stdin,
     texts_or_stdin,
+    write_model_text,
 )
 from nereid_client.console import say
 
@@ -50,7 +51,7 @@ def complete(
     with send(f"{server}/v1/completions", body | {"stream": True}) as response:
         for event in events_of(response):
             for choice in event["choices"]:
-                sys.stdout.write(choice["text"])
+                write_model_text(choice["text"])
                 sys.stdout.flush()
     say()  # ends the line on the standard output
 

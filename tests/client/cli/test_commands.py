@@ -52,6 +52,13 @@ def test_a_text_is_completed_in_a_stream_or_as_json(run, backend):
     assert json.loads(backend.generations[-1].sampling_parameters)["temperature"] == 0.5
 
 
+def test_an_escape_sequence_of_a_model_does_not_control_the_terminal(run, monkeypatch):
+    text = "a\x1b[2Jb\x9b1m\r\u00e4\tc\r\n"
+    assert run("complete", text) == (0, f"{text}\n")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert run("complete", text) == (0, "a\\x1b[2Jb\\x9b1m\\x0d\u00e4\tc\r\n\n")
+
+
 def test_the_standard_input_is_used_without_a_text(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
     assert run("complete") == (0, "from a pipe\n")

@@ -16,6 +16,7 @@ from nereid_client.batches.line_requests import LineSender, LineSlots, batch_cli
 from nereid_client.batches.stored_batches import Batch, BatchStore
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.client_keys import Client, KeyFile
+from nereid_client.middleware.shared_budget import SharedBudget
 
 _CHECK_EVERY_S = 1.0
 _CLEAN_UP_EVERY_S = 10.0
@@ -62,6 +63,8 @@ class BatchRunner:
 
         # The batches and their clients.
         self._runs: dict[str, _RunningBatch] = {}  # maps the id of each running batch to its task
+        # Limits the running batches, so that the batches of one client leave some runs to others.
+        self._running = SharedBudget(_MAX_RUNNING_BATCHES)
         self._ended: set[str] = set()  # the ids of the batches that this process has ended
         self._clients: dict[str, Client] = {}  # maps the name of a client to its `Client` object
 
@@ -128,7 +131,7 @@ class BatchRunner:
         """Start the batches that are waiting, and cancel the batches that must end."""
         batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
         for batch in batches:
-            if batch.id not in self._runs and len(self._runs) < _MAX_RUNNING_BATCHES:
+            if batch.id not in self._runs and self._running.fits(batch.owner, 1):
                 self._start(batch)
             if batch.id in self._runs and self._must_be_cancelled(batch):
                 self._runs[batch.id].run.cancel()
@@ -148,10 +151,12 @@ class BatchRunner:
         )
         task = asyncio.create_task(run.run())
         self._runs[batch.id] = _RunningBatch(run, task)
+        self._running.add(batch.owner, 1)
         task.add_done_callback(lambda task: self._on_end(batch, task))
 
     def _on_end(self, batch: Batch, task: asyncio.Task[None]) -> None:
         del self._runs[batch.id]
+        self._running.remove(batch.owner, 1)
         if batch.has_ended:
             self._ended.add(batch.id)
             _log.info("%s ended with the status %s", batch.id, batch.status)

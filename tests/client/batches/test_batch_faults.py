@@ -29,32 +29,48 @@ class Sender:
         return LineResponse(200, request_id="a", body={})
 
 
+class SlowSender(Sender):
+    """Never answers the requests of the client "slow"."""
+
+    async def send(self, path, body, client):
+        if client.name == "slow":
+            await asyncio.Event().wait()
+        return await super().send(path, body, client)
+
+
+class Keys:
+    """A key file that contains all clients."""
+
+    def has(self, name):
+        return True
+
+
 @pytest.fixture
 def store(tmp_path):
     return BatchStore(FileStore(tmp_path, FileLimits(count=100, num_bytes=1 << 20)))
 
 
-def upload(store, num_lines):
+def upload(store, num_lines, owner=""):
     started = store.files.start_upload()
     started.write(jsonl(map(line, range(num_lines))))
-    return started.finish("", "requests.jsonl", "batch", keep_s=3600)
+    return started.finish(owner, "requests.jsonl", "batch", keep_s=3600)
 
 
-def create(store, num_lines):
-    file = upload(store, num_lines)
+def create(store, num_lines, owner=""):
+    file = upload(store, num_lines, owner)
     request = CreateBatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     return store.create(request, file)
 
 
 @asynccontextmanager
-async def running(store, num_slots):
+async def running(store, num_slots, sender=None, key_file=None):
     gate = Gate(SharedBudget(100))
     runner = BatchRunner(
         store,
-        sender=Sender(),
+        sender=sender or Sender(),
         slots=LineSlots(num_slots, gate),
         gate=gate,
-        key_file=None,
+        key_file=key_file,
         max_line_bytes=1000,
     )
     yield runner
@@ -63,7 +79,7 @@ async def running(store, num_slots):
 
 async def ended(store, batch):
     async with asyncio.timeout(5):
-        while not (found := store.find(batch.id, "")).has_ended:
+        while not (found := store.find(batch.id, batch.owner)).has_ended:
             await asyncio.sleep(0.01)
     return found
 
@@ -109,6 +125,14 @@ async def test_a_cancelled_batch_on_a_full_disk_does_not_stop_other_batches(
         runner.wake_up()
         assert (await ended(store, later)).status == "completed"
         assert (await ended(store, cancelled)).status == "cancelled"
+
+
+async def test_many_long_batches_of_a_client_do_not_stop_the_batches_of_another_client(store):
+    for _ in range(20):
+        create(store, num_lines=1, owner="slow")
+    quick = create(store, num_lines=1, owner="quick")
+    async with running(store, num_slots=100, sender=SlowSender(), key_file=Keys()):
+        assert (await ended(store, quick)).status == "completed"
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypatch):

@@ -67,14 +67,15 @@ def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
         chat.append("system", instructions)
     for item in items:
         _ADD_ITEM[item["type"]](chat, item)
-    return _with_one_system_message(chat.messages)
+    return _with_one_system_message([_with_joined_texts(message) for message in chat.messages])
 
 
 class _ChatBuilder:
     """Converts the items in a response's input to the messages of a chat.
 
     Attributes:
-        messages: the messages so far.
+        messages: the messages so far. The content and the reasoning of an assistant message are
+            lists of texts, because appending each text to a string would take quadratic time.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,21 @@ class _ChatBuilder:
         message: Json = {"role": "assistant", "content": None}
         self.messages.append(message)
         return message
+
+
+def _with_joined_texts(message: Json) -> Json:
+    """Return a message of `_ChatBuilder` whose texts are joined.
+
+    Example: {"role": "assistant", "content": ["a", "b"]} returns {"role": "assistant", "content":
+    "ab"}.
+    """
+    if message["role"] != "assistant":
+        return message
+    content = message["content"]
+    joined = {**message, "content": None if content is None else "".join(content)}
+    if "reasoning" in message:
+        joined["reasoning"] = joined["reasoning_content"] = "".join(message["reasoning"])
+    return joined
 
 
 def _add_message(chat: _ChatBuilder, item: Json) -> None:
@@ -139,7 +155,10 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
         message = chat.find_or_add_assistant_message()
     else:
         message = chat.find_or_add_assistant_message(with_empty=["content"])
-    message["content"] = (message["content"] or "") + text
+    if message["content"] is None:
+        message["content"] = []
+    if text:  # the list stays empty, and thus false, if the message has no text
+        message["content"].append(text)
 
 
 def _chat_part(part: Json) -> Json:
@@ -158,8 +177,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
         message = chat.find_or_add_assistant_message(with_empty=["content", "tool_calls"])
-        message["reasoning"] = message.get("reasoning", "") + text
-        message["reasoning_content"] = message["reasoning"]
+        message.setdefault("reasoning", []).append(text)
 
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:

@@ -4,6 +4,8 @@ import time
 
 import pytest
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
+from nereid_client.responses.chat_translation import messages_of
+from nereid_client.responses.input_items import read_items
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -28,3 +30,12 @@ def test_a_large_body_is_checked_quickly(fields):
     started = time.process_time()
     ChatCompletionRequest.model_validate(body)
     assert time.process_time() - started < 2
+
+
+def test_a_conversation_with_many_pieces_of_reasoning_is_translated_quickly():
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * 100}]}
+    items = read_items([reasoning] * 20_000, lambda _: None)
+    started = time.process_time()
+    (message,) = messages_of(None, items)
+    assert time.process_time() - started < 2
+    assert len(message["reasoning"]) == 2_000_000

@@ -141,10 +141,7 @@ class WorkerPool:
         _create_databases(places[0])
         for place in places:
             self._workers.append(_Worker(place, self._start(place)))
-        if self._is_draining:
-            # A SIGUSR1 may have arrived after the start of a worker, but before the worker was
-            # added to the list.
-            self._drain_all()
+        self._drain_if_signalled()
         while not self._stop.wait(_CHECK_EVERY_S):
             for worker in self._workers:
                 exit_code = self._check(worker)
@@ -172,6 +169,7 @@ class WorkerPool:
             if now >= worker.restart_at:
                 worker.restart_at = None
                 worker.process = self._start(worker.place)
+                self._drain_if_signalled()
             return None
         code = worker.process.poll()
         return None if code is None else self._plan_restart(worker, code, now)
@@ -210,6 +208,15 @@ class WorkerPool:
                 process.wait(max(deadline - time.monotonic(), 0))
             process.kill()
             process.wait()
+
+    def _drain_if_signalled(self) -> None:
+        """Send SIGUSR1 to all workers if this process has received SIGUSR1.
+
+        Call this method after the start of a worker. The signal may have arrived after the start of
+        the process, but before the process was stored in `_workers`.
+        """
+        if self._is_draining:
+            self._drain_all()
 
     def _drain_all(self) -> None:
         """Send SIGUSR1 to all workers. A second SIGUSR1 has no further effect on a worker."""

@@ -240,6 +240,20 @@ def test_a_library_whose_checks_fail_is_not_loaded_again(tmp_path):
         library_files.begin_check(tmp_path)
 
 
+def test_several_engines_may_check_a_library_at_the_same_time(tmp_path, monkeypatch):
+    records = tmp_path / "failed_checks"
+    checks_of_engines = [{} for _ in range(5)]
+    for checks in checks_of_engines:  # no engine has finished its check yet
+        monkeypatch.setattr(library_files, "_running_checks", checks)
+        library_files.begin_check(tmp_path)
+    assert records.stat().st_size == 1
+    checks_of_engines[0].pop(tmp_path).close()  # as if this engine had crashed
+    library_files.begin_check(tmp_path)
+    assert records.stat().st_size == 2
+    library_files.confirm_check(tmp_path)
+    assert not records.exists()
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("auto", "auto"), ("true", True), ("1", True), ("False", False), ("", "auto")],

@@ -5,11 +5,13 @@ The name of the folder is a hash of everything that the library depends on.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import inspect
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -31,6 +33,8 @@ _TRACE_ERROR_FILE = "trace_error.txt"
 # bytes is the number of these checks.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
+# The locked records of the checks that this process has begun, by the folder of the library.
+_running_checks: dict[Path, BinaryIO] = {}
 # The C declarations of the functions in cpu_shim.cpp that compiled code calls.
 _PACKED_LINEAR_SHIM = (
     "AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, "
@@ -102,26 +106,59 @@ def begin_check(folder: Path) -> None:
     again, which would check the same library again, and so on. Too many records without a
     successful check therefore raise an error.
 
+    Several engines may check a library at the same time. Only one of them records its check,
+    because the records of running checks would be counted as failed checks.
+
     Raises:
         UnfitError: if the last `_MAX_FAILED_CHECKS` checks did not succeed.
     """
-    file = folder / _CHECKS_FILE
-    # Each check without success has appended one byte.
-    num_failed_checks = file.stat().st_size if file.is_file() else 0
+    _end_check(folder)  # An earlier check of this process has failed if its records are still open.
+    path = folder / _CHECKS_FILE
+    # Each recorded check without success has appended one byte.
+    num_failed_checks = path.stat().st_size if path.is_file() else 0
     if num_failed_checks >= _MAX_FAILED_CHECKS:
         raise UnfitError(
             f"the last {_MAX_FAILED_CHECKS} checks of the library in {folder} did not succeed. "
             "Delete this folder to compile the model again"
         )
-    # If the folder belongs to another user, this process cannot write the file.
-    with contextlib.suppress(OSError), file.open("ab") as opened:
-        opened.write(b".")
+    records = _open_records(path)
+    if records is not None:
+        _running_checks[folder] = records
+        with contextlib.suppress(OSError):  # The disk may be full.
+            records.write(b".")
+
+
+def _open_records(path: Path) -> BinaryIO | None:
+    """Open and lock the file `path`; see `begin_check`.
+
+    Return None if another process has locked the file, or if this process cannot write the file.
+    """
+    try:
+        # The file has no buffer, so that the record is in the file before the check begins.
+        records = path.open("ab", buffering=0)
+    except OSError:
+        return None  # The folder may belong to another user.
+    try:
+        fcntl.flock(records, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        records.close()
+        return None
+    except OSError:
+        pass  # The folder does not support locks, so each check is recorded.
+    return records
 
 
 def confirm_check(folder: Path) -> None:
     """Record that a check has found the logits of the library correct; see `begin_check`."""
     with contextlib.suppress(OSError):
         (folder / _CHECKS_FILE).unlink(missing_ok=True)
+    _end_check(folder)
+
+
+def _end_check(folder: Path) -> None:
+    """Close the records of this process's check, so that other processes record their checks."""
+    if (records := _running_checks.pop(folder, None)) is not None:
+        records.close()
 
 
 def save_literals(literals: dict[str, Tensor], file: Path) -> None:

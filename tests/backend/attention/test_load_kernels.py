@@ -69,6 +69,29 @@ def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 100, 100_000])
+def test_a_library_that_was_truncated_on_disk_is_built_again(kept_bytes, tmp_path, monkeypatch):
+    whole = Path(load_kernels.load_library()._name)
+    instruction_set = usable_instruction_sets()[0]
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    builds = []
+
+    def build(compiler, instruction_set, path):
+        builds.append(path)
+        shutil.copy(whole, path)
+
+    monkeypatch.setattr(load_kernels, "_build", build)
+    load_kernels._load(instruction_set)
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(whole.read_bytes()[:kept_bytes])
+    damaged.replace(builds[0])  # as a power failure would leave the file
+    library = load_kernels._load(instruction_set)
+    assert builds == 2 * [Path(library._name)]
+    load_kernels._load(instruction_set)
+    assert len(builds) == 2
+
+
 def test_a_wheel_build_deletes_the_libraries_that_it_has_compiled(monkeypatch, tmp_path):
     pytest.importorskip("hatchling")
     file = ROOT / "backend" / "hatch_build.py"

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import platform
 import re
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,9 @@ _PRECOMPILED = Path(__file__).with_name("precompiled")
 _TORCH_LIBRARY = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 # In the file name of a library, the hash has this number of hexadecimal digits.
 _FINGERPRINT_LENGTH = 16
+# The header of a library, with only the fields e_ident (the first four bytes), e_shoff, e_shentsize
+# and e_shnum.
+_ELF_HEADER = struct.Struct("<4s36xQ10xHH2x")
 
 
 def load_library() -> ctypes.CDLL:
@@ -86,10 +90,10 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
     # the file name of the library changes, too.
     fingerprint = _fingerprint(compiler, instruction_set)
     path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
-    if not path.is_file():
+    if not _is_complete(path):
         with _build_lock(path.with_suffix(".lock")):
             # Another process may have built the library while this process waited for the lock.
-            if not path.is_file():
+            if not _is_complete(path):
                 _build(compiler, instruction_set, path)
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -97,6 +101,26 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
         raise KernelBuildError(
             f"the file {path} cannot be loaded ({error}); delete the file to build it again"
         ) from error
+
+
+def _is_complete(path: Path) -> bool:
+    """Return whether a file is a library and has its full length.
+
+    A power failure, for example, can truncate a file. Loading a truncated library would kill this
+    process with a bus error.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(_ELF_HEADER.size)
+    except OSError:
+        return False
+    if len(header) < _ELF_HEADER.size:
+        return False
+    # The header contains the position of the table of sections, the size of an entry of this table,
+    # and the number of entries. The table is at the end of the file.
+    magic, table_start, entry_size, num_entries = _ELF_HEADER.unpack(header)
+    return bool(magic == b"\x7fELF" and size >= table_start + entry_size * num_entries)
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:

@@ -171,7 +171,10 @@ def _with_cache(compute_index: Callable[[Any], Any], package: Path) -> Callable[
     def read_or_compute_index(module_path: Any) -> Any:  # noqa: ANN401 - transformers' types
         if str(module_path) not in models_paths:
             return compute_index(module_path)
-        cache_file = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
+        try:
+            cache_file = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
+        except RuntimeError:  # The home folder is unknown.
+            return compute_index(module_path)
         index = _read(cache_file)
         if index is None:
             index = compute_index(module_path)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from nereid_backend import fast_imports
@@ -60,6 +61,13 @@ def test_index_of_another_folder_is_not_cached(cached, calls, tmp_path):
     folder = tmp_path / "package" / "models" / "qwen3"
     assert cached(folder) == cached(folder) == INDEX
     assert len(calls) == 2
+
+
+def test_index_is_computed_if_the_home_folder_is_unknown(cached, calls, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))
+    assert cached(tmp_path / "package" / "models") == INDEX
+    assert len(calls) == 1
 
 
 def test_damaged_file_is_replaced(cached, calls, tmp_path):

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from nereid_backend.attention.cpu import compile_kernels, load_kernels
@@ -67,6 +68,34 @@ def test_a_second_build_waits_for_the_first(tmp_path, monkeypatch):
         list(pool.map(load_kernels._load, 3 * [instruction_set]))
     (path,) = builds
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_compiler_that_cannot_be_started_is_an_error_of_the_build(tmp_path, monkeypatch):
+    compiler = tmp_path / "g++"
+    compiler.write_bytes(b"a program for another processor")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(compile_kernels.KernelBuildError, match=r"could not be built .*Exec format"):
+        load_kernels.load_library()
+
+
+def test_an_unknown_home_folder_is_an_error_of_the_build(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))
+    with pytest.raises(compile_kernels.KernelBuildError, match=r"set .* XDG_CACHE_HOME"):
+        load_kernels.load_library()
+
+
+def test_torch_may_be_installed_in_a_folder_whose_name_has_a_space(monkeypatch):
+    packages = Path("/home/me/my models/site-packages")
+    openmp = packages / "torch/lib/libgomp.so.1"
+    maps = f"7f00-7f10 r-xp 00000000 08:01 123      {openmp}\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: maps)
+    monkeypatch.setattr(load_kernels.torch, "__file__", str(packages / "torch/__init__.py"))
+    # Without the library, the kernels would be built for one thread.
+    assert load_kernels._openmp_path() == str(openmp)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 100, 100_000])

@@ -86,10 +86,14 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
         KernelBuildError: if there is no compiler, or if the library cannot be built or loaded.
     """
     compiler = find_compiler()
-    # The fingerprint is a hash of everything that the library depends on. If a source file changes,
-    # the file name of the library changes, too.
-    fingerprint = _fingerprint(compiler, instruction_set)
-    path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
+    try:
+        # The fingerprint is a hash of everything that the library depends on. If a source file
+        # changes, the file name of the library changes, too.
+        fingerprint = _fingerprint(compiler, instruction_set)
+        path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        # The compiler cannot be started or does not answer, or the cache folder is unknown.
+        raise KernelBuildError(f"the kernels could not be built ({error})") from error
     if not _is_complete(path):
         with _build_lock(path.with_suffix(".lock")):
             # Another process may have built the library while this process waited for the lock.
@@ -189,7 +193,7 @@ def _openmp_path() -> str | None:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
-    loaded_paths: list[str] = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
+    loaded_paths: list[str] = re.findall(r"\s(/.*/libgomp[^/\s]*\.so\S*)", maps)
     # torch uses the libgomp in its own folders (torch/ and torch.libs/). If there is none, torch
     # uses the libgomp of the system. A libgomp in the folder of another Python package is ignored.
     packages = Path(torch.__file__).parent.parent

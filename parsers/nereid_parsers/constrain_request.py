@@ -73,13 +73,15 @@ class ToolSchema:
         required = self.parameters.get("required")
         if not isinstance(required, list):
             return []
-        return [key for key in self._argument_names() if key in required]
+        # A set, because a client may send tens of thousands of names.
+        required_names = {name for name in required if isinstance(name, str)}
+        return [key for key in self._argument_names() if key in required_names]
 
     @property
     def optional_keys(self) -> list[str]:
         """The names of the optional arguments, in the order of the schema."""
-        required = self.required_keys
-        return [key for key in self._argument_names() if key not in required]
+        required_names = set(self.required_keys)
+        return [key for key in self._argument_names() if key not in required_names]
 
     def _argument_names(self) -> list[str]:
         """Return the names of all arguments, in the order of the schema."""

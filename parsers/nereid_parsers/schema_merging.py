@@ -101,7 +101,7 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
     if keyword == "required":
         return list(dict.fromkeys([*first, *second]))
     if keyword == "enum":
-        return [value for value in first if value in second]
+        return _common_values(first, second)
     if keyword == "items":
         return merge_schemas(first, second)
     if keyword in _STRICTER and is_number(first) and is_number(second):
@@ -109,6 +109,21 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
     if keyword == "multipleOf" and is_integer(first) and is_integer(second):
         return math.lcm(int(first), int(second))
     raise CannotMergeError(f"two values of {keyword} cannot be merged")
+
+
+def _common_values(first: list[Any], second: list[Any]) -> list[Any]:
+    """Return the values in `first` that are also in `second`: `["a", "b"]`, `["b"]` gives `["b"]`.
+
+    Most values are looked up in a set, because a client may send tens of thousands of values. Lists
+    and dicts cannot be members of a set.
+    """
+    scalars = {value for value in second if not isinstance(value, list | dict)}
+    containers = [value for value in second if isinstance(value, list | dict)]
+    return [
+        value
+        for value in first
+        if value in (containers if isinstance(value, list | dict) else scalars)
+    ]
 
 
 def _common_types(first: object, second: object) -> str | list[str]:
@@ -189,7 +204,7 @@ def _check_forbidden_names(names: list[str], required: list[str], *, allows_othe
         required: The names of the properties that the object must have.
         allows_others: Whether the object may have properties that are not listed.
     """
-    if any(name in required for name in names):
+    if not set(required).isdisjoint(names):
         raise CannotMergeError("a required property is forbidden")
     if names and allows_others:
         raise CannotMergeError("a property is forbidden, but other properties are allowed")

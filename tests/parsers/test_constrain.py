@@ -9,7 +9,7 @@ import pytest
 from nereid_parsers import ConstraintError, fold, get_format, parse
 from nereid_parsers.constrain import structural_tag
 from nereid_parsers.constrain_reasoning import ReasoningState
-from nereid_parsers.constrain_request import Request
+from nereid_parsers.constrain_request import Request, ToolSchema
 from nereid_parsers.format import (
     Call,
     Format,
@@ -27,6 +27,7 @@ from nereid_parsers.format import (
     ToolSection,
 )
 from nereid_parsers.formats import registry
+from nereid_parsers.schema_merging import merge_schemas
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.unenforced_keywords import unenforced_keywords
 from parsers.support import all_formats, markers_of, tool
@@ -583,3 +584,18 @@ def test_a_recursive_schema_for_unquoted_keys_is_refused():
     offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(ConstraintError, match="at most 100 values in total"):
         get_format("functiongemma").structural_tag(offered, "required")
+
+
+def test_thousands_of_arguments_and_allowed_values_take_little_time():
+    names = [f"argument_{number:05}" for number in range(20_000)]
+    parameters = {
+        "properties": {key: {"type": "integer"} for key in names},
+        "required": [*reversed(names), ["no name"]],
+    }
+    start = time.process_time()
+    offered = ToolSchema.of({"name": "f", "parameters": parameters})
+    assert offered.required_keys == names
+    assert offered.optional_keys == []
+    merged = merge_schemas({"enum": [*names, [1]]}, {"enum": [*reversed(names), [1]]})
+    assert merged == {"enum": [*names, [1]]}
+    assert time.process_time() - start < 2

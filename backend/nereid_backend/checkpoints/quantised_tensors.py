@@ -222,21 +222,27 @@ def _choose_format(settings: Settings) -> Format:
     `settings` is the field quantization_config of config.json.
 
     Raises:
-        UnsupportedModelError: if the method or its variant is not supported.
+        UnsupportedModelError: if the method or its variant is not supported, or if the settings
+            are damaged.
     """
-    method = _quantisation_method(settings)
-    if method not in FORMATS:
-        raise UnsupportedModelError(
-            f"the weights are quantised with the method {method!r} (quantization_config of "
-            "config.json), which is not supported. The supported methods are "
-            f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of these "
-            "methods, or a checkpoint that is not quantised."
-        )
     try:
+        method = _quantisation_method(settings)
+        if method not in FORMATS:
+            raise UnsupportedModelError(
+                f"the weights are quantised with the method {method!r} (quantization_config of "
+                "config.json), which is not supported. The supported methods are "
+                f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of these "
+                "methods, or a checkpoint that is not quantised."
+            )
         return FORMATS[method](settings)
     except UnknownVariantError as error:
         raise UnsupportedModelError(
             f"the weights cannot be read, because {error}. Use another checkpoint of the model."
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            "the weights cannot be read, because quantization_config of config.json has a value of "
+            f"a wrong type ({error}). Download config.json again."
         ) from error
 
 

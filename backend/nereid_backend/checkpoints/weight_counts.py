@@ -91,8 +91,10 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
     config = _read_config(folder)
     # In a multimodal model, the field `quantization_config` may be in the config of the text model
     # instead of the main config.
-    text_config = config.get("text_config") or {}
-    settings = config.get("quantization_config") or text_config.get("quantization_config")
+    text_config = config.get("text_config")
+    settings = config.get("quantization_config")
+    if not settings and isinstance(text_config, dict):
+        settings = text_config.get("quantization_config")
     stored = open_tensors(folder, for_reading=False)
     return dict(lazy_weights(stored, settings, _ANY_DTYPE))
 

@@ -6,6 +6,7 @@ from backend.checkpoints import writers
 from backend.tiny_models import BY_NAME
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.checkpoints import torchao
+from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -171,6 +172,21 @@ def test_an_unsupported_method_is_refused_by_name(settings, message, tmp_path):
     set_settings(folder, settings)
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        5,
+        {"quant_method": "compressed-tensors", "config_groups": 5},
+        {"quant_method": "fp8", "weight_block_size": "x"},
+    ],
+)
+def test_settings_with_a_wrong_type_are_refused(settings, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "llama")
+    set_settings(folder, settings)
+    with pytest.raises(UnsupportedModelError, match=r"quantization_config .* a wrong type"):
+        count_weights(folder)
 
 
 def change_tensors(folder, change):

@@ -1,4 +1,6 @@
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.cpu_library import KernelTimes
 from nereid_backend.linear import native_linear
 from nereid_backend.model import accelerate_path
-from nereid_backend.paths.compiled_forward import library_files, load_library
+from nereid_backend.paths.compiled_forward import build_library, library_files, load_library
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -174,6 +176,25 @@ def test_a_model_on_another_path_says_that_it_is_not_compiled(tmp_path):
     )
     assert expected in said
     assert all(len(tokens) == 12 for tokens in found)
+
+
+def test_a_library_that_another_engine_has_stored_meanwhile_stays(tmp_path, monkeypatch):
+    folder = tmp_path / "library"
+
+    def compile_slowly(program, package_path, inductor_configs):
+        folder.mkdir()
+        (folder / library_files.LIBRARY_FILE).write_text("of the other engine")
+        Path(package_path).write_text("of this engine")
+
+    program = SimpleNamespace(constants={})
+    monkeypatch.setattr(build_library, "_trace", lambda *_: program)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_slowly)
+    model = torch.nn.Linear(2, 2)
+    model.device = torch.device("meta")
+    monkeypatch.setattr(build_library, "TracedModel", lambda model: model)
+    build_library.build_library(model, None, folder, is_native=False)
+    assert (folder / library_files.LIBRARY_FILE).read_text() == "of the other engine"
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_literals_come_back_to_the_model_s_device_but_for_those_of_the_host(tmp_path):

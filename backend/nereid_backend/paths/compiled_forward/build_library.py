@@ -28,6 +28,7 @@ from nereid_backend.paths.compiled_forward.library_files import (
     LIBRARY_FILE,
     LITERALS_FILE,
     TraceError,
+    has_library,
     save_literals,
     shims_of,
 )
@@ -84,7 +85,7 @@ def build_library(
     Args:
         model: the model, with `hook` as its attention.
         hook: Nereid's attention function, which transformers calls in each layer.
-        folder: the folder. An existing folder is replaced.
+        folder: the folder. An existing folder is replaced if it does not contain a library.
         is_native: whether attention uses the CPU kernels, which can be called without Python.
 
     Raises:
@@ -119,6 +120,8 @@ def build_library(
         # tensors in a separate file.
         literals = _constants_of_code(program.constants, tensors_of(traced_model))
         save_literals(literals, finished / LITERALS_FILE)
+        if has_library(folder):
+            return  # Another process has stored the same library, and may be loading it.
         if folder.is_dir():
             shutil.rmtree(folder)
         finished.rename(folder)

@@ -277,7 +277,12 @@ def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:
 
     Return None if the file does not exist, or is not a regular file in `folder`.
     """
+    real_folder = Path(folder).resolve()
     try:
+        # Opening a device or a named pipe can have an effect, even if nothing is read. Therefore
+        # a file outside the folder is not opened.
+        if not Path(os.path.realpath(path)).is_relative_to(real_folder):
+            return None
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):  # ValueError: the path contains a null character
@@ -287,7 +292,7 @@ def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:
         # and the read use the same open file, so a client cannot replace the file after the check.
         opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        if not is_file or not opened.is_relative_to(Path(folder).resolve()):
+        if not is_file or not opened.is_relative_to(real_folder):
             return None
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(max_bytes)

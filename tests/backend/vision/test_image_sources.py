@@ -163,6 +163,19 @@ def test_subdomains_are_allowed_by_a_wildcard():
     assert not image_sources._allows("example.org:81", "example.org", 80, is_default_port=True)
 
 
+def test_a_device_outside_the_folder_is_not_even_opened(tmp_path, monkeypatch):
+    opened = []
+    real_open = os.open
+    monkeypatch.setattr(
+        image_sources.os, "open", lambda path, *rest: opened.append(path) or real_open(path, *rest)
+    )
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in ("/dev/null", f"{tmp_path}/../../dev/null", f"{tmp_path}/link"):
+        with pytest.raises(RequestError, match="does not exist, or is not a regular file"):
+            read(ImageSources(folder=str(tmp_path)), f"file://{path}")
+    assert not opened
+
+
 def test_only_files_in_the_folder_are_read(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()

@@ -6,6 +6,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nereid_client.console import CliError
@@ -45,10 +46,15 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
         )
     except urllib.error.HTTPError as error:
         raise CliError(_error_message(url, error)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.InvalidURL) as error:
         raise CliError(
             f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "
             "address with --url."
+        ) from None
+    except http.client.HTTPException as error:  # example: the address is a gRPC endpoint
+        raise CliError(
+            f"{url} did not answer with HTTP ({error!r}). Give the address of an OpenAI API with "
+            "--url."
         ) from None
     return response
 
@@ -59,7 +65,7 @@ def _error_message(url: str, response: urllib.error.HTTPError) -> str:
     Example: the body '{"error": {"message": "The queue is full."}}' returns "The queue is full.".
     For a body in another format, return the status and the beginning of the body.
     """
-    with response:
+    with response, _connection_errors(url):
         text = response.read().decode(errors="replace")
     try:
         return str(json.loads(text)["error"]["message"])
@@ -67,32 +73,73 @@ def _error_message(url: str, response: urllib.error.HTTPError) -> str:
         return f"{url} answered with the status {response.code}: {text[:_MAX_ERROR_CHARS]}"
 
 
-def fetch_json(url: str, body: Json | None = None) -> Json:
-    """Send a request, and return the JSON object in the response.
+@contextmanager
+def _connection_errors(url: str) -> Iterator[None]:
+    """Raise a CliError if the connection to `url` fails in the `with` block.
+
+    A ValueError also counts as a failed connection, because a chunk that was cut off is not JSON.
 
     Raises: CliError.
     """
-    with send(url, body) as response:
+    try:
+        yield
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise CliError(
+            f"The connection to {url} ended before the response was complete ({error}). Check "
+            "that the server is still running, and repeat the request."
+        ) from None
+
+
+def fetch_json(url: str, body: Json | None = None, field: str = "data") -> Json:
+    """Send a request, and return the JSON object in the response.
+
+    Args:
+        url: the URL of the request.
+        body: the body of a POST request. None sends a GET request.
+        field: a field that the object must have.
+
+    Raises: CliError.
+    """
+    with send(url, body) as response, _connection_errors(url):
         try:
             answer: Json = json.load(response)
         except ValueError as error:
             raise CliError(f"{url} did not answer with JSON: {error}") from None
+    if not isinstance(answer, dict) or not isinstance(answer.get(field), list):
+        raise CliError(
+            f"{url} answered without the list {field!r}, so it is not an OpenAI API. Give the "
+            "address of an OpenAI API with --url."
+        )
     return answer
 
 
 def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
     """Yield the chunks in a stream of server-sent events.
 
-    Raises: CliError if a chunk contains an error.
+    Raises: CliError if a chunk contains an error, or if the stream ends without "data: [DONE]".
     """
-    for line in response:
-        if line.startswith(b"data: {"):
-            event: Json = json.loads(line[6:])
-            if "error" in event:
-                raise CliError(event["error"]["message"])
-            yield event
+    url = response.url
+    with _connection_errors(url):
+        for line in response:
+            if line.startswith(b"data: {"):
+                event: Json = json.loads(line[6:])
+                if "error" in event:
+                    raise CliError(event["error"]["message"])
+                yield event
+            elif line.startswith(b"data: [DONE]"):
+                return
+        # If the connection ends between two chunks, `http.client` reports no error.
+        raise http.client.HTTPException("the stream has no [DONE]")
 
 
 def first_model(url: str) -> str:
-    """Return the name of the first model in /v1/models."""
-    return str(fetch_json(f"{url}/v1/models")["data"][0]["id"])
+    """Return the name of the first model in /v1/models.
+
+    Raises: CliError if the server has no model.
+    """
+    models = fetch_json(f"{url}/v1/models")["data"]
+    if not models:
+        raise CliError(
+            f"{url} serves no model. Load a model, or give the name of one with --model."
+        )
+    return str(models[0]["id"])

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         # `read_stdin` raises a CliError if stdin is a terminal or has no text.
         question = _user_message(read_stdin(), images)
         body = {**fields, "messages": [*opening, question]}
-        print_json(fetch_json(f"{url}/v1/chat/completions", body))
+        print_json(fetch_json(f"{url}/v1/chat/completions", body, "choices"))
         return 0
     if not sys.stdin.isatty():
         # A message with images needs no text.

@@ -1,5 +1,6 @@
 """The `nereid` command: a typer application with all subcommands."""
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         such as a failed check. 2 means a CliError, or an argument that typer does not accept.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Text from a model can contain characters that the terminal's encoding does not have. They are
+    # printed as escape sequences, such as "\\u65e5".
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(arguments, prog_name="nereid")
     except CliError as error:  # only a subcommand raises this error, so there is an argument

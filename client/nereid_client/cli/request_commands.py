@@ -46,7 +46,7 @@ def complete(
         "temperature": temperature,
     }
     if as_json:
-        print_json(fetch_json(f"{server}/v1/completions", body))
+        print_json(fetch_json(f"{server}/v1/completions", body, "choices"))
         return
     with send(f"{server}/v1/completions", body | {"stream": True}) as response:
         for event in events_of(response):
@@ -114,7 +114,7 @@ def rerank(
     """Sort documents by their relevance to a query."""
     given = texts_or_stdin(documents or [])
     body: Json = {"query": query, "documents": given} | ({"model": model} if model else {})
-    answer = fetch_json(f"{base_url(url)}/v1/rerank", body)
+    answer = fetch_json(f"{base_url(url)}/v1/rerank", body, "results")
     if as_json:
         print_json(answer)
         return

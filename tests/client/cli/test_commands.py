@@ -2,6 +2,11 @@
 
 import io
 import json
+import socketserver
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,6 +47,27 @@ def run(url, capsys):
         return code, capsys.readouterr().out
 
     return command
+
+
+@contextmanager
+def raw_server(response):
+    """Run a server that answers each request with the bytes `response`. Yield its URL."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            lines = iter(self.rfile.readline, b"\r\n")
+            length = sum(int(line[16:]) for line in lines if line.startswith(b"Content-Length: "))
+            self.rfile.read(length)
+            self.wfile.write(response)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def json_response(text):
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
 
 
 def test_a_text_is_completed_in_a_stream_or_as_json(run, backend):
@@ -240,3 +266,56 @@ def test_the_configuration_names_the_source_of_each_value_and_hides_the_key(caps
         config_rows({"NEREID_OPENAI_PORT": "many"})
     assert main(["config", "show", "--json"]) == 0
     assert "s3cret" not in capsys.readouterr().out
+
+
+_CHUNK = b'data: {"choices": [{"text": "hel", "delta": {"content": "hel"}}]}\n\n'
+_STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (
+    len(_CHUNK),
+    _CHUNK,
+)
+
+
+@pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"5\r\ndata:"])
+def test_a_connection_that_ends_during_an_answer_is_an_error_of_one_line(capsys, monkeypatch, rest):
+    with raw_server(_STREAM + rest) as url:
+        assert main(["complete", "hi", "--model", "m", "--url", url]) == 2
+        out, error = capsys.readouterr()
+        assert out == "hel"
+        assert "ended before the response was complete" in error
+        assert error.count("\n") == 1
+        monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+        assert main(["chat", "--model", "m", "--url", url]) == 1
+        assert "ended before the response was complete" in capsys.readouterr().err
+        assert main(["bench", "--requests", "1", "--json", "--model", "m", "--url", url]) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (b"\0\0\x06\x04\0\r\n", "did not answer with HTTP"),  # as a gRPC server answers
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", "ended before the response"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 99\r\n\r\n{", "ended before the response"),
+        (json_response("[]"), "answered without the list 'data'"),
+        (json_response("{}"), "answered without the list 'data'"),
+        (json_response('{"data": []}'), "serves no model"),
+    ],
+)
+def test_an_answer_of_another_kind_of_server_is_an_error_of_one_line(capsys, response, message):
+    with raw_server(response) as url:
+        assert main(["complete", "hi", "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_url_with_a_wrong_port_is_an_error_of_one_line(capsys):
+    assert main(["models", "--url", "http://127.0.0.1:port"]) == 2
+    assert "nonnumeric port: 'port'" in capsys.readouterr().err
+
+
+def test_characters_that_the_terminal_does_not_have_are_printed_as_escape_sequences(url):
+    program = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "complete", "日本", "--url", url]
+    environment = {"NEREID_API_KEY": "s3cret", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "\\u65e5\\u672c\n"), ended.stderr

@@ -1,9 +1,13 @@
 """Prints the messages of the `nereid` command, and defines the exception `CliError`."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
 
 _format_line: Callable[[str], str] = str
+_is_output_required = True
 
 
 class CliError(Exception):
@@ -15,14 +19,42 @@ class CliError(Exception):
 
 def say(line: str = "") -> None:
     """Write a line to stdout, and flush it because stdout may be a pipe."""
-    sys.stdout.write(f"{_format_line(line)}\n")
-    sys.stdout.flush()
+    _write(sys.stdout, line)
 
 
 def complain(line: str) -> None:
     """Write a line to stderr, and flush it."""
-    sys.stderr.write(f"{_format_line(line)}\n")
-    sys.stderr.flush()
+    _write(sys.stderr, line)
+
+
+@contextmanager
+def continue_without_output() -> Iterator[None]:
+    """Ignore lines that cannot be written, until the `with` block ends.
+
+    A server must continue to run, and must end all its processes, even if its terminal is closed,
+    the program that reads its output has ended, or the disk is full.
+    """
+    global _is_output_required
+    _is_output_required = False
+    try:
+        yield
+    finally:
+        _is_output_required = True
+
+
+def _write(stream: TextIO, line: str) -> None:
+    try:
+        stream.write(f"{_format_line(line)}\n")
+        stream.flush()
+    except OSError as error:
+        if _is_output_required:
+            raise
+        if isinstance(error, BrokenPipeError):  # nobody will ever read the output
+            # Python flushes the stream at its exit. Without this step, the flush would fail, and
+            # the exit code would be 120.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def set_line_format(format_line: Callable[[str], str]) -> None:

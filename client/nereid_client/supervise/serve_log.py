@@ -43,7 +43,7 @@ def _open_file(path: Path) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", buffering=1)
+        return path.open("w", buffering=1, encoding="utf-8")
     except OSError as error:
         example = Path(tempfile.gettempdir()) / "nereid.log"
         raise CliError(

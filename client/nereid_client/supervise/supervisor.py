@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from nereid_client.console import complain, say
+from nereid_client.console import complain, continue_without_output, say
 from nereid_client.signal_flag import SignalFlag
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.hang_detection import HangWatch
@@ -66,7 +66,11 @@ class Supervisor:
 
         Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
         """
-        with open_log(self._plan.log_path, self._plan.log_format) as log, self._handle_signals():
+        with (
+            open_log(self._plan.log_path, self._plan.log_format) as log,
+            self._handle_signals(),
+            continue_without_output(),
+        ):
             adopt_orphans()
             try:
                 return self._run(log)

@@ -6,6 +6,7 @@ A client can retrieve a background response, follow its events and cancel it.
 import asyncio
 import json
 import logging
+import sqlite3
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -197,9 +198,13 @@ class Responses:
         if not run.builder.is_over:
             run.record(_last_events(run.builder, bug))
         record = _stored(run.builder, run.input_items, run.events, is_background=True)
-        self.store.finish(run, record)
-        del self._tasks[run.id]
-        self._gate.leave(run.client)  # the gate counts the running requests of each client
+        try:
+            self.store.finish(run, record)
+        except sqlite3.Error as error:  # for example a full disk
+            _log.error("Response %s cannot be stored: %s", run.id, error)
+        finally:
+            del self._tasks[run.id]
+            self._gate.leave(run.client)  # the gate counts the running requests of each client
 
     async def _add_all(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Append the deltas to the response, and reserve space in the store for each delta.

@@ -196,14 +196,18 @@ class Store:
         """Store the final state of a response that was running.
 
         The running response is removed in the same transaction. Other processes therefore always
-        find either the running response or its final state.
+        find either the running response or its final state. If the database cannot be changed, for
+        example because the disk is full, `find` still returns the running response.
 
         Returns: False if the final state does not fit into the store.
+
+        Raises: sqlite3.Error if the database cannot be changed.
         """
         with self._database.transaction():
-            del self._running[run.id]
             self.delete(run.id)
-            return self.add(record)
+            is_stored = self.add(record)
+        del self._running[run.id]
+        return is_stored
 
     def add(self, record: StoredResponse) -> bool:
         """Store a response that has ended. Delete the oldest responses if the store is full.

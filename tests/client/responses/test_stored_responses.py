@@ -395,6 +395,17 @@ async def test_the_end_of_the_server_ends_background_responses(backend):
     assert app.state.gate.num_requests == 0
 
 
+async def test_a_background_response_ends_although_the_disk_of_the_store_is_full(backend):
+    async with frontend(backend) as (client, app):
+        made = await create(client, "word " * 2000, background=True)
+        database = app.state.responses.store._database
+        (num_pages,) = database.row("PRAGMA page_count")
+        database.row(f"PRAGMA max_page_count = {num_pages}")
+        final = await until(client, made["id"], "completed")
+        assert text_of(final["output"][0]).startswith("word ")
+        assert app.state.gate.num_requests == 0
+
+
 async def test_a_background_response_that_takes_too_long_fails(backend):
     async with frontend(backend, request_timeout_s=1) as (client, _):
         made = await create(client, "one <pause 60>two", background=True)

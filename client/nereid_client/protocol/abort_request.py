@@ -1,13 +1,16 @@
 """The body of `POST /abort_request` (SGLang) and `POST /abort_requests` (vLLM)."""
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from nereid_client.errors import FieldError
 from nereid_client.protocol.request_body import RequestBody
 
 _COMPLETION_PREFIXES = ("chatcmpl-", "cmpl-")
+# Far more requests than a frontend runs. The ids are processed in the event loop, where millions of
+# them would delay all other requests for seconds.
+_MAX_IDS = 10_000
 
 
 class AbortRequest(RequestBody):
@@ -16,7 +19,7 @@ class AbortRequest(RequestBody):
     rid: str | None = None
     """The id of one request, as in SGLang: the header X-Request-Id, the field request_id or rid, or
     the id of the completion."""
-    request_ids: list[str] | None = None
+    request_ids: Annotated[list[str] | None, Field(max_length=_MAX_IDS)] = None
     """The ids of several requests, as in vLLM."""
     abort_all: bool | None = None
     """Whether all requests are aborted, or all requests of the API key if it is in the key file."""

@@ -40,6 +40,14 @@ async def test_a_request_is_aborted_by_its_id(connect, backend, headers, fields,
     assert len(backend.aborted) == 1
 
 
+async def test_too_many_ids_are_refused_before_they_delay_other_requests(connect):
+    async with connect() as client:
+        response = await client.post("/abort_requests", json={"request_ids": ["a"] * 10_001})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "request_ids"
+    assert "at most 10000 items long" in response.json()["error"]["message"]
+
+
 async def test_a_stream_that_is_aborted_ends_with_an_error(connect, backend, chunks_of):
     async with connect() as client:
         body = {"messages": SLOW, "stream": True, "rid": "a"}

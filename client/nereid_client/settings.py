@@ -57,9 +57,9 @@ def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[
         # 1 character" becomes "the value must have at least 1 character".
         message = re.sub("^Value error, |, unable to .*", "", first["msg"])
         requirement = re.sub(r"^\w+ should ", "the value must ", message)
-        raise SettingsError(
-            f"{labels.get(name, name)}: {requirement}, but it is {first['input']!r}."
-        ) from None
+        # The message must not contain an API key, because messages are logged.
+        value = "has another value" if name == "api_key" else f"is {first['input']!r}"
+        raise SettingsError(f"{labels.get(name, name)}: {requirement}, but it {value}.") from None
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
@@ -81,7 +81,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
     return settings_class  # type: ignore[no-any-return]
 
 
-def _check_size(value: object) -> object:
+def check_size(value: object) -> object:
     """Return `value`. Raise ValueError for a string that is not a size in bytes, such as "4,096".
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
@@ -91,11 +91,22 @@ def _check_size(value: object) -> object:
     return value
 
 
+def _check_key(value: object) -> object:
+    """Return an API key. Raise ValueError if HTTP headers cannot contain the key.
+
+    A key from a file often ends with a line end, which no client can send.
+    """
+    if isinstance(value, str) and not (value.isprintable() and value == value.strip()):
+        raise ValueError(
+            "Input should have no line end, no other control character, and no space at the "
+            "beginning or the end"
+        )
+    return value
+
+
 _Bytes = Annotated[
     int,
-    GetPydanticSchema(
-        lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
-    ),
+    GetPydanticSchema(lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(check_size)])),
     Field(gt=0),
 ]
 _Text = Annotated[str, Field(min_length=1)]
@@ -142,7 +153,7 @@ class Settings:
     allow_lora_updates: bool = False
     """Whether clients may load and unload LoRA adapters, and replace the weights of the model."""
 
-    api_key: str = Field(default="", repr=False)
+    api_key: Annotated[str, BeforeValidator(_check_key)] = Field(default="", repr=False)
     """The API key, which each request needs in the header `Authorization: Bearer KEY`, `x-api-key:
     KEY` or `api-key: KEY`."""
 

@@ -104,3 +104,10 @@ def test_settings_are_frozen_and_do_not_print_the_key():
     assert "s3cret" not in repr(settings)
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.port = 1
+
+
+@pytest.mark.parametrize("key", ["s3cret\n", " s3cret", "s3\0cret"])
+def test_a_key_that_no_client_can_send_is_refused_without_its_value(key):
+    with pytest.raises(SettingsError, match=r"NEREID_API_KEY: .* no line end") as raised:
+        settings_from_environment({"NEREID_API_KEY": key})
+    assert "cret" not in str(raised.value)

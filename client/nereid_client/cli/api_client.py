@@ -36,13 +36,19 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
 
     Raises: CliError with the server's error message.
     """
-    headers = {"Content-Type": "application/json"}
+    headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
     if key := os.environ.get("NEREID_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
+        if not key.isprintable() or key != key.strip():
+            raise CliError(
+                "NEREID_API_KEY has a line end, another control character, or a space at the "
+                "beginning or the end. Remove this character."
+            )
+        # `http.client` can encode only Latin-1. The frontend compares keys as UTF-8.
+        headers["Authorization"] = f"Bearer {key}".encode()
     data = None if body is None else json.dumps(body).encode()
     try:
         response: http.client.HTTPResponse = _OPENER_WITHOUT_PROXY.open(
-            urllib.request.Request(url, data, headers)
+            urllib.request.Request(url, data, headers)  # type: ignore[arg-type]
         )
     except urllib.error.HTTPError as error:
         raise CliError(_error_message(url, error)) from None

@@ -30,6 +30,14 @@ def run_flags(argv: Sequence[str]) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(_explain_unknown(args, unknown[0]))
+    # argparse also accepts the arguments for tritonserver without the -- before them.
+    num_after_dashes = len(argv) - argv.index("--") - 1 if "--" in argv else 0
+    arguments = getattr(args, "tritonserver_args", [])
+    if len(arguments) > num_after_dashes:
+        parser.error(
+            f"{args.command} does not have the argument {arguments[0]}. Give a checkpoint with "
+            "--model, and arguments for tritonserver after --."
+        )
     return int(args.run(args))
 
 

@@ -57,8 +57,11 @@ def find_tritonserver(given: Path | None) -> Path:
     Raises: CliError if the program was not found or cannot run.
     """
     if given is not None:
-        if not os.access(given, os.X_OK):
-            raise CliError(f"--tritonserver: {given} is not an executable file")
+        if not (given.is_file() and os.access(given, os.X_OK)):
+            raise CliError(
+                f"--tritonserver: {given} is not an executable file. Give the path of the program "
+                "tritonserver, or leave --tritonserver out."
+            )
         return given.absolute()
     launcher = launcher_path()
     if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):

@@ -44,11 +44,15 @@ def fetch(
         api_key: the API key, or "" to send none.
     """
     # The metrics of the frontend do not count requests with this user agent.
-    headers = {"User-Agent": SUPERVISOR_USER_AGENT, "Content-Type": "application/json"}
+    headers: dict[str, str | bytes] = {
+        "User-Agent": SUPERVISOR_USER_AGENT,
+        "Content-Type": "application/json",
+    }
     if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+        # `http.client` can encode only Latin-1. The frontend compares keys as UTF-8.
+        headers["Authorization"] = f"Bearer {api_key}".encode()
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers)
+    request = urllib.request.Request(url, data, headers)  # type: ignore[arg-type]
     try:
         with _OPENER_WITHOUT_PROXY.open(request, timeout=timeout_s) as answer:
             return Answer(answer.status, answer.read().decode(errors="replace"))

@@ -18,6 +18,7 @@ from nereid_client.cli.bench_command import percentiles
 from nereid_client.cli.doctor_command import config_rows
 from nereid_client.cli.main import main
 from nereid_client.console import CliError
+from nereid_client.supervise.frontend_client import FrontendClient
 from PIL import Image
 
 
@@ -319,3 +320,37 @@ def test_characters_that_the_terminal_does_not_have_are_printed_as_escape_sequen
     environment = {"NEREID_API_KEY": "s3cret", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "\\u65e5\\u672c\n"), ended.stderr
+
+
+def test_a_key_that_no_header_can_contain_is_named_without_its_value(capsys, monkeypatch, url):
+    monkeypatch.setenv("NEREID_API_KEY", "s3cret\n")
+    assert main(["models", "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert "NEREID_API_KEY has a line end" in error
+    assert "s3cret" not in error
+
+
+@pytest.mark.parametrize("arguments", [["demo/chat"], ["demo/chat", "--", "--log-verbose=1"]])
+def test_serve_refuses_a_checkpoint_without_its_flag(capsys, arguments):
+    assert main(["serve", *arguments]) == 2
+    message = "serve does not have the argument demo/chat. Give a checkpoint with --model"
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_is_not_a_server_program(capsys, tmp_path):
+    assert main(["serve", "--tritonserver", str(tmp_path)]) == 2
+    assert "is not an executable file" in capsys.readouterr().err
+
+
+def test_a_limit_of_memory_with_a_comma_is_refused(capsys):
+    assert main(["serve", "--max-process-memory", "4,096MiB"]) == 2
+    assert "must be a number of bytes" in capsys.readouterr().err
+
+
+def test_keys_with_characters_beyond_latin_1_are_sent(capsys, monkeypatch):
+    monkeypatch.setenv("NEREID_API_KEY", "ключ")
+    with live_frontend(FakeBackend(), FakePooling(), api_key="ключ") as port:
+        url = f"http://127.0.0.1:{port}"
+        assert main(["models", "--url", url]) == 0
+        body = {"model": "m", "prompt": "a", "max_tokens": 1}
+        assert FrontendClient(url, "m", "ключ").post("/v1/completions", body).status != 401

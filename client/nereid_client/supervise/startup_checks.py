@@ -3,6 +3,7 @@
 Each check raises a CliError if it fails.
 """
 
+import errno
 import json
 import socket
 import subprocess
@@ -214,9 +215,7 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
             host, port, type=socket.SOCK_STREAM
         )[0]
     except socket.gaierror as error:
-        raise CliError(
-            f"--host: {host} is not an address of this machine ({error.strerror})"
-        ) from None
+        raise _wrong_host(host, error) from None
     with socket.socket(family, kind, protocol) as probe:
         # Without SO_REUSEADDR, `bind` would fail while old connections to the port are closing. The
         # servers set this option, too, so the check fails only if a server would fail as well.
@@ -224,7 +223,17 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise _wrong_host(host, error) from None
             raise CliError(
                 f"{flag}: port {port} on {host} cannot be used ({error.strerror}). Stop the "
                 f"program that listens on it, or give another port with {flag}."
             ) from None
+
+
+def _wrong_host(host: str, error: OSError) -> CliError:
+    """Return the error for a host on which no program on this machine can listen."""
+    return CliError(
+        f"--host: {host} is not an address of this machine ({error.strerror}). Give one of its "
+        "addresses, such as 127.0.0.1, or 0.0.0.0 for all addresses."
+    )

@@ -175,3 +175,9 @@ def test_several_models_need_one_frontend_process():
     environment = {"NEREID_FRONTEND_WORKERS": "2", "NEREID_MODELS_FILE": "models.toml"}
     with pytest.raises(CliError, match=r"frontend_workers is 2, but it must be 1 .* --config"):
         checks.check_frontend_settings(environment)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "name.invalid"])
+def test_an_address_of_another_machine_is_refused_with_a_remedy(host):
+    with pytest.raises(CliError, match=r"is not an address of this machine .* 0\.0\.0\.0"):
+        checks.check_ports({"--http-port": (host, 39999)})

@@ -19,7 +19,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKVCache, stale=0.0):
+def decode(
+    spec,
+    *,
+    dtype,
+    block_size=16,
+    lengths=LENGTHS,
+    threads=1,
+    kind=CpuKVCache,
+    stale=0.0,
+    scale=0.3,
+):
     """One decode step and the same in float64 from what the cache holds then.
 
     `stale` is the content of the last block after the end of each sequence.
@@ -57,7 +67,7 @@ def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKV
     torch.set_num_threads(threads)
     try:
         found = cpu_attention.attend(
-            (query, key, value), (0, spec), cache, batch, scale=0.3, sinks=sinks
+            (query, key, value), (0, spec), cache, batch, scale=scale, sinks=sinks
         )
     finally:
         torch.set_num_threads(before)
@@ -66,19 +76,19 @@ def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKV
     keys, values = cache.gather(0, gather_rows(blocks, spec.num_kv_heads))
     expected = torch.stack(
         [
-            by_definition(spec, query[:, row], keys[row, :, :n], values[row, :, :n], sinks)
+            by_definition(spec, query[:, row], keys[row, :, :n], values[row, :, :n], sinks, scale)
             for row, n in enumerate(lengths)
         ]
     )
     return found, expected
 
 
-def by_definition(spec, query, keys, values, sinks):
+def by_definition(spec, query, keys, values, sinks, scale):
     """Shapes: query [num_heads, key_dim], keys and values [num_kv_heads, n, dim]."""
     n = keys.shape[1]
     group = spec.num_heads // spec.num_kv_heads
     wide = keys.double().repeat_interleave(group, 0)
-    scores = (wide @ query.double().unsqueeze(-1)).squeeze(-1) * 0.3
+    scores = (wide @ query.double().unsqueeze(-1)).squeeze(-1) * scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     first = 0
@@ -105,6 +115,13 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("group", range(1, 18))
 def test_any_number_of_query_heads_may_share_a_key_head(group, dtype):
     assert_close(*decode(LayerSpec(2 * group, 2, 32, 48), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("window", [LayerWindow(), LayerWindow(size=20)])
+def test_the_scale_of_the_scores_may_be_zero_or_negative(scale, window, dtype):
+    assert_close(*decode(LayerSpec(4, 2, 32, 48, window=window), dtype=dtype, scale=scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

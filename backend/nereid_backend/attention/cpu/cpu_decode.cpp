@@ -499,6 +499,10 @@ void to_weights(const Shape& shape, float* scores, int64_t first, int64_t last, 
     for (int64_t t = from; t < to; t += kLanes)
       *reinterpret_cast<Floats*>(scores + t) = tanh_of(load(scores + t) * (shape.scale / shape.softcap));
     factor = shape.softcap * kLog2E;
+  } else if (!(factor > 0)) {
+    // The scores below, which are -inf, would become NaN or +inf if they were multiplied by this factor.
+    for (int64_t t = from; t < to; t += kLanes) *reinterpret_cast<Floats*>(scores + t) = load(scores + t) * factor;
+    factor = 1.0f;
   }
   for (int64_t t = from; t < first; ++t) scores[t] = -INFINITY;
   for (int64_t t = last; t < to; ++t) scores[t] = -INFINITY;

@@ -81,7 +81,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
     return settings_class  # type: ignore[no-any-return]
 
 
-def check_size(value: object) -> object:
+def _check_size(value: object) -> object:
     """Return `value`. Raise ValueError for a string that is not a size in bytes, such as "4,096".
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
@@ -104,11 +104,14 @@ def _check_key(value: object) -> object:
     return value
 
 
-_Bytes = Annotated[
+NumBytes = Annotated[
     int,
-    GetPydanticSchema(lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(check_size)])),
-    Field(gt=0),
+    GetPydanticSchema(
+        lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
+    ),
 ]
+"""A number of bytes. Its text may have a unit, such as "64MiB"."""
+_Bytes = Annotated[NumBytes, Field(gt=0)]
 _Text = Annotated[str, Field(min_length=1)]
 
 

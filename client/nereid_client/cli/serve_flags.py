@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ByteSize, TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from nereid_client.settings import SCHEMA, VARIABLES, check_size
+from nereid_client.settings import SCHEMA, VARIABLES, NumBytes
 from nereid_client.supervise import pooling_models
 
 _Number = TypeVar("_Number", int, float)
@@ -204,8 +204,8 @@ def _size(text: str) -> int:
     Raises: argparse.ArgumentTypeError.
     """
     try:
-        return int(TypeAdapter(ByteSize).validate_python(check_size(text)))
-    except ValueError:  # pydantic's ValidationError is a ValueError, too
+        return int(TypeAdapter(NumBytes).validate_python(text))
+    except ValidationError:
         raise argparse.ArgumentTypeError(
             f"must be a number of bytes, such as 65536 or 8GiB, but it is {text!r}"
         ) from None

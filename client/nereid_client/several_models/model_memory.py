@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from nereid_client.settings import SettingsError
+from nereid_client.settings import NumBytes, SettingsError
 from nereid_client.supervise.weight_files import tensors_of
 
 _GIB = 1 << 30
@@ -100,7 +100,7 @@ def parse_size(name: str, text: object) -> int:
     Raises: SettingsError that names the setting `name` if the text is not a positive size.
     """
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
+        size = int(TypeAdapter(NumBytes).validate_python(text))
     except ValidationError:
         size = 0
     if size <= 0:

@@ -78,6 +78,7 @@ def test_without_a_budget_the_engine_chooses_the_kv_cache(tmp_path):
 @pytest.mark.parametrize(
     ("budget", "table", "message"),
     [
+        ('"1,5TiB"', "", "memory_budget must be a positive size in bytes"),
         ('"many"', "", 'memory_budget must be a positive size in bytes, for example "12GiB"'),
         ("0", "", "but it is 0"),
         ('"2GiB"', 'kv_cache_memory = "3GiB"', r"needs 3\.98 GiB \(weights 1000 MiB, KV cache 3"),

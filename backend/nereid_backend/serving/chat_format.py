@@ -139,12 +139,12 @@ def _load_result(file: FileIO) -> tuple[Format, str] | None:
     """Return the cached chat format and the reason for this format; None if nothing is cached.
 
     The file is empty or incomplete if this process has just created the file, or if an earlier
-    process was killed while writing to the file.
+    process was killed while writing to the file. A faulty disk can change the file.
     """
     file.seek(0)
     try:
         result: tuple[Format, str] = pickle.loads(file.read())
-    except (OSError, EOFError, pickle.UnpicklingError):
+    except Exception:  # noqa: BLE001 - damaged bytes can make pickle raise any exception
         return None
     return result
 

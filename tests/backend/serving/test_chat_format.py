@@ -58,6 +58,15 @@ def test_a_damaged_cache_file_is_replaced(model, analyses, tmp_path):
     assert len(analyses) == 2
 
 
+@pytest.mark.parametrize("wrong", [b"nereid_parsexs", b"nereid_parser\xff"])
+def test_a_cache_file_with_wrong_bytes_is_replaced(model, analyses, wrong):
+    first = choose(model)
+    (cached,) = (model.parent / "cache").rglob("chat-formats/*")
+    cached.write_bytes(cached.read_bytes().replace(b"nereid_parsers", wrong))
+    assert choose(model) == first
+    assert len(analyses) == 2
+
+
 def test_another_template_or_other_settings_are_analysed_again(model, analyses):
     choose(model)
     choose(model, reasoning_parser="qwen3", tool_parser="hermes")

@@ -120,12 +120,14 @@ def _prompt_names(served: ServedModel) -> Collection[str]:
 async def _encode_lists(rows: Sequence[Floats], vector_types: Sequence[str]) -> dict[str, str]:
     """Return a dict that maps each type of vector to the JSON text of all vectors.
 
+    The vectors are encoded once for each type, even if `vector_types` repeats a type many times.
+
     Example: one row [0.5] and the types "float" and "int8" return {"float": "[[0.5]]", "int8":
     "[[127]]"}.
     """
     return {
         vector_type: await join_json_list(map(WRITERS[vector_type], rows))
-        for vector_type in vector_types
+        for vector_type in dict.fromkeys(vector_types)
     }
 
 

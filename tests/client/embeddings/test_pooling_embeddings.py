@@ -11,6 +11,7 @@ from fakes.fake_pooling import vector
 from nereid_client.embeddings import model_choice
 from nereid_client.embeddings.embedding_output import WRITERS, join_json_list
 from nereid_client.embeddings.pooling_backend import PoolingModels
+from nereid_client.routes import embeddings
 
 pytestmark = pytest.mark.anyio
 
@@ -478,3 +479,13 @@ async def test_similarity_has_the_format_of_tei(ask):
     assert 0 < other < 1
     answer = await ask("/similarity", inputs={"source_sentence": "abc", "sentences": []})
     assert problem(answer)["param"] == "inputs.sentences"
+
+
+async def test_a_type_that_is_repeated_many_times_is_encoded_once(ask, monkeypatch):
+    encoded = []
+    write_floats = embeddings.WRITERS["float"]
+    writers = {"float": lambda vector: encoded.append(vector) or write_floats(vector)}
+    monkeypatch.setattr(embeddings, "WRITERS", writers)
+    response = await ask("/v2/embed", texts=["abc"], embedding_types=["float"] * 1000)
+    assert response.status_code == 200
+    assert len(encoded) == 1

@@ -184,12 +184,22 @@ def _read_text(path: Path) -> str:
     """Return the text of a file.
 
     Raises:
-        FormatError: The file is longer than MAX_FILE_BYTES.
+        FormatError: The file is longer than MAX_FILE_BYTES, cannot be read, or is not UTF-8.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FormatError(
+            f"{path} cannot be read ({error.strerror}). Check its permissions."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{path} is not a text in UTF-8 ({error}). Give a file with a chat template, or "
+            "convert the file to UTF-8."
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from nereid_parsers.errors import NereidParsersError
 from nereid_parsers.template.checkpoint import format_for_checkpoint
 from nereid_parsers.template.page import report_page
 from nereid_parsers.template.report import (
@@ -90,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     parsed wrongly, and 2 if the arguments are wrong.
 
     Raises:
-        NereidParsersError: The path is neither a template nor a checkpoint.
+        NereidParsersError: The path is neither a template nor a checkpoint, or the HTML file cannot
+            be written.
     """
     paths = _without_inspect(options.words)
     if len(paths) > 1:
@@ -109,9 +111,18 @@ def _write_report(report: Report, options: argparse.Namespace) -> None:
     """Write a report. With --html, write HTML to the given file. With --json, write JSON to stdout.
 
     Without these two options, write the report as text to stdout.
+
+    Raises:
+        NereidParsersError: The HTML file cannot be written.
     """
     if options.html:
-        Path(options.html).write_text(report_page(report), encoding="utf-8")
+        try:
+            Path(options.html).write_text(report_page(report), encoding="utf-8")
+        except OSError as error:
+            raise NereidParsersError(
+                f"--html: the file {options.html} cannot be written ({error.strerror}). Give the "
+                "path of a file in a folder that you may write to."
+            ) from error
     if options.json:
         sys.stdout.write(report_json(report))
     if not options.html and not options.json:

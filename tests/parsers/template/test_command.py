@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 from nereid_parsers import FormatError
+from nereid_parsers.errors import NereidParsersError
 from nereid_parsers.template import command
 from parsers.template.support import TEMPLATES
 
@@ -92,3 +93,15 @@ def test_more_than_one_path_is_rejected(capsys):
 def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(FormatError):
         run(tmp_path / "absent")
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\xff\xfe")
+    with pytest.raises(FormatError, match=r"model\.gguf is not a text in UTF-8"):
+        run(file)
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(NereidParsersError, match=r"--html: the file .* cannot be written"):
+        run(TEMPLATES / "tag_json.jinja", "--html", tmp_path)

@@ -145,7 +145,9 @@ def _describe_path(path: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the findings as JSON."""
+    """Print the findings as JSON. Exit with code 1 if an argument is unknown."""
+    if unknown := [argument for argument in arguments[1:] if argument != "--load"]:
+        sys.exit(f"the argument {unknown[0]} is unknown. After the path, only --load is allowed.")
     torch.set_num_threads(1)
     findings = describe(arguments[0], loads="--load" in arguments[1:])
     sys.stdout.write(json.dumps(findings))

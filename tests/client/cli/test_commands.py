@@ -354,3 +354,8 @@ def test_keys_with_characters_beyond_latin_1_are_sent(capsys, monkeypatch):
         assert main(["models", "--url", url]) == 0
         body = {"model": "m", "prompt": "a", "max_tokens": 1}
         assert FrontendClient(url, "m", "ключ").post("/v1/completions", body).status != 401
+
+
+def test_doctor_names_an_unknown_argument_after_a_checkpoint(capsys):
+    assert main(["doctor", "demo/chat", "--laod"]) == 2
+    assert "the argument --laod is unknown" in capsys.readouterr().err

@@ -45,7 +45,9 @@ class RequestStatistics:
         if update.new_token_ids:
             self._note_tokens(stream, sequence, len(update.new_token_ids), now)
         if update.finish_reason is not None:
-            self.finished[update.finish_reason] += 1
+            # The client of a sequence that the executor ended at a stop string gets "stop".
+            is_stopped = update.finish_reason == "abort" and sequence.is_aborting
+            self.finished["stop" if is_stopped else update.finish_reason] += 1
             self.observations["request_generation_tokens"].append(sequence.num_tokens)
 
     def _note_tokens(self, stream: Stream, sequence: Sequence, num_new: int, now: float) -> None:

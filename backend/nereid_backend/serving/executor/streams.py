@@ -87,7 +87,8 @@ class Sequence:
         num_tokens: the number of generated tokens so far.
         ending: the reason why the sequence ended; None while it runs.
         is_sent: whether the ending has been sent.
-        is_aborting: whether the executor has asked the engine to end the sequence.
+        is_aborting: whether the executor has asked the engine to end the sequence, because a stop
+            string was found.
         last_token: the time at which the engine last sent tokens, by time.monotonic(). 0 means that
             the engine has sent no tokens yet.
     """

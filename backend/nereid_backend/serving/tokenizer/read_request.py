@@ -32,18 +32,24 @@ def json_object(
     limits.check_json(name, text)
     try:
         value = _parse_object(name, text)
-        refuse_surrogates(name, text, value)
     except RecursionError:
         raise limits.depth_error(name) from None
     return value
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:
-    """Parse the JSON text of the tensor `name`. Raise a RequestError if it is not an object."""
+    """Parse the JSON text of the tensor `name`.
+
+    Raises:
+        RequestError: the text is not a JSON object, or contains half of a surrogate pair.
+        RecursionError: the value is nested too deeply.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:
         raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
+    # The error below contains the value, and the server cannot send half of a surrogate pair.
+    refuse_surrogates(name, text, value)
     if not isinstance(value, dict):
         raise RequestError(
             f"{name}: the text must be a JSON object, but the request has {shown(value)}."
@@ -70,11 +76,17 @@ def sampling_fields(
         limits: the limits on the size of the JSON text.
 
     Raises:
-        RequestError: the tensor is not a JSON object, or contains an unknown field.
+        RequestError: the tensor is not a JSON object, contains an unknown field, or contains a
+            field although the request is a chat.
     """
-    if body is not None:
-        return _chat_fields(body)
     fields = json_object(request, tensor_names.SAMPLING_PARAMETERS, limits)
+    if body is not None:
+        if fields:
+            raise RequestError(
+                f"sampling_parameters: a request with chat_request must have no fields here, but "
+                f"has {shown(sorted(fields))}. Put the fields into the JSON object of chat_request."
+            )
+        return _chat_fields(body)
     if fields is not None:
         # Unknown fields are an error only in the input sampling_parameters. The body of a chat and
         # the parameters of a Triton request may contain other fields, too.

@@ -1,0 +1,39 @@
+"""The sampling fields of a request to the tokenizer model."""
+
+import numpy as np
+import pytest
+from backend.serving.fake_server import Request
+from nereid_backend import RequestError
+from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits
+
+LIMITS = RequestLimits(
+    max_model_len=10, max_prompt_bytes=100, max_request_bytes=1000, max_messages=5, max_values=50
+)
+BODY = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+
+
+def request(sampling_parameters):
+    return Request(sampling_parameters=np.array([sampling_parameters.encode()], dtype=np.object_))
+
+
+def test_fields_beside_a_chat_are_refused_instead_of_ignored():
+    fields = request('{"temperature": 0, "max_tokens": 7}')
+    with pytest.raises(RequestError, match="Put the fields into the JSON object of chat_request"):
+        sampling_fields(fields, BODY, LIMITS)
+
+
+@pytest.mark.parametrize("empty", ["{}", " {} "])
+def test_an_empty_object_beside_a_chat_is_accepted(empty):
+    assert sampling_fields(request(empty), BODY, LIMITS) == BODY
+
+
+def test_the_fields_of_a_completion_come_from_the_tensor():
+    assert sampling_fields(request('{"max_tokens": 7}'), None, LIMITS) == {"max_tokens": 7}
+
+
+@pytest.mark.parametrize("text", [r'"\ud800"', r'["\ud800"]', r'{"a": "\ud800"}'])
+def test_the_error_about_half_of_a_surrogate_pair_can_be_sent(text):
+    with pytest.raises(RequestError) as caught:
+        json_object(request(text), "sampling_parameters", LIMITS)
+    assert "half of a surrogate pair" in str(caught.value).encode().decode()

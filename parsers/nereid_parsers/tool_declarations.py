@@ -129,7 +129,11 @@ class TaggedArguments:
     also: tuple[TaggedArguments, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that `open` is text and then `{key}`, and that `close` has a visible character."""
+        """Check the values of `open` and `close`.
+
+        `open` must start with a visible character and contain `{key}` exactly once. `close` must
+        contain a visible character.
+        """
         check_pattern("TaggedArguments.open", self.open, "key")
         check_markers("TaggedArguments", close=self.close)
         if not first_literal(self.open):

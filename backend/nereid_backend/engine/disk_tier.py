@@ -278,10 +278,11 @@ class DiskTier:
         return block is None or self._save_block(block_hash, block)
 
     def _save_snapshot(self, block_hash: bytes) -> bool:
-        """Pass the recurrent state after a block to the writer thread.
+        """Pass the snapshot of a block to the writer thread.
 
-        Do nothing if the state was evicted or is already on disk. Return False if the queue of the
-        thread is full, else True.
+        The snapshot is a copy of the recurrent state after the last token of the block. Do nothing
+        if the snapshot was evicted or is already on disk. Return False if the queue of the thread
+        is full, else True.
         """
         assert self._cache.snapshots is not None
         snapshot_id = self._cache.snapshots.id_of(block_hash)

@@ -126,7 +126,7 @@ def _fits_second_model(parts: EngineParts) -> bool:
 
 
 def _check_adapters(parts: EngineParts) -> None:
-    """Raise a RequestError if a loaded adapter could not be loaded again from its files.
+    """Raise a RequestError if the files of a loaded adapter can no longer be loaded.
 
     The old weights must not be freed in this case, because neither the new model nor the old model
     could be loaded with this adapter.

@@ -88,8 +88,8 @@ class LLGuidanceBackend:
             else:
                 matcher = self._text_matcher(kind, source)
         except (ValueError, OverflowError) as error:
-            # For example, a schema is not an object, a text contains half of a surrogate pair, or a
-            # number is infinite.
+            # Examples of errors: the schema is not an object, a text contains half of a surrogate
+            # pair, or a number is infinite.
             raise RequestError(
                 f"{kind}: the grammar is not valid: {_short_line(str(error))}"
             ) from error

@@ -54,7 +54,7 @@ def convert_lengths_to_integers(schema: object) -> None:
 
 
 def replace_exclusive_bounds(schema: object) -> None:
-    """Replace the exclusive bounds that llguidance 1.9 handles incorrectly by inclusive bounds.
+    """If llguidance 1.9 handles an exclusive bound incorrectly, make the bound inclusive.
 
     Example: with {"exclusiveMinimum": 3, "maximum": 3.6}, llguidance allows the number 3. The
     schema becomes {"minimum": 3.000000001, "maximum": 3.6}.

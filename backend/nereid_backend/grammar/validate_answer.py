@@ -119,7 +119,10 @@ def _limited(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _search(pattern: str, text: str) -> Any:  # noqa: ANN401 - a match of `regex`
-    """Search a regular expression like `re.search`, but raise a TimeoutError after the limit."""
+    """Return the first match of a regular expression in `text`, or None.
+
+    This function replaces `re.search`. After the time limit, it raises a TimeoutError.
+    """
     remaining_s = _remaining_s()
     return regex.search(pattern, text, timeout=None if remaining_s == math.inf else remaining_s)
 

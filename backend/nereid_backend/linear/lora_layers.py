@@ -197,7 +197,8 @@ class LoraLayers:
         )
         loaded = [self._loaded[adapter] for adapter in distinct]
         if any(adapter.weights for adapter in loaded):
-            # torch adds products with the concatenated matrices of all adapters in this step.
+            # In some layers, torch multiplies the input by the concatenated matrices of all
+            # adapters in this step, and adds the product to the output.
             self._ensure_joined(distinct)
             self._step = self._make_step(chunk_adapters, chunk_lengths)
         try:

@@ -200,7 +200,7 @@ def _choose_candidate(
     trials: dict[str, Trial],
     measure: Callable[[_AddImages, Trial], float],
 ) -> tuple[_Choice | None, dict[str, str]]:
-    """Choose the first candidate with correct logits, and refuse kinds of media with wrong logits.
+    """Choose a candidate, and refuse each kind of media for which the logits are wrong.
 
     A candidate is a way to run a model. The kinds of media (images, videos and audio) are tried in
     the order of `trials`. The first candidate that computes correct logits for a kind is chosen.

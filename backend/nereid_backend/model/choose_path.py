@@ -120,8 +120,8 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The results of `get`, by the value of `is_generated`: a trial, or the message of the
-        # UnfitError that `get` raises.
+        # Maps each value of `is_generated` to the result of `get`. The result is a trial, or the
+        # message of the UnfitError that `get` raises.
         self._results: dict[bool, Trial | str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
@@ -238,7 +238,7 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
 
 
 def _bytes_per_token(path: SinglePath, trial: Trial) -> int:
-    """Return the memory in bytes that the path stores for one token of a test sequence.
+    """Return how many bytes the path stores for one token of a test sequence.
 
     Example: the path stores 6000 bytes for test sequences with 60 tokens. The result is 100.
     """

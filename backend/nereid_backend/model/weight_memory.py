@@ -84,7 +84,8 @@ def _remedy(
         device: the device of the model.
     """
     is_on_cpu = device.type == "cpu"
-    # Maps each setting that could help to the memory that the weights need with this setting.
+    # The keys are settings that may reduce the memory of the weights. Each value is the number of
+    # bytes that the weights need with the setting.
     needed_bytes: dict[str, int] = {}
     if number_bytes > _HALF_BYTES:
         needed_bytes["dtype=bfloat16"] = _weight_bytes(

@@ -81,9 +81,9 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
     # If `rules` contains the style "replicate" for a layer, every rank has loaded the whole layer.
     for _, attention in _attention_layers_with_style(model, rules, _REPLICATE):
         num_heads = _num_kv_heads(attention)
-        # Example: of 2 heads on 4 ranks, the ranks 0 and 1 have head 0, and the ranks 2 and 3 have
-        # head 1. Of 4 heads on 2 ranks, rank 0 has the heads 0 and 1, and rank 1 has the heads 2
-        # and 3.
+        # Examples: with 2 heads and 4 ranks, the ranks 0 and 1 have head 0, and the ranks 2 and 3
+        # have head 1. With 4 heads and 2 ranks, rank 0 has the heads 0 and 1, and rank 1 has the
+        # heads 2 and 3.
         first_own_head = rank.number * num_heads // rank.size
         num_own_heads = max(1, num_heads // rank.size)
         for layer in _projections(attention).values():

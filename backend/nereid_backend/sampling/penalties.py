@@ -96,8 +96,8 @@ class TokenCounts:
         # request has a token yet.
         width = max(1, max_distinct + max_drafts)
         self._ensure_width(width)
-        # The draft tokens are counted in copies of the rows, because draft tokens may be rejected.
-        # Indexing with a list of rows copies the rows.
+        # Draft tokens may be rejected, so the stored counts must not include draft tokens. Indexing
+        # with a list of rows copies the rows. The draft tokens are added only to the copies.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
         for index, (row, position) in enumerate(zip(rows, positions, strict=True)):

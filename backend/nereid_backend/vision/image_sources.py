@@ -42,9 +42,9 @@ _TOO_SLOW = (
 # A small compressed body can contain a huge file. Therefore the request asks for a body without
 # compression, and a body is never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
-# All public IPv6 addresses of hosts are in this network. The module `ipaddress` also calls some
-# addresses outside this network global, such as fec0::1 (a private network) and ::7f00:1, which
-# contains the IPv4 address 127.0.0.1.
+# All public IPv6 addresses of hosts are in this network. The module `ipaddress` also treats some
+# other addresses as public (`is_global`). Examples are fec0::1, which belongs to a private network,
+# and ::7f00:1, which contains the IPv4 address 127.0.0.1.
 _PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")
 # An IPv6 address in one of the first two networks contains an IPv4 address, which may be private.
 # The other network has special purposes, such as the metadata of a cloud. The module `ipaddress` of

@@ -189,7 +189,7 @@ class PackedImages:
 
 
 def _with_recorded_embeddings(embeddings: Tensor, prompt_chunks: list[_ImageChunk]) -> Tensor:
-    """Copy `embeddings`, and replace the rows of prompts with images by recorded embeddings.
+    """Return a copy of `embeddings` that contains the recorded embeddings of `prompt_chunks`.
 
     Args:
         embeddings: [1, num_tokens, hidden_size], the embeddings of all tokens of the step.

@@ -223,7 +223,7 @@ def _snapshots_without_images(
     new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
 
     def renumber(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return each pair (chunk index, snapshot id) with the new index of the chunk.
+        """Return copies of the pairs (chunk index, snapshot id) that contain the new indices.
 
         Leave out the pairs of chunks with images.
         """

@@ -68,8 +68,7 @@ class BatchRun:
         self._max_line_bytes = max_line_bytes
         self._folder = store.folder(batch.id)
 
-        # The end of the batch.
-        # Cancels the requests when the batch expires. None while no requests run.
+        # When the batch expires, this timeout cancels the requests. None while no requests run.
         self._timeout: asyncio.Timeout | None = None
         self._is_cancelled = False
 

@@ -63,7 +63,8 @@ class BatchRunner:
 
         # The batches and their clients.
         self._runs: dict[str, _RunningBatch] = {}  # maps the id of each running batch to its task
-        # Limits the running batches, so that the batches of one client leave some runs to others.
+        # Limits the number of running batches. A client with a name may use only a share of the
+        # limit, so that batches of other clients can run, too.
         self._running = SharedBudget(_MAX_RUNNING_BATCHES)
         self._ended: set[str] = set()  # the ids of the batches that this process has ended
         self._clients: dict[str, Client] = {}  # maps the name of a client to its `Client` object

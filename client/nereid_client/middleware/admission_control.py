@@ -243,8 +243,8 @@ class AdmissionControl:
             await self._app(scope, receive, send)
             return
         client = current_client.get()
-        # `nereid serve` never uses a key of the key file. The limits of such a key therefore also
-        # apply to a client that sends the user agent of `nereid serve`.
+        # `nereid serve` never uses a key of the key file. A request with such a key is therefore no
+        # health check of `nereid serve`, even if its user agent is "nereid-serve".
         may_be_check = is_from_supervisor(scope) and not client.name
         if may_be_check and self._num_checks < _MAX_CHECKS:
             await self._answer_health_check(scope, receive, send)

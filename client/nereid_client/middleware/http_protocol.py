@@ -32,10 +32,12 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete.
     _has_headers = False
-    # The number of bytes that have been received since the last end of headers, body byte or end of
-    # a request. These bytes belong to headers, to trailers or to the extension of a chunk's size.
+    # The number of received bytes that belong to headers, to trailers or to the extension of a
+    # chunk's size. The count restarts at 0 if the headers end, a part of the body arrives or the
+    # request ends.
     _num_header_bytes = 0
-    # Whether the last call of `data_received` received only such bytes.
+    # Whether the last call of `data_received` received only bytes of headers, trailers or
+    # extensions.
     _contains_only_headers = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature

@@ -108,7 +108,7 @@ class _ChatBuilder:
 
 
 def _with_joined_texts(message: Json) -> Json:
-    """Return a message of `_ChatBuilder` whose texts are joined.
+    """Join the texts of an assistant message. Return any other message unchanged.
 
     Example: {"role": "assistant", "content": ["a", "b"]} returns {"role": "assistant", "content":
     "ab"}.

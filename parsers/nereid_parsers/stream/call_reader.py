@@ -360,8 +360,8 @@ class CallReader:
             The next state, or None if more text is required.
         """
         buffer = self._buffer
-        # White space is read at once, because it would otherwise be searched again for a marker
-        # whenever more text arrives.
+        # Remove the white space from the buffer now. Otherwise, the search for a marker would read
+        # the white space again whenever more text arrives.
         whitespace_end = skip_whitespace(buffer.text, buffer.pos)
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
@@ -411,7 +411,7 @@ class CallReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End the tool call in which the message has ended. Return the next state.
+        """End the current tool call, because the message has ended. Return the next state.
 
         If a quote is missing in the arguments, as in `{"a": "x}</call>`, the tool call ends before
         the closing marker, and the marker is read again. Any other tool call that has started ends
@@ -425,10 +425,11 @@ class CallReader:
         return State.CONTENT if has_ended else self._give_up_body()
 
     def _give_up_body(self) -> State:
-        """Remove or write the text of a tool call that has not started before the message ended.
+        """Remove the text of an incomplete tool call, or write the text as content.
 
-        An incomplete text with a tag, such as `<call>{"na`, is removed, because no client can use
-        the text. Any other text, such as `{"na`, is written as content. Return the next state.
+        The message has ended before the tool call started. An incomplete text with a tag, such as
+        `<call>{"na`, is removed, because no client can use the text. Any other text, such as
+        `{"na`, is written as content. Return the next state.
         """
         is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():

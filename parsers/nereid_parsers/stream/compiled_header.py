@@ -90,10 +90,14 @@ class CompiledHeader:
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
     def _mismatch_after_pattern(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Return NEED_MORE or NO_MATCH if the text at `pos` cannot follow the header's pattern.
+        r"""Check whether the text at `pos` may come after a text that matches the header's pattern.
 
-        The white space that the format requires must follow: `\n` in `>>>all\nHi`. After the header
-        of a tool call, the arguments must start. If the text can follow, the result is None.
+        The text must start with the white space that the format requires, such as `\n` in
+        `>>>all\nHi`. If the header belongs to a tool call, the arguments must come next.
+
+        Returns:
+            None if the text may come after the header, and NO_MATCH if not. NEED_MORE if more text
+            is required for the decision.
         """
         whitespace = self._final_whitespace
         if not text.startswith(whitespace, pos):

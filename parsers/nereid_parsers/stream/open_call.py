@@ -120,7 +120,7 @@ class OpenCall:
         self._text_writer.accept_call_text(text, may_be_reread=self._may_reread_arguments)
 
     def _pass_ended_call(self, part_start: int) -> None:
-        """Pass to the TextWriter the part of the body in which a tool call has ended.
+        """Pass a part of the body to the TextWriter. The part contains the end of a tool call.
 
         The part starts at `part_start`, and ends at the position of the buffer. In a list of tool
         calls, text may follow the ended tool call. This text becomes pending text, because it is

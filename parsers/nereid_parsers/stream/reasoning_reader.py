@@ -283,7 +283,7 @@ class ReasoningReader:
         return NO_MATCH
 
     def store_until_closed(self) -> State | None:
-        """Store the unread text until the closing marker of the reasoning, such as `</think>`.
+        """Store the unread text that precedes the closing marker of the reasoning (`</think>`).
 
         The unread text starts with a possible tool call. The closing marker shows that the stored
         text is reasoning. Example: in

@@ -305,7 +305,8 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
         8 to 135   the integers q, 16 bytes for each group: the low halves of the bytes contain the
                    first 16 integers, and the high halves contain the other 16 integers
     """
-    # The parts of one byte belong to consecutive groups, so a run has only one byte.
+    # Each byte contains bits of consecutive groups. With run_length=1, each byte is unpacked alone,
+    # so the unpacked numbers have the order of the groups.
     scale_high_2_bits = _unpack_2_bit(blocks[:, 2:4], run_length=1)
     scale_low_4_bits = _unpack_4_bit(blocks[:, 4:8], run_length=1)
     group_scales = scale_low_4_bits | (scale_high_2_bits << 4)

@@ -210,7 +210,7 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         # the second item of the pair is an empty dict.
         tokenizer, _no_settings = convert_gguf_tokenizer(file.architecture, values)
     except Exception as error:
-        # The library tokenizers raises objects of the class Exception itself.
+        # The package `tokenizers` raises plain `Exception` objects, so no subclass can be caught.
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error

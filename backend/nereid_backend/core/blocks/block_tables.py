@@ -405,8 +405,9 @@ class BlockTables:
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:  # One step may compute all tokens.
             return self._num_blocks(num_tokens)
-        # The window of the first uncomputed token starts at `window_start`. From this position to
-        # the end of the next step, there are at most the tokens of one window and of one step.
+        # The window of the first uncomputed token starts at `window_start`. The distance from
+        # `window_start` to the end of the next step is at most the length of a window plus the
+        # length of a step.
         window_start = window.first_visible(num_cached)
         max_step_end = window_start + window.max_visible_tokens + self._max_step_tokens
         return self._num_blocks(min(num_tokens, max_step_end))

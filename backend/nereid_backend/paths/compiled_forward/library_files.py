@@ -33,7 +33,8 @@ _TRACE_ERROR_FILE = "trace_error.txt"
 # bytes is the number of these checks.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
-# The locked records of the checks that this process has begun, by the folder of the library.
+# Maps the folder of each library that this process is checking to the open file that records the
+# check. The file is locked.
 _running_checks: dict[Path, BinaryIO] = {}
 # The C declarations of the functions in cpu_shim.cpp that compiled code calls.
 _PACKED_LINEAR_SHIM = (
@@ -114,7 +115,8 @@ def begin_check(folder: Path) -> None:
     """
     _end_check(folder)  # An earlier check of this process has failed if its records are still open.
     path = folder / _CHECKS_FILE
-    # Each recorded check without success has appended one byte.
+    # For each recorded check, this function appends one byte to the file. A successful check
+    # deletes the file.
     num_failed_checks = path.stat().st_size if path.is_file() else 0
     if num_failed_checks >= _MAX_FAILED_CHECKS:
         raise UnfitError(
@@ -156,7 +158,10 @@ def confirm_check(folder: Path) -> None:
 
 
 def _end_check(folder: Path) -> None:
-    """Close the records of this process's check, so that other processes record their checks."""
+    """Close and unlock the file that records the check of this process.
+
+    Another process can then lock the file and record its own check.
+    """
     if (records := _running_checks.pop(folder, None)) is not None:
         records.close()
 

@@ -105,8 +105,9 @@ class TextLimit:
         if self.fits(text):
             return text
         limit = self.max_text_bytes
-        # Each character has at least one byte, so the result has at most `limit` characters. Cut
-        # the characters before the bytes, so that a long text is not encoded completely.
+        # First cut the text to `limit` characters. Then encode the text, and cut the result to
+        # `limit` bytes. The first cut avoids encoding the whole of a long text. The first cut never
+        # removes too many characters, because each character has at least one byte.
         # "surrogatepass" encodes lone surrogates instead of raising an error. "ignore" removes
         # incomplete characters and lone surrogates when the bytes are decoded.
         if self.truncation_side == "left":

@@ -115,8 +115,9 @@ class LateInteraction:
         """
         marked = dict(prompts)
         if self.distinguishes_queries:
-            # If a request names the prompt "query", the rules for queries apply. The name must
-            # therefore exist, even if the prompt is empty.
+            # If a request selects the prompt with the name "query", the inputs of the request are
+            # queries. `marked` must therefore contain the key "query", even if this prompt is
+            # empty.
             marked.setdefault(QUERY, "")
         for role, marker in self.markers:
             # Some checkpoints contain the marker in the prompt already.

@@ -93,10 +93,11 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> CheckpointSpec:
-    """Return `spec` with the fields that determine how inputs are converted to tokens.
+    """Return a copy of `spec` that also describes how inputs are converted to tokens.
 
-    Examples of these fields are the prompts, the length limit and the variables of the chat
-    template. `sentence_config` is the content of config_sentence_transformers.json.
+    Examples of the fields that this function sets are the prompts, the length limit and the
+    variables of the chat template. `sentence_config` is the content of the file
+    config_sentence_transformers.json.
 
     Raises:
         UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported

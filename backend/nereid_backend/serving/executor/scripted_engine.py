@@ -98,7 +98,7 @@ class ScriptedEngine:
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
 
     def _read_rules(self, progress: Callable[[str], None]) -> list[Rule]:
-        """Return the rules of the script. The environment variable NEREID_SCRIPT has its path."""
+        """Return the rules of the script at the path in the environment variable NEREID_SCRIPT."""
         path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
         rules = read_script(path, self._encode)
         progress(f"engine: the scripted test tool runs {len(rules)} rules from {path}")

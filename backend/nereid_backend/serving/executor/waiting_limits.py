@@ -179,7 +179,7 @@ class WaitingLimits:
         return self._max_requests_before(client) * passed_s / num_starts
 
     def _max_requests_before(self, client: str) -> int:
-        """Return how many waiting requests start at most before a new request of `client`.
+        """Return the maximum number of requests that start before a new request of `client`.
 
         The engine starts one request of each client in turn. Example: this client has 2 waiting
         requests, and 3 clients have waiting requests. Before the new request, the engine starts at

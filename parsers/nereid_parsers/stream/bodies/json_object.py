@@ -315,9 +315,10 @@ class ObjectReader(StepReader):
         return pos
 
     def _start_call_at_arguments(self) -> bool:
-        """Start the tool call, unless it has started at its name, or its name is not known yet.
+        """Start the tool call if the name is known and the tool call has not started yet.
 
-        If the arguments precede the name, the tool call starts later, when the name has been read.
+        A confirmed tool call started when its name was read. If the arguments precede the name, the
+        tool call starts later, when the name has been read.
         Return False if the request does not offer the named function.
         """
         if self._name_is_key:  # As in `{"f": {..arguments..}}`.

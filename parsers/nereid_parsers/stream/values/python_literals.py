@@ -114,7 +114,7 @@ class LiteralReader:
         return self._completion_of_value() + closing_brackets
 
     def _completion_of_value(self) -> str:
-        """Return the JSON text between an unfinished value and the missing closing brackets.
+        """Return the JSON text that completes the last value, without the closing brackets.
 
         The opening brace of an object is written together with the first key. Examples:
 
@@ -356,7 +356,8 @@ class LiteralReader:
             self._json_parts.append('"')
             output = self._json_parts  # The text of any other value is written as it arrives.
         # In `'it's'`, the second quote is a part of the string, because the text after this quote
-        # cannot follow a string. A string in no list or object is the whole value of an argument.
+        # cannot follow a string. If a string is outside all lists and objects, the string is the
+        # whole value of an argument.
         match_text_after = matcher_after_string(
             is_key=role is StringRole.KEY, is_argument=not self._containers
         )

@@ -23,8 +23,9 @@ ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 # Some templates render the id of a tool call, such as `functions.f:0`, instead of the function's
 # name `f`. This string is the pattern of such ids.
 _NUMBERED_ID = "functions.{name}:{number}"
-# The pattern of a tool call contains a field instead of each of these rendered texts. COUNTER_MARK
-# and ID_MARK are the placeholder characters for the number and the id of a tool call.
+# Each key is a text in a rendered tool call. Each value is the field that replaces this text in the
+# pattern of the tool call. COUNTER_MARK and ID_MARK are the placeholder characters for the number
+# and the id of a tool call.
 _FIELDS = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: "{id}"}
 
 

@@ -115,7 +115,7 @@ def _markup_of_calls(texts: CallTexts, call: _NestedCall) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move a marker before a tag, such as `~` in `~<f>`, into the text that contains the tag.
+    """Store a marker, such as `~` in `~<f>`, in the same field as the tag that follows the marker.
 
     Some templates write a marker before every tag. Example: in `~<f>..~</f>~<f>..~</f>~</all>`,
     each tool call is between `~<f>` and `~</f>`. But `list_markup` assigns the first marker to

@@ -208,7 +208,7 @@ def _close_of_number(after_number: str, after_string: str) -> str:
 
 
 def _cut_at_number(text: str, string_arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Return the texts around the key and the value in `text`, a call with the argument 41.
+    """Return the texts around the key and the value of the argument in a rendered tool call.
 
     Example: the tool call `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
     `</json></call>`.

@@ -91,7 +91,7 @@ def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, .
     member_by_key = {name_key: "name", arguments_key: "arguments"}
     if paths.id is not None:
         # One inner object may contain the id and the name: {"function": {"id": .., "name": ..}}.
-        # The key "function" then remains the key of the name.
+        # In this case, `member_by_key` maps the key "function" to "name", and not to "id".
         member_by_key.setdefault(paths.id[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     is_id_at_end = order[-1] == "id"

@@ -6,7 +6,7 @@ An environment variable overrides the parameter of the same name in config.pbtxt
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
 from nereid_backend.settings_validation import (
@@ -179,6 +180,7 @@ def read_settings(
     check_names(parameters, _LANGUAGE_MODEL_NAMES)
     # `_variables` checks the names of the variables itself.
     texts = parameters | _variables(_NEREID, environ)
+    _check_ascii(texts, _LANGUAGE_MODEL_NAMES)
     # `texts` contains the settings of several classes. `from_texts` ignores the names that do not
     # belong to the given class.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
@@ -206,9 +208,33 @@ def read_pooling_settings(
     check_names(parameters, _POOLING_NAMES, prefix=prefix)
     # `_variables` checks the names of the variables itself.
     texts = parameters | _variables(f"{_NEREID}{prefix}".upper(), environ)
+    _check_ascii(texts, _POOLING_NAMES, prefix=prefix)
     serving = from_texts(PoolingServing, texts, prefix=prefix)
     has_checkpoint = texts.get("model", _NO_MODEL).lower() != _NO_MODEL
     return serving, from_texts(PoolingConfig, texts, prefix=prefix) if has_checkpoint else None
+
+
+def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str = "") -> None:
+    """Raise a ConfigError if the value of a setting contains a character outside ASCII.
+
+    In a Python model of the Triton server, Python's encoding of file names is ASCII, whatever the
+    locale is. Such a model therefore cannot open a folder whose name contains "é".
+
+    Args:
+        texts: the settings. The settings whose names are not in `names` are ignored.
+        names: the names of the settings of a model.
+        prefix: the prefix of the names in the error message, such as "embedding_".
+    """
+    for name in names:
+        text = texts.get(name, "")
+        if not text.isascii():
+            # In a Python model, the value of an environment variable contains surrogates.
+            shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            raise ConfigError(
+                f"{prefix}{name}: the value {shown} contains a character outside ASCII, which the "
+                "Python models of the Triton server cannot read. If the value is a path, create a "
+                f"link with another name, for example: ln -s '{shown}' /tmp/checkpoint"
+            )
 
 
 def _without_missing_checkpoint(parameters: dict[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 from nereid_backend import ConfigError
-from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.serving_settings import read_pooling_settings, read_settings
 
 OTHER_SETTINGS = {
     "NEREID_API_KEY": "k",
@@ -67,3 +67,17 @@ def test_a_wrong_value_is_named(tmp_path):
 
 def test_the_settings_of_other_programs_are_ignored(tmp_path):
     read_settings(args(tmp_path, model="x"), OTHER_SETTINGS)
+
+
+# In a Python model of the Triton server, environment variables are decoded as ASCII.
+PATH_IN_A_MODEL = "/data/modèle".encode().decode("ascii", "surrogateescape")
+
+
+@pytest.mark.parametrize("path", ["/data/modèle", PATH_IN_A_MODEL])
+def test_a_value_outside_ascii_is_refused_because_python_models_cannot_read_it(tmp_path, path):
+    with pytest.raises(
+        ConfigError, match=r"model: the value /data/modèle contains .* ln -s '/data"
+    ):
+        read_settings(args(tmp_path), {"NEREID_MODEL": path})
+    with pytest.raises(ConfigError, match="embedding_model: the value /data/modèle"):
+        read_pooling_settings("embedding", args(tmp_path), {"NEREID_EMBEDDING_MODEL": path})

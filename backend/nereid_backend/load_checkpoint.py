@@ -309,7 +309,7 @@ def _eos_token_ids(
     """Return the sorted ids of the end-of-sequence tokens of a model.
 
     The ids are collected from the generation config, the config and the text config. Ids outside
-    the vocabulary are ignored. Some checkpoints contain -1, which stands for no token.
+    the vocabulary are ignored. Some checkpoints use -1 to mean that there is no token.
     """
     vocab_size = _num_embeddings(model)
     token_ids: set[int] = set()

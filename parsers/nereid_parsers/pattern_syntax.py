@@ -47,7 +47,7 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
         previous = parts[-1] if parts else None
         if token in _LITERAL_BRACES or token[0] not in "{}":
-            literal = _LITERAL_BRACES.get(token, token)  # `{{` stands for `{`.
+            literal = _LITERAL_BRACES.get(token, token)  # `{{` means `{`.
             if isinstance(previous, str):
                 parts[-1] = previous + literal
             else:

@@ -62,7 +62,7 @@ class PendingPlans:
         """Plan the next step while the current step is still running.
 
         The plan assumes that the running step adds exactly one token to each sequence that samples.
-        While `plan_step` runs, a placeholder stands in for this token. `StepPlan.pending` describes
+        While `plan_step` runs, a placeholder replaces this token. `StepPlan.pending` describes
         where the next step needs the sampled token.
 
         Example: the running step computes the last known token of a sequence with 20 tokens, and

@@ -102,7 +102,7 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[bytes, list[
 
     The marker is the text after which a grammar applies. If a token continues after the marker, the
     rest of the token must match the grammar. The result maps each beginning of the marker to the
-    tokens that can follow it. The key b"" stands for the tokens with the whole marker.
+    tokens that can follow it. The key b"" maps to the tokens with the whole marker.
 
     Example: the marker is "</think>". The token 5 with the text `>{` gives
     {b"</think": [SpanningToken(5, b"{")]}. The token 9 with the text `</think>[` gives

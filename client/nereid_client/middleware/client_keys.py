@@ -242,7 +242,7 @@ class KeyFile:
         search does not depend on `key`.
 
         Args:
-            key: the API key in a header. Each character stands for one byte of the header.
+            key: the API key in a header. Each character represents one byte of the header.
         """
         self._reload_if_changed()
         given = _digest(key.encode("latin-1"))

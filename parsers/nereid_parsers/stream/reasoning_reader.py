@@ -375,7 +375,8 @@ class ReasoningReader:
     def close_in_content(self, marker: str) -> State | None:
         """Handle a closing marker, such as `</think>`, that is found outside the reasoning.
 
-        A marker that no content precedes is removed, because some models write no opening marker:
+        If a marker comes before any content, the marker is removed, because some models write no
+        opening marker:
         `</think>Hi` becomes `Hi`. A marker after content, as in `Hi</think>`, is usually content.
 
         Returns:

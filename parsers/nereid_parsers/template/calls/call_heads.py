@@ -119,7 +119,7 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
 
     Each member of the result contains two patterns: the pattern of the header and the pattern of
     the id. In the third form, the model writes no id. The second pattern is then "{id}", which
-    stands for any id:
+    matches any id:
 
     >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(tuple(variant))
     ('<call>functions.{name}:{number}', 'functions.{name}:{number}')

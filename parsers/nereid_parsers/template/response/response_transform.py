@@ -50,7 +50,7 @@ def keys_of_transform(transform: object) -> Keys:
         case None:  # The model writes the JSON in the form that transformers returns.
             return Keys(name="function.name", arguments="function.arguments", id="id")
         case str(placeholder) | {"function": str(placeholder)}:
-            # `{content.call}`: the keys are `call.name` and `call.arguments`.
+            # Example: for `{content.call}`, the keys are `call.name` and `call.arguments`.
             return _default_keys_in(_path(placeholder))
         case {"function": Mapping() as function}:
             return _keys_of_placeholders(function, rule.get("id"))

@@ -302,9 +302,9 @@ class MtpPath:
         from the large model, or are zeros if they are not stored. The hidden state for a draft
         token is the last output of the MTP layer.
         """
-        # The MTP layer skips the first token of `target`, so token i of `chunk.sequence` is token
-        # i + 1 of `target`. The previous token is token i of `target`, whose hidden state is at
-        # position i.
+        # `chunk.sequence` lacks the first token of `target`, so token i of `chunk.sequence` is
+        # token i + 1 of `target`. The token before token i + 1 is token i. Therefore, the hidden
+        # states of the previous tokens start at position `chunk.start` of `target`.
         target = self._targets[chunk.sequence]
         num_known_tokens = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known_tokens

@@ -209,8 +209,8 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         ConstraintError: The text of the first header is not known.
     """
     first, *others = routes
-    # The grammar needs at least one header, so the first header is always used. Other headers are
-    # omitted if their text may be unknown (`written` is empty).
+    # The grammar needs at least one header, so the first header is always used. Any other header is
+    # used only if `written` declares its text. Otherwise, the header may contain unknown text.
     exact_others = [route for route in others if route.written]
     headers = [header_text(layout, route, name) for route in (first, *exact_others)]
     return one_of(*(const(header) for header in headers))

@@ -114,11 +114,14 @@ def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bo
         has_offset: whether `packed` contains zero - 1 instead of zero.
     """
     if has_offset:
-        # The programs that create GPTQ checkpoints subtract these words from the packed zeros. For
-        # a zero of 0, this subtraction borrows from the next integer in the word. Therefore, the
-        # words are added before the zeros are unpacked. Example: the 4-bit zeros 0 and 3 form the
-        # byte 0x30. The file contains 0x30 - 0x11 = 0x1F, which unpacks to 15 and 1. Adding 1 to
-        # these two integers would give 16 and 2, but 0x1F + 0x11 = 0x30 is correct.
+        # The programs that create GPTQ checkpoints subtract 1 from all integers in a packed word
+        # with one subtraction. If an integer is 0, the subtraction borrows from the next integer in
+        # the word. Therefore, 1 is added to the packed words, and not to the unpacked integers.
+        #
+        # Example: the 4-bit integers 0 and 3 form the byte 0x30. The file contains the byte
+        # 0x30 - 0x11 = 0x1F. The addition to the byte gives the correct byte: 0x1F + 0x11 = 0x30.
+        # The unpacked integers of 0x1F are 15 and 1. The addition to these integers would give the
+        # wrong integers 16 and 2.
         packed = packed + _words_of_ones(bits, packed.shape[1])
     return unpack_integers(packed, bits, num_outputs).T
 

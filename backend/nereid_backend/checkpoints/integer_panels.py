@@ -293,10 +293,11 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 
 
 def _try_store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store an integer weight in a layer. Return whether the layer stores the weight as integers.
+    """Store a weight in a layer. Return whether the layer stores integers or dequantised numbers.
 
-    If the CPU kernels cannot read the weight, the layer stores the dequantised weight instead.
-    Otherwise, the class of the layer becomes `GroupedLinear`, which stores the integers.
+    If the CPU kernels can read the weight, the class of the layer becomes `GroupedLinear`, which
+    stores the integers, and the result is True. Otherwise, the layer stores the dequantised
+    numbers, and the result is False.
 
     Mutates: `layer`.
     """

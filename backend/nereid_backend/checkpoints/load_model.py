@@ -64,8 +64,8 @@ def load_with_attention(
 
 def _uses_registered_attention(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return whether a loaded model calls attention functions of transformers' registry."""
-    # For a class in transformers, `takes_attention_by_name` has answered this before the model was
-    # loaded. A class in a Python file of the checkpoint can be checked only now.
+    # A class of transformers was checked before the model was loaded (`takes_attention_by_name`). A
+    # class in a Python file of the checkpoint can be checked only after the model was loaded.
     is_class_of_transformers = model_class(config) is not None
     return is_class_of_transformers or model._can_set_attn_implementation()
 
@@ -205,13 +205,13 @@ def _from_pretrained(
 def _loading_error(
     error: Exception, folder: Path, config: PretrainedConfig, attention: str
 ) -> Exception:
-    """Return the error of this package for an exception of transformers' `from_pretrained`.
+    """Convert an exception of transformers' `from_pretrained` to an exception of this package.
 
     If the model's class refuses the attention implementation, the result is an _OwnAttentionError.
     `load_with_attention` catches this error, and the model is loaded again with its own attention.
 
     Args:
-        error: the exception.
+        error: the exception of `from_pretrained`.
         folder: the folder of the checkpoint.
         config: the config of the checkpoint.
         attention: the name of the attention implementation.

@@ -39,8 +39,8 @@ class PendingPlans:
     def __init__(self) -> None:
         self.is_planning = False
         self.ended_sequences: dict[Sequence, None] = {}
-        # The plan of the running step and the plan of the next step. A plan is removed when its
-        # step is finished or discarded. If no step is planned ahead, the list stays empty.
+        # If the next step is planned while the current step is running, the plans of both steps are
+        # added to this list. A plan is removed when its step is finished or discarded.
         self._unfinished: list[StepPlan] = []
 
     def __bool__(self) -> bool:

@@ -34,9 +34,10 @@ class Chunk(NamedTuple):
 
 
 def make_one_token_chunk(sequence: Sequence, start: int) -> Chunk:
-    """Return a chunk with only the last known token of a running sequence, which is at `start`.
+    """Return a chunk that contains only the last known token of a running sequence.
 
-    With async scheduling, this token is a placeholder while the previous step is still sampling.
+    `start` is the index of this token in the sequence. With async scheduling, the token is a
+    placeholder while the previous step is still sampling.
     """
     # The last four fields are num_tokens, samples, is_first and num_logits. Passing the fields by
     # position takes less time than passing them by name.

@@ -105,7 +105,7 @@ def _compile_and_check(
 
 
 def path_for_check(chosen: ChosenPath, compiled: CompiledForward, sizes: Sizes) -> PackedPath:
-    """Return a new forward path that computes test sequences with the compiled code `compiled`.
+    """Return a new forward path for the check of the compiled code `compiled`.
 
     `chosen` must describe the forward path `packed`. `sizes` are the sizes of the KV cache, and the
     limits of a step.

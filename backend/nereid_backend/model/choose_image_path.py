@@ -302,7 +302,7 @@ def _candidates(
     """
 
     def add_packed(path: ForwardPath) -> ForwardPath:
-        """Compute several sequences in one step, with or without images. This is the fastest way.
+        """Return a path that processes all sequences of a step together. This path is the fastest.
 
         Raise an UnfitError if the forward path for texts is not `packed`.
         """
@@ -312,12 +312,18 @@ def _candidates(
         return path
 
     def add_single(path: ForwardPath) -> ForwardPath:
-        """Compute sequences with images one by one, with the model's own attention and cache."""
+        """Return a path that processes sequences with images one after another.
+
+        For these sequences, the path uses the model's own attention and cache.
+        """
         single_path = SinglePath(checkpoint, uses_cache=True)
         return SplitPath(path, single_path, features, attention)
 
     def add_generated(path: ForwardPath) -> ForwardPath:
-        """Call transformers' `generate` again for every token of a sequence; very slow."""
+        """Return a path that calls transformers' `generate` for sequences with images.
+
+        This path is very slow, because `generate` is called again for each new token.
+        """
         return SplitPath(path, GeneratedPath(checkpoint), features, attention)
 
     return [

@@ -160,7 +160,7 @@ class Trials:
         return result
 
     def _one_pass_trial(self, layers: list[LayerSpec]) -> Trial:
-        """Compute test sequences, and the logits of one forward pass over each whole sequence.
+        """Return test sequences, and the logits of one forward pass over each whole sequence.
 
         One test sequence is longer than the windows of the attention layers `layers`.
 

@@ -77,11 +77,11 @@ class BlockShape:
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
-        """Return the largest number of tokens of a sequence that fits into `num_blocks` blocks.
+        """Return the length of the longest sequence that fits into `num_blocks` blocks, in tokens.
 
-        The result is `max_tokens` if a sequence of this length fits. Otherwise, it is a multiple of
-        the block size. Example: 20 blocks of 16 tokens in a single group with full attention give
-        320 tokens.
+        If a sequence of `max_tokens` tokens fits, the result is `max_tokens`. Otherwise, the result
+        is a multiple of the block size. Example: 20 blocks of 16 tokens in a single group with full
+        attention give 320 tokens.
         """
         # If every group has an attention window, the number of blocks of a sequence stops growing
         # at some length, so a sequence can have more than `num_blocks * block_size` tokens.

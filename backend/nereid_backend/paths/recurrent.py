@@ -234,7 +234,8 @@ class RowsPath:
         for position in output_positions:
             (logits,) = self._decode([chunk._replace(start=position, num_tokens=1)])
             parts.append(logits)  # one row
-        # There may be more rows than needed, because each pass returns the logits of a token.
+        # Each pass returns the logits of at least one token, even if none of these logits is
+        # needed. Only the last `num_logits` rows are needed.
         return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue_state(self, chunk: Chunk) -> Tensor:

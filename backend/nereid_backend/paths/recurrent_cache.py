@@ -130,20 +130,21 @@ class SequenceStates:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_tokens: list[int],
     ) -> None:
-        """Store the states of `rows`, which cover the first `num_tokens` tokens of each sequence.
+        """Store the states of the sequences in `rows`.
 
-        `cache` contains the states. Call `take` or `delete` before, so that this object contains no
-        older states of these sequences.
+        `cache` contains the states. `num_tokens` contains, for each state, the number of tokens
+        that the state covers. Call `take` or `delete` before, so that this object contains no older
+        states of these sequences.
         """
         assert self._num_tokens.keys().isdisjoint(rows), "the older states were removed"
-        # Only the states of one batch can stay merged. The states of the last batch may belong to
-        # sequences that still run.
+        # This object stores the merged states of only one batch. The states of the previous batch
+        # are split, because they may belong to sequences that still run.
         self._split_batch_cache()
         self._batch_cache = _BatchCache(rows, cache)
         self._num_tokens.update(zip(rows, num_tokens, strict=True))
 
     def store(self, row: int, state: State, num_tokens: int) -> None:
-        """Store the state of one sequence, which covers the first `num_tokens` tokens."""
+        """Store the state of one sequence. The state covers the first `num_tokens` tokens."""
         self._states[row] = state
         self._num_tokens[row] = num_tokens
 
@@ -169,7 +170,7 @@ class SequenceStates:
         return num_bytes(next(iter(self._states.values())))
 
     def _split_batch_cache(self) -> None:
-        """Split the cache of the last batch into separate states, one for each sequence."""
+        """Split the cache of the stored batch into separate states, one for each sequence."""
         if self._batch_cache is None:
             return
         rows, cache = self._batch_cache

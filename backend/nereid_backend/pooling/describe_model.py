@@ -27,7 +27,7 @@ _DEFAULT_TOKENS_ON_CPU = 1024
 _DEFAULT_TOKENS_ON_GPU = 16384
 # For two kinds of models, the field of the config that contains the size of the output vectors.
 _SIZE_FIELDS = {TOWERS: "projection_dim", RETRIEVAL: "embedding_dim"}
-# For each kind of model that does not pool token vectors, the description of its method.
+# The value of `PoolingInfo.pooling` for each kind of model that does not pool token vectors.
 _POOLING_OF_LOADER = {
     MASKED: "splade",
     CAUSAL: "yes or no",

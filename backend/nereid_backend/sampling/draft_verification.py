@@ -92,7 +92,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
         if drafts:
             positions += [Position(sequence, drafts[:number]) for number in range(num_positions)]
         else:
-            # Most sequences have no drafts. Then, `append` is faster than a list of one position.
+            # Most sequences have no drafts. For such a sequence, a call of `append` is faster than
+            # the creation of a list with one position.
             positions.append(Position(sequence, drafts))
         # The last rows of logits belong to the positions at which tokens are sampled. The earlier
         # rows belong to prompt tokens, whose log-probabilities are reported.

@@ -86,11 +86,11 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
 
 
 def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
-    """Return whether the total probability after min_p and top_k is known for each row.
+    """For each row, return whether the total probability after min_p and top_k is known.
 
-    The total is known if min_p and top_k are off, because it is then 1. It is also known if min_p
-    and top_k remove all tokens outside `probs`. Example: `probs` contains 64 tokens, min_p is off
-    and top_k is 100. The total is not known, because `probs` contains only 64 of the 100 tokens
+    If min_p and top_k are off, the total is known, because it is 1. The total is also known if
+    min_p and top_k remove all tokens outside `probs`. Example: `probs` contains 64 tokens, min_p is
+    off and top_k is 100. The total is not known, because `probs` contains only 64 of the 100 tokens
     that top_k keeps.
 
     `threshold` is the smallest probability that min_p and top_k keep. If `threshold` is 0, either

@@ -278,11 +278,12 @@ class _Attempt(NamedTuple):
 
 
 def _after_second_attempt(logits: Tensor, batch: SamplingBatch, first: _Attempt) -> _Attempt:
-    """Sample the uncertain rows of a first attempt again. Return the results of all rows.
+    """Repeat the sampling of uncertain rows. Return the results of all rows.
 
-    A row is uncertain if its filters may keep tokens that were not examined. The second attempt
-    examines more tokens. Rows with a flat distribution are not sampled again: if the tokens of the
-    first attempt have a small total probability, a second attempt would usually fail, too.
+    After the first attempt, a row is uncertain if its filters may keep tokens that the attempt has
+    not examined. The second attempt examines more tokens. Rows with a flat distribution are not
+    sampled again: if the examined tokens of the first attempt have a small total probability, a
+    second attempt would usually fail, too.
 
     The logits must be on the CPU.
     """

@@ -228,7 +228,9 @@ def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str =
     for name in names:
         text = texts.get(name, "")
         if not text.isascii():
-            # In a Python model, the value of an environment variable contains surrogates.
+            # If `text` is the value of an environment variable, a Python model of the Triton server
+            # gets surrogates in place of the bytes outside ASCII. Replace the surrogates with
+            # readable text.
             shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             raise ConfigError(
                 f"{prefix}{name}: the value {shown} contains a character outside ASCII, which the "

@@ -178,8 +178,8 @@ def _decode_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pi
     # The module is imported here, because it is needed only for WebP files.
     from nereid_backend.vision.decode_webp import decode_still_webp
 
-    # Pillow needs several times as much memory as `decode_still_webp`, which returns None for an
-    # animation or if the library libwebp cannot be called.
+    # Pillow needs several times as much memory as `decode_still_webp`. Therefore, Pillow decodes
+    # only the files for which `decode_still_webp` returns None, such as animations.
     decoded = decode_still_webp(image, data)
     if decoded is not None:
         return decoded

@@ -170,8 +170,9 @@ class FileStore:
     def delete_expired(self, now: float) -> None:
         """Delete files that have expired or are damaged, and uploads that were interrupted."""
         for file_id in _names(self._files):
-            # A file that cannot be read now, for example because this process has too many open
-            # files, may not have expired. It must not be deleted.
+            # If a file cannot be read at the moment, `_read_or_raise` raises an OSError, for
+            # example because this process has too many open files. Such a file must not be deleted,
+            # because it has perhaps not expired.
             with suppress(OSError):
                 if self._read_or_raise(file_id) is None:
                     self.delete(file_id)

@@ -71,10 +71,10 @@ def _format_cell(value: object) -> str:
 
 
 def write_model_text(text: str) -> None:
-    r"""Write a text of a model to the standard output.
+    r"""Write generated text to the standard output.
 
-    If the standard output is a terminal, control characters are replaced, because a text could
-    otherwise change the clipboard or hide other text. Example: the terminal shows the text
+    If the standard output is a terminal, control characters are replaced, because generated text
+    could otherwise change the clipboard or hide other text. Example: the terminal shows the text
     "\x1b[2J" instead of clearing the screen.
     """
     if sys.stdout.isatty():

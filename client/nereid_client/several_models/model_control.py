@@ -237,7 +237,9 @@ class ModelControl:
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
 
     async def _unload(self, state: ModelState) -> None:
-        """Wait for the running requests of a model, and unload it. The caller must hold its lock.
+        """Wait for the running requests of a model, and then unload the model.
+
+        The caller must hold `state.lock`.
 
         Mutates: `state`. If the call fails or is cancelled, `is_loaded` becomes None, which means
             unknown.

@@ -322,15 +322,18 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _starts_with_one(regex: str) -> _BodyStart:
-    """Return the start of a body that is recognised by its first character."""
+    """Return a `_BodyStart` that recognises a body by the first character of the body.
+
+    `regex` is the regex of this character.
+    """
     return _BodyStart(re.compile(regex), incomplete=re.compile(_NEVER))
 
 
 def _starts_with_two(first: str, second: str) -> _BodyStart:
-    """Return the start of a body that is recognised by its first two visible characters.
+    """Return a `_BodyStart` that recognises a body by the first two characters of the body.
 
-    `first` and `second` are the regexes of these characters, which white space may separate. At the
-    end of the text, the first character alone is an incomplete start.
+    `first` and `second` are the regexes of these characters. White space may separate the two
+    characters. At the end of the text, the first character alone is an incomplete start.
     """
     return _BodyStart(re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z"))
 

@@ -55,9 +55,9 @@ class CompiledCalls:
         # A tool call without a marker starts with one of these texts, for example `{`.
         first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
         # If several lines of this dict contain the same text, the last of these lines determines
-        # the meaning of the text. The lines of the opening markers are last, because no tool call
-        # is open in content. In content, a text that is both an opening and a closing marker
-        # therefore opens a tool call.
+        # the meaning of the text. Some texts are both an opening and a closing marker. In content,
+        # such a text opens a tool call, because there is no tool call that the text could close.
+        # Therefore, the lines of the opening markers are last.
         return {
             **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
             **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),

@@ -259,11 +259,11 @@ class ReasoningReader:
         return self._end_at_call()
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether a tool call starts with `marker`, the next text in the buffer. Read no text.
+        """Test whether a tool call starts with `marker`.
 
-        Examples: the marker `<call>` in `<call>{"name"` is the start of a tool call. The marker
-        `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool call must start after
-        this marker.
+        The next unread text in the buffer is `marker`. All text stays unread. Examples: the marker
+        `<call>` in `<call>{"name"` is the start of a tool call. The marker `<calls>` in
+        `<calls><call>{"name"` precedes all tool calls, so a tool call must start after this marker.
 
         Returns:
             The header of the tool call. NEED_MORE if more text may complete the start of a tool

@@ -40,7 +40,7 @@ class UnclassifiedReader:
         self.is_reasoning_by_default = False
 
     def is_needed(self) -> bool:
-        """Return whether, after an unknown prompt, the first text may be reasoning or content.
+        """Return whether an unknown prompt makes the first text ambiguous (reasoning or content).
 
         Example: an unknown prompt may end with `<think>`. The text `Hm` is then reasoning if the
         output is `Hm</think>Hi`, and content if the output is `Hm`.

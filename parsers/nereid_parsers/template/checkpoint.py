@@ -118,14 +118,14 @@ def _combine_with_files(
     file_format: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
-    """Combine a format that the user named with the format in the files of the checkpoint.
+    """Combine the format that the user chose and the format from the files of the checkpoint.
 
-    Example: if the user named a format only for reasoning, the files of the checkpoint determine
+    Example: if the user chose a format only for reasoning, the files of the checkpoint determine
     how tool calls are written. Only formats whose layout is `Sections` can be combined, because the
     layout `Messages` has no separate parts. If a layout is `Messages`, the result is `named`.
 
     Args:
-        named: The registered format.
+        named: The registered format that the user chose.
         name: The name of this format, as the user wrote it.
         file_format: The format from the files of the checkpoint.
         combine_sections: The function that combines the layouts of `named` and of `file_format`.
@@ -177,7 +177,7 @@ def _replace_reasoning(named: Sections, from_files: Sections) -> Sections:
 
 
 def _replace_tools(named: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` with the description of tool calls from `named`.
+    """Return a copy of `from_files` in which `named.tools` declares the tool calls.
 
     If `named` also declares markers around the content, the result contains these markers. The
     reasoning part of `named` is used only if the files declare no reasoning, because the user did

@@ -300,10 +300,11 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the markers and words, such as `<|out|>turn<|of|>`, that end every message, or "".
+    """Return the text, such as `<|out|>turn<|of|>`, that ends every message and contains words.
 
-    A single word is between two of the markers. In the second example, the words and markers after
-    `<|out|>` are the header of the next message, so they do not end a message.
+    The text consists of markers, with a single word between two markers. Return "" if no such text
+    ends every message. In the second example, the words and markers after `<|out|>` are the header
+    of the next message, so they do not end a message.
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
     '<|out|>turn<|of|>'

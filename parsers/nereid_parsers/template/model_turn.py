@@ -115,10 +115,11 @@ class ModelTurn:
         return after_header
 
     def _without_end_of_user_message(self, after_input: str) -> str:
-        """Remove the markup that ends the user's message from the start of `after_input`.
+        """Return `after_input` without the leading markup that ends the user's message.
 
         Example: if `<|end|>` ends a user's message, "<|end|>Hello" gives "Hello". The markup after
-        a tool's result may differ. It is then not known, so it is not removed.
+        a tool's result may differ from the markup after a user's message. Different markup is not
+        removed, because it is not known.
         """
         return after_input.removeprefix(common_prefix(after_input, self.after_user_message))
 

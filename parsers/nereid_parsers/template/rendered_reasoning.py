@@ -213,9 +213,11 @@ def _effects_of_switches(prompts: tuple[GenerationPrompt, ...]) -> dict[str, str
 
 
 def _makes_superfluous(prompt: GenerationPrompt, other: GenerationPrompt) -> bool:
-    """Return whether the setting of `prompt` makes the setting of `other` superfluous in a report.
+    """Return whether a report that contains `prompt` can leave out `other`.
 
-    Example: if `a=True` alone has the same effect as `a=True, b=True`, only `a=True` is reported.
+    The report can leave out `other` if both prompts have the same effect, and `other` sets all
+    switches that `prompt` sets. Example: if `a=True` alone has the same effect as `a=True, b=True`,
+    only `a=True` is reported.
     """
     has_same_effect = prompt.after_header == other.after_header
     return has_same_effect and _switches_of(prompt).issubset(_switches_of(other))

@@ -225,7 +225,7 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
             message.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # The model cannot continue a message of which the template has removed a part.
+    # If the template has removed a part of the message, the model cannot continue the message.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(

@@ -209,11 +209,12 @@ def gguf_weights(
 def _heads_of_reordered_weights(
     file: GgufFile, num_heads: int, num_kv_heads: int
 ) -> dict[str, int]:
-    """Return the number of heads of each weight whose rows must be reordered.
+    """Return the weights whose rows must be reordered, with the number of heads in each weight.
 
-    Rotary embeddings rotate pairs of numbers within a head. In some architectures, llama.cpp stores
-    the two rows of a pair next to each other, but transformers stores them half a head apart. In
-    these architectures, the rows of the query and key weights must be reordered.
+    Example: `{"attn_q": 32, "attn_k": 8}`. Rotary embeddings rotate pairs of numbers within a head.
+    In some architectures, llama.cpp stores the two rows of a pair next to each other, but
+    transformers stores these rows half a head apart. In these architectures, the rows of the query
+    and key weights must be reordered. For all other architectures, the result is empty.
     """
     if ARCHITECTURES[file.architecture].has_rotated_pairs:
         return {"attn_q": num_heads, "attn_k": num_kv_heads}

@@ -103,10 +103,10 @@ class WindowSearch:
     def _has_needed_blocks(
         self, cached_runs: dict[AttentionWindow, list[int]], num_blocks: int
     ) -> bool:
-        """Return whether the groups with a window have all blocks for the token after a prefix.
+        """Return whether each group with a window has all blocks that the next token needs.
 
-        The token needs the blocks from the start of its attention window to the end of the prefix,
-        but at least the last block of the prefix.
+        The next token directly follows a prefix. The token needs the blocks from the start of its
+        attention window to the end of the prefix, but at least the last block of the prefix.
 
         Example: the prefix has 6 blocks, and the window starts in block 4. The blocks 4 and 5 must
         be cached, so at least 2 consecutive cached blocks must end with block 5.

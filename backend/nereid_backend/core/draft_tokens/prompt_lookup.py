@@ -87,7 +87,9 @@ class PromptLookup:
         start = index.ends.get(last_ngram)
         if start is None:
             return []
-        # If fewer than `num_drafts` tokens follow, the sequence probably repeats these tokens.
+        # If fewer than `num_drafts` tokens follow the earlier n-gram, the n-gram is close to the
+        # end of the sequence. The sequence then probably repeats the following tokens several
+        # times.
         following_tokens = token_ids[start : start + num_drafts]
         return list(islice(cycle(following_tokens), num_drafts))
 

@@ -210,7 +210,8 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
     slice's first token, and the logits of the slice [n, vocab_size].
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
-        # The first axis is that of the texts: the model gets all tokens of the slice as one text.
+        # `rows` is a batch with a single text, [1, n, hidden_size]. This text consists of all
+        # tokens of the slice.
         rows = hidden[start : start + _LOGIT_TOKENS][None]
         # In transformers, the head cannot be called alone. Therefore the whole model is called, and
         # its base model is replaced by a function that returns `rows`. The token ids then have no

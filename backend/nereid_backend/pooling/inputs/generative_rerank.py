@@ -89,7 +89,8 @@ class GenerativeReranker:
         self._format = self._choose_format(
             is_for_sentence_transformers=is_for_sentence_transformers
         )
-        # The tokenizer truncates a pair. In a prompt, `tokens` removes the end of the document.
+        # For the format PAIR, the tokenizer truncates the texts on its own `truncation_side`. For
+        # all other formats, the method `tokens` removes the end of the document.
         is_pair = self._format is _Format.PAIR
         self.truncation_side = tokenizer.truncation_side if is_pair else "right"
 

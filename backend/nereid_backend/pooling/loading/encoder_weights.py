@@ -178,8 +178,10 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     needs_model_class = not has_head or not reads_folder
     model_class = _model_class(auto_class, spec) if needs_model_class else None
     if model_class is None:
-        # If `auto_class` does not support the config, this function raises a ValueError that lists
-        # the supported configs. Only auto classes could run code of the checkpoint.
+        # If `auto_class` does not support the config, `from_pretrained` raises a ValueError that
+        # lists the supported configs. An auto class can run Python files of the checkpoint, which
+        # `trust_remote_code=False` prevents. A model class cannot run Python files of the
+        # checkpoint.
         return partial(auto_class.from_pretrained, trust_remote_code=False)
     if has_head:
         return model_class.from_pretrained  # type: ignore[no-any-return]

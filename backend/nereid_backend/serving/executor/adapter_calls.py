@@ -256,7 +256,7 @@ class AdapterCalls:
         """
         kind, *values = message
         if kind == _RELOAD:
-            # If `folder` is "", the engine processes have read the weights again from the current
+            # A message with an empty `folder` means: read the weights again from the current
             # folder. Such a message is not stored, because a restarted engine process reads the
             # weights from the current folder in any case.
             folder = values[0]

@@ -229,10 +229,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._inspection_deadline = max(self._next_inspection, next_event)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
-        """Send the next step of a stream (a message to the postprocessor) if the step is due.
+        """If the next step of a stream is due, send this step to the postprocessor.
 
-        The step contains the unsent tokens. A step without tokens is a heartbeat. When the
-        postprocessor gets a heartbeat, it checks whether the client is still connected.
+        A step is a message that contains the unsent tokens. A step without tokens is a heartbeat.
+        When the postprocessor gets a heartbeat, it checks whether the client is still connected.
 
         Returns:
             The time of the next call, as a value of time.monotonic():

@@ -45,7 +45,8 @@ class RequestStatistics:
         if update.new_token_ids:
             self._note_tokens(stream, sequence, len(update.new_token_ids), now)
         if update.finish_reason is not None:
-            # The client of a sequence that the executor ended at a stop string gets "stop".
+            # If a stop string was found, the executor asks the engine to abort the sequence. The
+            # engine then reports "abort", but the client gets the finish reason "stop".
             is_stopped = update.finish_reason == "abort" and sequence.is_aborting
             self.finished["stop" if is_stopped else update.finish_reason] += 1
             self.observations["request_generation_tokens"].append(sequence.num_tokens)

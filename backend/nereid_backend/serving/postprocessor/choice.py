@@ -137,7 +137,7 @@ class Choice:
         # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
-        # The numbers of tokens since the beginning of the choice.
+        # Counts the tokens of the whole choice, including the tokens that were already sent.
         self._totals = _Totals()
         self.stop_string: str | None = None
         # None until the choice has ended.

@@ -88,7 +88,9 @@ class PostprocessorModel:
         self._tracing.close()
 
     def _process_step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Process one step. Return the response to the client; None if there is no output.
+        """Process one step, and return the response that `execute` sends to the client.
+
+        Return None if the step causes no output.
 
         A step is a message of the executor with the new tokens of one stream. A stream belongs to
         one client request. While the stream is open, it owns a slot in the shared memory in which

@@ -235,7 +235,11 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
 
 
 def _check_num_logprobs(logprobs: object) -> int:
-    """Return the number `logprobs` of a completion request. Raise a RequestError if it is wrong."""
+    """Check the field `logprobs` of a completion request, and return the value of this field.
+
+    Raises:
+        RequestError: the value is not an integer from 0 to MAX_LOGPROBS.
+    """
     if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs: the value must be an integer from 0 to {MAX_LOGPROBS}, but the request has "

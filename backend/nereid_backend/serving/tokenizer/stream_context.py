@@ -62,8 +62,8 @@ def stream_context(
     end_of_chat: str | None = None
     seed_token_ids: tuple[int, ...] = ()
     if is_chat:
-        # The parser reads the end of the prompt, because it determines whether the output begins
-        # inside reasoning, content or a tool call.
+        # The end of the prompt determines whether the output begins inside reasoning, content or a
+        # tool call. Therefore, the parser reads the end of the prompt.
         end_of_chat = prompt_tail(prompt)
     else:
         # The detokenizer starts with the last tokens of the prompt, because the text of the first

@@ -300,7 +300,8 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
-        # The method that would read the next text shows where the message has ended.
+        # `_next_step` is the method that reads the next text. At the end of the message, this
+        # method shows whether the message has ended between two arguments or inside a value.
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
         if self.writer.is_open and is_between_arguments:

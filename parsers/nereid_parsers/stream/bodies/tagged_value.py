@@ -69,7 +69,8 @@ class TaggedValue:
         if self.types == _STRING_OR_NULL:
             text = self.text
             return not any(word.startswith(text) for word in _NULL_WORDS)
-        # The first character decides. Joining all pieces for each new piece would be slow.
+        # The first character is sufficient, so the pieces need not be joined. It would be slow to
+        # join all pieces each time a new piece arrives.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
 

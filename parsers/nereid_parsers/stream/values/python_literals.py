@@ -292,11 +292,12 @@ class LiteralReader:
         return pos + 1
 
     def _write_comma_and_set_expected(self) -> None:
-        """Before a value or key is read, write a necessary comma. Store which token must follow.
+        """Write a comma if the next value needs one. Store which token must follow.
 
-        Examples: in `[1, 2]`, the comma is written before `2`. A comma or a closing bracket must
-        follow each value, and a colon must follow a key. `_write_key` writes the comma before a
-        key, because a key is written only when its colon is read.
+        This method is called before a value or a key is written. Examples: in `[1, 2]`, the comma
+        is written before `2`. A comma or a closing bracket must follow each value, and a colon must
+        follow a key. `_write_key` writes the comma before a key, because a key is written only when
+        its colon is read.
         """
         if self._expected is Expected.ITEM:
             self._json_parts.append(", ")

@@ -162,8 +162,8 @@ class StringReader:
             self._output.append(escape_json(text[pos:end]))
         if match is None:
             return end
-        # The match is the quote, a backslash, or the beginning of the quote at the end of `text`,
-        # such as `''` of `'''`.
+        # The match is the whole quote, a backslash, or an incomplete quote at the end of `text`.
+        # Example: the quote is `'''`, and `text` ends with `''`.
         matched_text = match.group()
         if matched_text == self._quote:
             return self._read_quote(text, end, is_final)

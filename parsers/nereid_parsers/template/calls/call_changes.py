@@ -62,12 +62,13 @@ _CALL_CHANGES = (
 
 
 def record_changed_calls(prober: Prober) -> None:
-    """For the report, compare the rendering of `ONE_CALL` with each call in `_CALL_CHANGES`.
+    """For the report, compare the rendering of each changed call with the rendering of `ONE_CALL`.
 
-    The comparisons explain to the user how the template writes tool calls. Example: if the changed
-    tool call has a second argument, the recorded finding is `', "b": 2' is added.`
+    `_CALL_CHANGES` contains the changed calls. The comparisons explain to the user how the template
+    writes tool calls. Example: if the changed call has a second argument, the recorded finding is
+    `', "b": 2' is added.`
 
-    Mutates: `prober.comparisons`. One comparison is appended for each changed tool call.
+    Mutates: `prober.comparisons`. One comparison is appended for each changed call.
     """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = _text_for_report(prober, unchanged)
@@ -84,7 +85,7 @@ def record_changed_calls(prober: Prober) -> None:
 
 
 def _text_for_report(prober: Prober, conversation: Conversation) -> str:
-    """Render a conversation, and replace its placeholders for numbers and ids of tool calls.
+    """Render a conversation. Replace each placeholder with the number or the id of a tool call.
 
     Return "" if the template refuses to render the conversation.
     """

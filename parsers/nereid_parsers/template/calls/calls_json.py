@@ -133,8 +133,9 @@ def _declare_object_and_array(
         array: The array in a message with two tool calls.
     """
     array_format = _declare_one_array(keys, array)
-    # The markers in `array_format.markup` enclose all tool calls of a message, whether they are an
-    # array or a single object. The `Call` of the object declares only other markers.
+    # `array_format.markup` declares the markers that enclose all tool calls of a message. If the
+    # template writes these markers around the single object, too, the `Call` of the object declares
+    # no markers.
     is_enclosed_by_markup = json_object.before.strip() == array_format.markup.open.strip()
     if is_enclosed_by_markup:
         object_call = Call(JsonObject(keys))

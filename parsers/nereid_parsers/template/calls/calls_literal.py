@@ -180,7 +180,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
 
 
 def _quote_after_colon(text: str) -> str:
-    """Return the quote in `text`, which consists of a colon and a quote. Return "" for other text.
+    """Return the quote after a colon. Return "" if `text` is not a colon with a quote after it.
 
     >>> _quote_after_colon(": <q>"), _quote_after_colon(":"), _quote_after_colon('": "')
     ('<q>', '', '')

@@ -110,8 +110,10 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
-            # The whole rendering is counted as one step that may write every literal text of the
-            # template. Each loop item and each macro call is counted as another such step.
+            # The budget also limits the length of the written text. Without loops and macros, a
+            # rendering writes each literal text of the template at most once. Therefore, the length
+            # of all literal texts is counted once here, and once more for each loop item and for
+            # each macro call.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

@@ -72,7 +72,8 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
         args: The arguments of the method.
     """
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
-    # The results of all other methods are at most slightly longer than `owner`.
+    # Other methods need no check. The length of their results is similar to the length of `owner`,
+    # or to a number in `args`, which `check_numbers` has limited.
     match name:
         case "format" | "format_map":
             # The argument of `format_map` is a dict. Its size includes the sizes of its values, so

@@ -80,6 +80,7 @@ def main() -> None:
     dtypes = ["float32", "bfloat16"]
     add("--shape", default="0.1b", choices=sorted(SHAPES), help="shape of the model")
     add("--dtype", default="bfloat16", choices=dtypes, help="dtype of the model")
+    add("--weight-dtype", default="auto", help="weight_dtype of the engine, for example int4")
     add("--batches", type=int, nargs="+", default=[1, 16], help="batch sizes")
     add("--context", type=int, default=512, help="tokens of each prompt")
     add("--steps", type=int, default=100, help="steps to measure for each batch size")
@@ -90,6 +91,7 @@ def main() -> None:
         config = EngineConfig(
             folder,
             dtype=args.dtype,
+            weight_dtype=args.weight_dtype,
             num_threads=args.threads,
             compile_forward=True,
             num_speculative_tokens=0,

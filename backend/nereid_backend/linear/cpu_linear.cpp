@@ -46,7 +46,8 @@
 namespace {
 
 constexpr int kPanel = 16;  // outputs
-// The distance of prefetches in bytes: the fastest of 512 to 4096, for 1 to 16 rows on Zen 5.
+// The distance of prefetches in bytes, divided by the number of panels that are read at the same time. 2048 is the fastest
+// of 1536 to 8192 for 1 to 8 rows on Zen 4.
 constexpr int64_t kAhead = 2048;
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -132,14 +133,16 @@ struct Call {
 };
 
 // Computes R rows and P panels of the output. The first column is 16 * panel. x is [num_words][kSteps][R]. With
-// kFetchesOwn, this function prefetches the weights kAhead bytes after those that it reads. Otherwise it prefetches the
-// panel `next`.
+// kFetchesOwn, this function prefetches the weights kAhead / P bytes after those that it reads, and near the end of the P
+// panels it prefetches the beginning of the next P panels. Otherwise it prefetches the panel `next`.
 template <typename T, int R, int P, bool kFetchesOwn>
 inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x, typename T::Number* out,
                  const typename T::Word* next) {
   constexpr int V = P * kParts;  // vectors of sums for each row
   const int64_t words = call.num_words, stride = words * kPanel;
   const typename T::Word* weight = call.weight + panel * stride;
+  // From this word on, a prefetch of the same panel would be beyond the end of the panel.
+  const int64_t first_near_end = words - kAhead / P / static_cast<int64_t>(kPanel * sizeof(typename T::Word));
   Floats sums[R][V];
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) {
@@ -148,7 +151,9 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) sums[r][v] = first;
   }
+  int64_t ahead = kAhead / P;  // the distance of the next prefetch in bytes
   for (int64_t k = 0; k < words; ++k) {
+    if (k == first_near_end) ahead += (P - 1) * stride * static_cast<int64_t>(sizeof(typename T::Word));
     if (!kFetchesOwn) __builtin_prefetch(next + k * kPanel, 0, 2);
 #pragma GCC unroll 2
     for (int step = 0; step < T::kSteps; ++step, x += R) {
@@ -158,7 +163,7 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
         const typename T::Word* at = weight + v / kParts * stride + k * kPanel + v % kParts * kLanes;
         weights[v] = T::load_weights(at, step);
         if (kFetchesOwn && step == 0 && v % kParts == 0)
-          __builtin_prefetch(reinterpret_cast<const char*>(at) + kAhead, 0, 3);
+          __builtin_prefetch(reinterpret_cast<const char*>(at) + ahead, 0, 3);
       }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)

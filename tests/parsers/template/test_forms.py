@@ -159,6 +159,23 @@ def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name):
     assert "get_Station" in json.dumps(fmt.structural_tag(tools, "required"))
 
 
+def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
+    text = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+        "{% for k, v in c.function.arguments.items() %}"
+        "<key>{{ k }}</key><value>{{ v | tojson }}</value>{% endfor %}</call>{% endfor %}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    fmt = analyze_template(text).format
+    name, line = '<key>name</key><value>"Nord"</value>', "<key>line</key><value>%d</value>"
+    written = f"<call>get_Station{line % 3}{name}</call><call>get_Station{line % -1}</call>"
+    message = parse(written, format=fmt, tools=TOOLS)
+    found = [json.loads(call.arguments) for call in message.tool_calls]
+    assert found == [{"line": 3, "name": "Nord"}, {"line": -1}]
+
+
 def test_a_switch_is_reported_with_its_effect_on_the_prompt():
     switches = analysis_of("tag_json").supports.switches
     assert switches["enable_thinking=False"] == "<think>\n\n</think>\n\n"

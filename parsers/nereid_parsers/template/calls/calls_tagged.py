@@ -190,21 +190,33 @@ def _infer_value_tags(
     open_with_type = _open_pattern_with_type(around_string, around_number)
     if open_with_type is not None:
         return replace(string_tags, open=open_with_type)
-    number_close = _close_of_number(around_number.after_value, after_string)
-    number_tags = TaggedArguments(_open_pattern(around_number), number_close or string_close)
+    number_close = _close_of_number(around_number.after_value, after_string, string_close)
+    number_tags = TaggedArguments(_open_pattern(around_number), number_close)
     return string_tags if number_tags == string_tags else replace(string_tags, also=(number_tags,))
 
 
-def _close_of_number(after_number: str, after_string: str) -> str:
-    """Return the closing tag of a number. Return "" if a string has the same closing tag.
+def _close_of_number(after_number: str, after_string: str, string_close: str) -> str:
+    """Return the closing tag of a number. It may differ from the closing tag of a string.
 
-    Each argument is the text from the end of a value to the end of a tool call. The closing text of
-    the tool call, such as `</call>`, is the common end of both arguments.
+    In the second example, quotes enclose the string, but not the number.
 
-    >>> _close_of_number("</json></call>", "</text></call>")
+    >>> _close_of_number("</json></call>", "</text></call>", "</text>")
     '</json>'
+    >>> _close_of_number("</arg></call>", '"</arg></call>', '"</arg>')
+    '</arg>'
+
+    Args:
+        after_number: The text from the end of a number to the end of a tool call. The closing text
+            of the tool call, such as `</call>`, is the common end of `after_number` and
+            `after_string`.
+        after_string: The text from the end of a string to the end of a tool call.
+        string_close: The closing tag of a string.
     """
-    return drop_common_suffix(after_number, after_string)
+    number_close = drop_common_suffix(after_number, after_string)
+    if number_close:
+        return number_close
+    closing_quote = after_string.removesuffix(after_number)  # "" if the closing tags are equal.
+    return string_close.removeprefix(closing_quote)
 
 
 def _cut_at_number(text: str, string_arguments: ListMarkup) -> _TextAroundArgument | None:

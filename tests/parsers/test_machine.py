@@ -323,6 +323,14 @@ def test_a_wrapper_may_have_only_one_marker():
     assert parsed(Format("w", layout), "[BEGIN]\nyes", 1).content == "yes"
 
 
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("words", ["Answer:", ":", "---"])
+def test_words_that_open_the_content_are_kept_inside_the_content(words, size):
+    layout = Sections(Reasoning("<think>", "</think>"), Wrapper(f"{words}\n", ""))
+    message = parsed(Format("w", layout), f"<think>Hm</think>{words}\nA {words} b\n{words} c", size)
+    assert (message.reasoning, message.content) == ("Hm", f"A {words} b\n{words} c")
+
+
 def test_a_bare_call_within_text_is_a_call_only_if_its_function_is_offered():
     fmt = get_format("llama3_json")
     text = 'Here: {"name": "f", "parameters": {"a": "x"}} so.'

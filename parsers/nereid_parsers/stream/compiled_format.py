@@ -11,6 +11,7 @@ from nereid_parsers.stream.compiled_calls import CompiledCalls, compile_calls
 from nereid_parsers.stream.compiled_header import CompiledHeader
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible_markers
+from nereid_parsers.stream.pattern_matching import looks_like_markup
 from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
 _NO_MARKERS = Lexer(())  # A lexer that finds no marker in any text.
@@ -133,8 +134,13 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     ends = marker_kinds(fmt.ends, MarkerKind.END)
     # A marker such as `<|end_message|>` may be in several of these dicts. In each union, the last
     # dict that contains the marker decides the meaning of the marker.
-    content_only_kinds = ends | wrapper_opens | wrapper_closes
-    content_kinds = calls.kinds | closes | opens | content_only_kinds
+    if wrapper is None or looks_like_markup(wrapper.open):
+        content_only_kinds = ends | wrapper_opens | wrapper_closes
+        content_words = {}
+    else:  # Words open the content, so that they are a part of the content at any later place.
+        content_only_kinds = ends | wrapper_closes
+        content_words = marker_kinds((wrapper.open,), MarkerKind.CONTENT_WORDS)
+    content_kinds = calls.kinds | closes | opens | content_words | content_only_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
     return CompiledFormat(
         layout=layout,

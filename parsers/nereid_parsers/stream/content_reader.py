@@ -61,6 +61,7 @@ class ContentReader:
             MarkerKind.UNMARKED_CALL: calls.open_unmarked_call,  # `{`, as in `{"name": "f"}`
             MarkerKind.CLOSE_CALLS: self._close_calls,
             MarkerKind.WRAP_CONTENT: self._remove,  # `<response>`, before or after the content
+            MarkerKind.CONTENT_WORDS: self._remove_at_start,  # `Answer:`, before the content
             MarkerKind.END: self._remove,
         }
 
@@ -105,6 +106,15 @@ class ContentReader:
         """Remove a marker from the content, and return the next state."""
         self._text_writer.drop_markup(self._buffer.take(len(marker)))
         return State.CONTENT
+
+    def _remove_at_start(self, words: str) -> State | None:
+        """Remove words that open the content, such as `Answer:`, and return the next state.
+
+        Ordinary text may contain these words, so they are removed only before the content. In
+        `Answer: Yes. Answer: No.`, the second `Answer:` is content. Then return None, and leave the
+        words in the buffer.
+        """
+        return None if self._text_writer.has_content else self._remove(words)
 
     def _write_as_content(self, marker: str) -> State:
         """Write `marker` as content, because the marker has no meaning at the current position.

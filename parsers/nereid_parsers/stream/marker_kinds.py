@@ -20,6 +20,7 @@ class MarkerKind(Enum):
     UNMARKED_CALL     A tool call without a marker starts with this text.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, the content can only start.
+    CONTENT_WORDS     The content starts after words, such as `Answer:`, instead of a tag.
     START_MESSAGE     A message starts.
     END               A message or the model's turn ends.
     """
@@ -33,6 +34,7 @@ class MarkerKind(Enum):
     UNMARKED_CALL = "unmarked_call"
     CLOSE_CALLS = "close_calls"
     WRAP_CONTENT = "wrap_content"
+    CONTENT_WORDS = "content_words"
     START_MESSAGE = "start_message"
     END = "end"
 

@@ -13,6 +13,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nereid_backend.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -215,13 +217,26 @@ def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
     if image.mode == "RGB" and "transparency" not in image.info:
         image.load()  # Decode the pixels. The conversions below do this themselves.
         return image  # type: ignore[no-any-return]
+    if image.mode.startswith("I;16"):
+        image = _to_grey(image)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image if image.mode == "RGBA" else image.convert("RGBA")
         white = PIL.Image.new("RGB", rgba.size, "white")
         white.paste(rgba, mask=rgba.getchannel("A"))
         return white
-    if image.mode.startswith("I;16"):
-        # The pixels of this image are 16-bit numbers. Pillow's conversion would set numbers above
-        # 255 to 255, so the numbers are divided by 256 first.
-        image = image.point(lambda value: value / 256).convert("L")
     return image.convert("RGB")  # type: ignore[no-any-return]
+
+
+def _to_grey(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
+    """Convert an image whose pixels are 16-bit numbers to grey. Transparent pixels become white.
+
+    Pillow's own conversion would set all numbers above 255 to 255.
+    """
+    import PIL.Image
+
+    numbers = np.asarray(image)
+    grey = (numbers // 256).astype(np.uint8)
+    transparent_number = image.info.get("transparency")
+    if transparent_number is not None:
+        grey[numbers == transparent_number] = 255
+    return PIL.Image.fromarray(grey)

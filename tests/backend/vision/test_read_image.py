@@ -96,6 +96,13 @@ def test_dark_and_light_pixels_of_16_bits_differ():
     assert decode_image(file_of(image), "image", LIMITS).getpixel((0, 0))[0] > 250
 
 
+def test_only_the_transparent_pixels_of_16_bits_are_white():
+    image = Image.new("I;16", (2, 1), 20_000)
+    image.putpixel((1, 0), 1_000)
+    decoded = decode_image(file_of(image, transparency=1_000), "image", LIMITS)
+    assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(78, 78, 78), (255, 255, 255)]
+
+
 @pytest.mark.parametrize(
     ("url", "problem"),
     [

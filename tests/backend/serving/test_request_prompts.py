@@ -1,5 +1,6 @@
 """Images in a request to the tokenizer model, and content parts that no model accepts."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ from nereid_backend import RequestError
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.request_prompts import RequestPrompts
+from nereid_backend.serving.tokenizer.tokenizer_model import _is_long
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -97,3 +99,31 @@ def test_a_wrong_content_part_is_refused_with_an_example(part, problem):
         read_messages(body(part), RequestLimits.derive(4096, 8))
     assert str(caught.value).startswith(f"messages: {problem}")
     assert '{"type": "text", "text": "..."}' in str(caught.value)
+
+
+def chat_request(text):
+    return Request(chat_request=np.array([text.encode()], dtype=np.object_))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        IMAGE,
+        {"type": "image", "image": "http://example.org/a.png"},
+        {"type": "input_image", "image_url": "aGk="},
+        {"video": ["aGk="]},
+        {"type": "input_audio", "input_audio": {"data": "aGk="}},
+    ],
+)
+def test_a_chat_with_media_does_not_delay_the_chats_of_other_clients(part):
+    text = json.dumps(body(part))
+    escaped = text.replace("image", "\\u0069mage").replace("dio", "\\u0064io")
+    for each in (text, escaped.replace("ideo", "i\\u0064eo")):
+        assert json.loads(each) == body(part)
+        assert _is_long(chat_request(each), reads_media=True)
+
+
+def test_a_chat_that_mentions_images_is_short_if_the_model_reads_none():
+    text = json.dumps(body({"type": "text", "text": 'The "image" of a café'}))
+    assert not _is_long(chat_request(text), reads_media=False)
+    assert not _is_long(chat_request(text.replace("image", "picture")), reads_media=True)

@@ -3,8 +3,10 @@
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,10 @@ from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, pack_params
 from nereid_backend.vision.image_sources import ImageSources
 
-# A request that contains one of these texts probably has an image, a video or audio. Preparing an
-# image takes time, and downloading an image takes even longer.
-_IMAGE_MARKS = (b"data:image", b"image_url", b"data:video", b"data:audio", b"input_audio")
+# A request with an image, a video or audio contains one of these texts, such as "image_url" as the
+# type of a content part. Preparing an image takes time, and downloading an image takes even longer.
+# JSON can write a letter as an escape sequence, such as \u0069 for "i".
+_MEDIA_MARK = re.compile(rb'"(?:input_)?(?:image|video|audio)|\\u00[67]')
 # Tokenising `_LONG_PROMPT_BYTES` bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 
@@ -76,7 +79,8 @@ class TokenizerModel:
         self._tracing = Tracing("tokenizer")
         # Requests with images or long texts are handled by other threads, so that short requests
         # need not wait for these requests.
-        self._workers = RequestWorkers(self.respond, _is_long)
+        is_long = partial(_is_long, reads_media=self._images is not None)
+        self._workers = RequestWorkers(self.respond, is_long)
 
     def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
         """Create the attributes that depend on the checkpoint.
@@ -309,23 +313,23 @@ def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
     return ImagePrompts(settings.model, sources)
 
 
-def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
+def _is_long(request: Any, *, reads_media: bool) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether rendering and tokenising the prompt of a request may take long.
 
     Such a request is processed in a separate thread, so that it does not delay other requests.
+
+    Args:
+        request: the server's request.
+        reads_media: whether the served model reads images, videos or audio.
     """
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
         texts = tensors.optional_array(request, name)
-        if texts is not None and any(_is_long_text(text) for text in texts):
-            return True
+        for text in texts if texts is not None else ():
+            if len(text) > _LONG_PROMPT_BYTES or (reads_media and _MEDIA_MARK.search(text)):
+                return True
     return False
-
-
-def _is_long_text(text: bytes) -> bool:
-    """Return whether the text of a prompt or of a chat request may take long to tokenise."""
-    return len(text) > _LONG_PROMPT_BYTES or any(mark in text for mark in _IMAGE_MARKS)
 
 
 def _with_requested_logprobs(

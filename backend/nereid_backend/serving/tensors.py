@@ -2,6 +2,7 @@
 """Reads and builds tensors. Only this module imports the Python API of Triton server."""
 
 import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,10 @@ def load_error(error: NereidError) -> Exception:
 
 def progress(line: str) -> None:
     """Write one line about a slow operation to the server log. `nereid serve` shows such lines."""
-    print(f"nereid: {line}", flush=True)  # noqa: T201 - the stub's standard output is the server's log
+    # In a stub, the encoding of `sys.stdout` is ASCII, but `line` can contain other characters,
+    # such as those of a folder's name.
+    sys.stdout.buffer.write(f"nereid: {line}\n".encode("utf-8", "backslashreplace"))
+    sys.stdout.flush()
 
 
 def _single(request: Any, name: str) -> Any:  # noqa: ANN401 - bytes or a number

@@ -218,9 +218,9 @@ def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> d
 
 def _publish_gauges(engine: _EngineGauges, stats: Mapping[str, int]) -> None:
     """Publish the changed gauges of an engine process."""
-    blocks = stats.get("kv_cache_blocks", 0)
-    usage = {"kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks} if blocks else {}
-    for name, value in {**stats, **usage}.items():
+    blocks = stats.get("kv_cache_blocks", 0)  # 0 if the process has died
+    usage = stats["kv_cache_blocks_used"] / blocks if blocks else 0.0
+    for name, value in {**stats, "kv_cache_usage_perc": usage}.items():
         if name in engine.gauges and engine.published.get(name) != value:
             engine.gauges[name].set(float(value))
             engine.published[name] = value

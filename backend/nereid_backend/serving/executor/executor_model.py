@@ -259,7 +259,8 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def end(self, stream: Stream, error: NereidError) -> None:
         """Send `error` as the last response of `stream`, and remove the stream."""
-        self._statistics.finished["error"] += not isinstance(error, CapacityError)
+        if not isinstance(error, CapacityError):
+            self._statistics.note_unfinished(stream, "error")
         self.respond(stream.sender, error)
         self._remove(stream)
 
@@ -430,6 +431,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1
+        self._statistics.note_unfinished(stream, "abort")
         # This request was not refused, even if the error is a CapacityError.
         self._respond_uncounted(stream.sender, error)
         self._remove(stream)

@@ -41,10 +41,12 @@ class MetricsPublisher:
         self._engine_stats[process.index] = stats
 
     def note_death(self, process: SupervisedProcess) -> None:
-        """Delete the statistics of a dead process. The next call of `publish` reports the death."""
-        # The next statistics come from the new process that replaces the dead process. The counters
-        # of the new process start at 0.
-        self._engine_stats[process.index] = {}
+        """Set the statistics of a dead process to 0. The next call of `publish` reports the death.
+
+        The next statistics come from the new process that replaces the dead process. The counters
+        of the new process start at 0.
+        """
+        self._engine_stats[process.index] = dict.fromkeys(self._engine_stats[process.index], 0)
         self._publish_due = 0.0
 
     def note_restart(self) -> None:

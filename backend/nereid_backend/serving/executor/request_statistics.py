@@ -48,8 +48,25 @@ class RequestStatistics:
             # If a stop string was found, the executor asks the engine to abort the sequence. The
             # engine then reports "abort", but the client gets the finish reason "stop".
             is_stopped = update.finish_reason == "abort" and sequence.is_aborting
-            self.finished["stop" if is_stopped else update.finish_reason] += 1
-            self.observations["request_generation_tokens"].append(sequence.num_tokens)
+            self._note_ended(sequence, "stop" if is_stopped else update.finish_reason)
+
+    def note_unfinished(self, stream: Stream, reason: str) -> None:
+        """Count the sequences of a stream that have not ended, because the whole stream now ends.
+
+        The engine's later updates of these sequences are ignored.
+
+        Args:
+            stream: the stream.
+            reason: the finish reason of the sequences, "error" or "abort".
+        """
+        for sequence in stream.sequences:
+            if sequence.ending is None:
+                self._note_ended(sequence, reason)
+
+    def _note_ended(self, sequence: Sequence, reason: str) -> None:
+        """Record that a sequence has ended with the finish reason `reason`."""
+        self.finished[reason] += 1
+        self.observations["request_generation_tokens"].append(sequence.num_tokens)
 
     def _note_tokens(self, stream: Stream, sequence: Sequence, num_new: int, now: float) -> None:
         """Record that the engine has generated `num_new` tokens for a sequence of `stream`."""

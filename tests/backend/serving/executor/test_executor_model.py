@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -201,6 +202,39 @@ def test_an_engine_that_dies_ends_its_requests_and_the_metrics_show_the_restart(
     assert metric("request_success_total/length", 1) == 1
     assert metric("requests_refused_total", 1) == 1
     assert MetricFamily.values["request_success_total/error"] == 1
+
+
+def test_the_gauges_of_a_dead_engine_are_0_until_it_is_restarted(start, monkeypatch):
+    model = start(ENDLESS)
+    assert ask(model, params=LONG).has_tokens.wait(120)
+    assert metric("num_requests_running", 1) == 1
+    may_restart = threading.Event()
+    start_replacement = SupervisedProcess._start_replacement
+    monkeypatch.setattr(
+        SupervisedProcess,
+        "_start_replacement",
+        lambda process: may_restart.wait(120) and start_replacement(process),
+    )
+    os.kill(model.child.pid, signal.SIGKILL)
+    assert metric("engine_up", 0) == 0
+    names = ("num_requests_running", "kv_cache_blocks", "kv_cache_blocks_used")
+    assert [metric(name, 0, limit_s=2) for name in (*names, "kv_cache_usage_perc")] == [0] * 4
+    may_restart.set()
+    assert metric("engine_up", 1) == 1
+    assert metric("kv_cache_blocks", 0, limit_s=0.5) > 0
+
+
+def test_each_sequence_of_a_request_that_fails_or_exceeds_its_time_is_counted(start):
+    model = start(ENDLESS)
+    params = replace(LONG, n=3)
+    assert ask(model, params=params, timeout_s=1).wait().error.startswith("[DEADLINE_EXCEEDED]")
+    assert metric("request_success_total/abort", 3) == 3
+    failed = ask(model, params=params)
+    assert failed.has_tokens.wait(120)
+    os.kill(model.child.pid, signal.SIGKILL)
+    assert failed.wait().error
+    assert metric("request_success_total/error", 3) == 3
+    assert len(MetricFamily.values["request_generation_tokens"]) == 6
 
 
 def test_a_defect_in_the_loop_ends_the_requests_and_the_engines_work_on_them(start, monkeypatch):

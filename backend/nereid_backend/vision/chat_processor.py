@@ -213,11 +213,17 @@ class ChatProcessor:
                 errors.append(error)
         raise errors[0]
 
-    def prepare_rendered(self, text: str, media: list[Medium]) -> ImagePrompt:
+    def prepare_rendered(
+        self, text: str, media: list[Medium], *, add_special_tokens: bool | None = None
+    ) -> ImagePrompt:
         """Convert the rendered text of a chat and the chat's media to an `ImagePrompt`.
 
-        Media are images, videos and audio files. The text contains one placeholder for each medium,
-        unless the processor inserts the placeholders.
+        Args:
+            text: the rendered text. It contains one placeholder for each medium, unless the
+                processor inserts the placeholders.
+            media: the images, videos and audio files.
+            add_special_tokens: whether the tokenizer adds its special tokens. None means that they
+                are added unless the text begins with the BOS token.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
@@ -229,7 +235,7 @@ class ChatProcessor:
         for kind in kinds:
             if kind in self.refused:
                 raise refuse_kind(kind, self.refused[kind])
-        outputs = self._process(text, media)
+        outputs = self._process(text, media, add_special_tokens=add_special_tokens)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
         if not kinds:
             return ImagePrompt(token_ids, None, text)
@@ -278,8 +284,12 @@ class ChatProcessor:
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
 
-    def _process(self, text: str, media: list[Medium]) -> dict[str, Any]:
+    def _process(
+        self, text: str, media: list[Medium], *, add_special_tokens: bool | None
+    ) -> dict[str, Any]:
         """Pass a text and its media to the processor. Return the processor's outputs.
+
+        For the arguments, see `prepare_rendered`.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
@@ -291,8 +301,10 @@ class ChatProcessor:
             **self._video_arguments(media),
             **self._audio_arguments(media),
         }
-        if self._begins_with_bos(text):  # The tokenizer must not add a second BOS token.
-            arguments["add_special_tokens"] = False
+        if add_special_tokens is None and self._begins_with_bos(text):
+            add_special_tokens = False  # The tokenizer must not add a second BOS token.
+        if add_special_tokens is not None:
+            arguments["add_special_tokens"] = add_special_tokens
         try:
             outputs = self.processor(text=text, return_tensors="pt", **arguments)
         except Exception as error:

@@ -9,7 +9,8 @@ a child, which prepares up to 100 requests. The time and the memory of a child a
 hostile image ends only the child. Messages, packed with msgpack (see large_messages.py):
 
     first message of the worker    ["ready"] or ["failed", message]
-    parent -> worker               [text, [image, ...]], each image is a data URL or base64;
+    parent -> worker               [text, [image, ...], add_special_tokens]; the third value can
+                                   be missing; each image is a data URL or base64;
                                    a video is a data URL of its frames, and audio is a
                                    data URL of a WAV file
     worker -> parent               ["done", token ids, packed images] or ["refused", message]
@@ -43,9 +44,9 @@ _MAX_URL_PREFIX = 100
 # values, which is packed with msgpack. The first value is the text "done".
 _DONE = b"\x93\xa4done"
 
-# Prepares the images of a request. The arguments are a text and the images. The function may remove
-# images from the list, so that their memory is freed.
-Prepare = Callable[[str, list[bytes]], list[Any]]
+# Prepares the images of a request. The arguments are the values of the request, such as a text and
+# a list of images. The function may remove images from the list, so that their memory is freed.
+Prepare = Callable[..., list[Any]]
 
 
 def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
@@ -233,9 +234,9 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
     """
     # The bytes of the request are not stored in a variable. Therefore their memory is freed before
     # the images are prepared.
-    text, images = msgpack.unpackb(receive_message(connection).read())
+    values = msgpack.unpackb(receive_message(connection).read())
     try:
-        return Message(msgpack.packb(prepare(text, images)))
+        return Message(msgpack.packb(prepare(*values)))
     except MemoryError:
         raise
     except RequestError as error:
@@ -305,13 +306,15 @@ def _load(folder: Path) -> Prepare:
         except (binascii.Error, ValueError) as error:
             raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 
-    def prepare(text: str, images: list[bytes]) -> list[Any]:
+    def prepare(
+        text: str, images: list[bytes], add_special_tokens: bool | None = None
+    ) -> list[Any]:
         media: list[Medium] = []
         while images:
             # The base64 text is removed from the list, so that its memory is freed.
             media.append(decode(images.pop(0), len(media) + 1))
         check_numbers(media, processor.limits)
-        prompt = processor.prepare_rendered(text, media)
+        prompt = processor.prepare_rendered(text, media, add_special_tokens=add_special_tokens)
         assert prompt.images is not None
         return ["done", prompt.token_ids, pack_images(prompt.images)]
 

@@ -170,7 +170,8 @@ class GenerationRequest(RequestBody):
     """The name of a LoRA adapter. The field `model` can contain the name instead."""
     add_special_tokens: Annotated[bool | None, VLLM] = None
     """Whether the tokenizer adds its special tokens. The default is `false` for chats, and `true`
-    for completions."""
+    for completions. By default, they are also added to a prompt with images that does not begin
+    with the BOS token."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=INT64_LIMIT), VLLM] = None
     """The number of tokens to keep at the end of the prompt. -1 keeps as many as fit."""
     return_token_ids: Annotated[bool | None, VLLM] = None

@@ -36,10 +36,11 @@ def test_images_come_from_the_messages_or_from_the_tensor_but_not_from_both():
 
 
 class FakeImagePrompts:
-    """Returns a prompt of five tokens."""
+    """Returns a prompt of five tokens, or of six if special tokens are to be added."""
 
-    def prepare(self, text, images):
-        return [1, 2, 3, 4, 5], b"packed"
+    def prepare(self, text, images, *, add_special_tokens=None):
+        token_ids = [1, 2, 3, 4, 5]
+        return [0, *token_ids] if add_special_tokens else token_ids, b"packed"
 
 
 @pytest.fixture
@@ -59,9 +60,19 @@ def test_a_prompt_with_images_that_needs_no_truncation_is_accepted(image_prompts
     assert prompt.token_ids == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("value", "num_tokens"), [(None, 5), (False, 5), (True, 6), ("true", 6)])
+def test_special_tokens_are_added_to_a_prompt_with_images_on_request(
+    image_prompts, value, num_tokens
+):
+    fields = {"add_special_tokens": value}
+    prompt = image_prompts.with_images(Request(text_input=TEXT), None, fields, [b"png"])
+    assert len(prompt.token_ids) == num_tokens
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
+        ({"add_special_tokens": 1}, "add_special_tokens: the value must be true or false"),
         (
             {"truncate_prompt_tokens": 4},
             "truncate_prompt_tokens: the prompt has 5 tokens, but only 4 may be kept",

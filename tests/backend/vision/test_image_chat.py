@@ -9,8 +9,11 @@ import pytest
 from backend.vision import image_archs
 from backend.vision.image_archs import MAX_TOKENS, PARAMS, chat, open_engine, picture
 from nereid_backend import RequestError, UnsupportedModelError
-from nereid_backend.vision.messages import split_messages
+from nereid_backend.vision.chat_processor import ChatProcessor
+from nereid_backend.vision.messages import FoundImage, split_messages
 from nereid_backend.vision.read_image import ImageLimits
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig
 
 # A type with three-dimensional positions, one with a plain encoder, and one whose image tokens
 # attend in both directions.
@@ -145,6 +148,26 @@ def test_models_that_need_images_and_encoder_decoder_models_give_the_tokens_of_g
                 engine.generate([[60, 61]], params)
     finally:
         engine.close()
+
+
+def test_a_request_chooses_whether_special_tokens_are_added_to_a_prompt_with_images(tmp_path):
+    folder = image_archs.image_types.save("llava", tmp_path, "small")
+    processor = ChatProcessor(folder, AutoConfig.from_pretrained(folder))
+    tokenizer = processor.processor.tokenizer
+    tokenizer.bos_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+
+    def num_bos(text: str, **arguments: bool) -> int:
+        image = FoundImage("image", picture(1, 60, 40))
+        text = f"{text}{processor.processor.image_token}hello"
+        prompt = processor.prepare_rendered(text, [image], **arguments)
+        return prompt.token_ids.count(tokenizer.bos_token_id)
+
+    assert [num_bos(text) for text in ("", "<s>")] == [1, 1]
+    assert [num_bos(text, add_special_tokens=True) for text in ("", "<s>")] == [1, 2]
+    assert [num_bos(text, add_special_tokens=False) for text in ("", "<s>")] == [0, 1]
 
 
 def test_a_model_that_neither_texts_nor_images_fit_is_refused_with_both_reasons(tmp_path):

@@ -196,7 +196,9 @@ class ImagePrompts:
         """
         self._process.warm_up()
 
-    def prepare(self, text: str, images: list[bytes]) -> tuple[list[int], bytes]:
+    def prepare(
+        self, text: str, images: list[bytes], *, add_special_tokens: bool | None = None
+    ) -> tuple[list[int], bytes]:
         """Return the token ids of a prompt with images, and the packed inputs of the image encoder.
 
         The method is thread-safe. The process prepares requests one after another.
@@ -204,6 +206,8 @@ class ImagePrompts:
         Args:
             text: the rendered prompt, with one placeholder for each image.
             images: the images. Each image is a URL or base64 text.
+            add_special_tokens: whether the tokenizer adds its special tokens. None means that they
+                are added unless the text begins with the BOS token.
 
         Raises:
             RequestError: an image is invalid or exceeds a limit.
@@ -216,7 +220,7 @@ class ImagePrompts:
                 f"messages: the images have {num_bytes} bytes in base64, but the limit is "
                 f"{MAX_IMAGE_BYTES} bytes. Send smaller images."
             )
-        token_ids, packed_images = self._process.call([text, images_in_base64])
+        token_ids, packed_images = self._process.call([text, images_in_base64, add_special_tokens])
         return token_ids, packed_images
 
     def close(self) -> None:

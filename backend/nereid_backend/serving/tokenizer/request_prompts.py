@@ -83,7 +83,12 @@ class RequestPrompts:
         limits.check_text(text)
         limits.check_values_and_depth(fields)
         num_kept = read_num_kept(fields, limits.max_model_len)
-        token_ids, packed_images = self._images.prepare(text, images)
+        add_special_tokens = None
+        if fields.get("add_special_tokens") is not None:
+            add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
+        token_ids, packed_images = self._images.prepare(
+            text, images, add_special_tokens=add_special_tokens
+        )
         num_tokens = len(token_ids)
         limits.check_token_ids(num_tokens)
         if num_kept is not None and num_tokens > num_kept:

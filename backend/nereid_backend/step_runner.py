@@ -102,6 +102,7 @@ class Runner:
         self,
         path: ForwardPath,
         *,
+        num_token_ids: int = 0,
         sampling_kernel: bool = False,
         cpu_threads: CpuThreads | None = None,
     ) -> None:
@@ -109,11 +110,15 @@ class Runner:
 
         Args:
             path: the forward path, which runs the model.
+            num_token_ids: the number of valid token ids. If the model has fewer logits, the other
+                tokens get the logit -inf. Example: Llama 3.2 Vision computes no logit for the
+                token of an image.
             sampling_kernel: whether a GPU kernel samples the tokens.
             cpu_threads: adjusts the number of CPU threads before each step; None if the number of
                 threads never changes.
         """
         self._path = path
+        self._num_token_ids = num_token_ids
         self._cpu_threads = cpu_threads
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
@@ -157,6 +162,7 @@ class Runner:
                 # Wait for these threads before the error is raised again.
                 self._masks.join(mask_jobs or ())
                 raise
+        logits = _with_all_tokens(logits, self._num_token_ids)
         self._vocab_size = logits.shape[1]
         return RunningStep(plan, logits, sampling, mask_jobs)
 
@@ -274,6 +280,17 @@ class Runner:
             for chunk in plan.chunks:
                 self._path.clear(chunk.sequence)
             raise
+
+
+def _with_all_tokens(logits: Tensor, num_token_ids: int) -> Tensor:
+    """Append a column of -inf to the logits for each token for which the model has no logit.
+
+    Prompts and sampling parameters may contain such a token, so the logits need a column for it.
+    """
+    num_missing = num_token_ids - logits.shape[1]
+    if num_missing <= 0:  # The usual case. Do not copy the logits.
+        return logits
+    return torch.nn.functional.pad(logits, (0, num_missing), value=float("-inf"))
 
 
 def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:

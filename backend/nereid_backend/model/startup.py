@@ -248,7 +248,7 @@ def load(
         config.lora_memory,
     )
     return Loaded(
-        runner=_make_runner(config, device, steps, cpu_threads, progress),
+        runner=_make_runner(config, checkpoint, steps, cpu_threads, progress),
         info=_engine_info(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
         groups=plan.groups,
@@ -398,7 +398,7 @@ def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) ->
 
 def _make_runner(
     config: EngineConfig,
-    device: torch.device,
+    checkpoint: Checkpoint,
     path: ForwardPath,
     cpu_threads: CpuThreads,
     progress: Progress,
@@ -408,14 +408,16 @@ def _make_runner(
     The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
     works on the device. The number of CPU threads is adjusted only if the model runs on the CPU.
     """
+    device = checkpoint.device
+    make_runner = partial(Runner, path, num_token_ids=checkpoint.vocab_size)
     if device.type == "cpu":
-        return Runner(path, cpu_threads=cpu_threads)
+        return make_runner(cpu_threads=cpu_threads)
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_unusable(device)
         if reason is None:
-            return Runner(path, sampling_kernel=True)
+            return make_runner(sampling_kernel=True)
         progress(f"sampling_kernel: off, because {reason}")
-    return Runner(path)
+    return make_runner()
 
 
 def _engine_info(

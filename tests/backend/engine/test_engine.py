@@ -502,3 +502,29 @@ def test_token_ids_beyond_the_vocabulary_are_refused_when_a_request_comes(engine
     with pytest.raises(RequestError, match="100000"):
         engine.add_request("a", [5], SamplingParams(**values))
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"logit_bias": {327: 1.0}},
+        {"bad_words_token_ids": [[327]]},
+        {"repetition_penalty": 1.2},
+        {"prompt_logprobs": 1},
+    ],
+)
+def test_a_token_for_which_the_model_has_no_logit_does_not_fail_a_step(saved, values):
+    """Llama 3.2 Vision has embeddings, but no logits, for the token of an image and 7 others."""
+    engine = open_engine(saved("mllama"), max_model_len=64)
+    assert engine.info.vocab_size == 328
+    plain, other = (output.outputs[0] for output in engine.generate([[5, 327], [9]], GREEDY))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **values)
+    output, same = engine.generate([[5, 327], [9]], [params, GREEDY])
+    assert (output.outputs[0].error, len(output.outputs[0].token_ids)) == (None, 6)
+    assert same.outputs[0].token_ids == other.token_ids
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+    else:
+        assert output.outputs[0].token_ids == plain.token_ids
+        assert output.prompt_logprobs[1].logprobs[0] == float("-inf")
+    engine.close()

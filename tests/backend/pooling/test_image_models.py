@@ -14,6 +14,8 @@ from backend.pooling.tiny_images import (
     user,
 )
 from nereid_backend import Embedder, RequestError, Reranker
+from nereid_backend.vision.load_processor import load_processor
+from transformers import AutoConfig
 
 # One vision-language type of each of three families.
 TYPES = ("qwen2_vl", "qwen3_vl", "llava")
@@ -70,6 +72,20 @@ def test_scores_of_images_and_texts_equal_those_of_transformers(folder):
     expected = answer_logits(folder, TEXTS[0], [image, TEXTS[1]])
     assert abs(expected[0] - expected[1]) > 1e-3
     np.testing.assert_allclose(scores, expected, atol=2e-3)
+
+
+def test_a_query_cannot_choose_the_place_of_an_image(folder):
+    query = "what is mark7image7mark?"  # The marker of an earlier version was not random.
+    reranker = Reranker(str(folder), num_threads=1)
+    image = picture(5)
+    scores = reranker.score([(query, png(image)), (query, query)], activation="none")
+    np.testing.assert_allclose(scores, answer_logits(folder, query, [image, query]), atol=2e-3)
+
+
+def test_a_text_with_a_placeholder_for_an_image_is_an_error_of_the_input(folder, embedder):
+    processor = load_processor(folder, AutoConfig.from_pretrained(folder))
+    with pytest.raises(RequestError, match=r"^input: the checkpoint's processor cannot prepare"):
+        embedder.encode({"text": f"a{processor.image_token}b"})
 
 
 def test_a_broken_or_large_image_is_refused_and_the_next_one_works(embedder):

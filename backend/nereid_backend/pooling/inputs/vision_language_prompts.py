@@ -9,6 +9,7 @@ for queries (texts).
 """
 
 import base64
+import secrets
 from typing import Any
 
 from nereid_backend.errors import ModelError, RequestError
@@ -26,10 +27,6 @@ from nereid_backend.vision.image_process import ImageProcess
 
 # The worker process for checkpoints with a chat template. The process expects images in base64.
 _CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
-# This marker text does not occur in queries. If a document is an image, the message is first built
-# with the marker text in place of the document. Then the marker text is replaced by a placeholder
-# for the image.
-_IMAGE_MARK = "mark7image7mark"
 _TRUNCATE = "truncate: prompts of vision-language models cannot be truncated."
 
 
@@ -89,10 +86,14 @@ class ChatPrompts:
         """Convert a pair of a query and a document to a prompt. The document may be an image."""
         assert self._reranker is not None
         query, document = pair
+        # If the document is an image, the messages are first built with the text `mark` in place of
+        # the document. Then `mark` is replaced by a placeholder for the image. `mark` is random, so
+        # that a query cannot contain this text.
+        mark = secrets.token_hex()
         image = document if isinstance(document, bytes) else None
-        text = document if isinstance(document, str) else _IMAGE_MARK
+        text = document if isinstance(document, str) else mark
         messages, variables = self._reranker.messages(query, text, instruction)
-        split = [{**message, "content": _parts(message["content"])} for message in messages]
+        split = [{**message, "content": _parts(message["content"], mark)} for message in messages]
         return self._prepare(split, image, variables)
 
     def _prepare(
@@ -107,10 +108,18 @@ class ChatPrompts:
             messages: the messages, with a placeholder for the image.
             image: the content of an image file; None if the messages contain no image.
             variables: the variables of the chat template.
+
+        Raises:
+            RequestError: the image or the text is invalid. The message begins with "image: " or
+                "input: ".
         """
-        if image is None:
-            return self._processor.prepare_with_media(messages, [], variables)
-        text = self._processor.render(messages, variables)
+        try:
+            if image is None:
+                return self._processor.prepare_with_media(messages, [], variables)
+            text = self._processor.render(messages, variables)
+        except RequestError as error:
+            # An input of a pooling model has no field `messages`.
+            raise RequestError(f"input: {str(error).removeprefix('messages: ')}") from error
         # The image process expects images in base64, because it also prepares the images of chat
         # requests, which clients send in base64.
         token_ids, images = prepare_images(self.process, text, [base64.b64encode(image)])
@@ -174,13 +183,13 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
         )
 
 
-def _parts(content: str) -> list[dict[str, str]]:
-    """Convert the content of a message to content parts. Replace `_IMAGE_MARK` with an image part.
+def _parts(content: str, image_mark: str) -> list[dict[str, str]]:
+    """Convert the content of a message to content parts. Replace `image_mark` with an image part.
 
-    Example: "<Document>: mark7image7mark" returns [{"type": "text", "text": "<Document>: "},
-    {"type": "image"}].
+    Example: "<Document>: a1b2" and the mark "a1b2" return [{"type": "text", "text":
+    "<Document>: "}, {"type": "image"}].
     """
-    before, mark, after = content.partition(_IMAGE_MARK)
+    before, mark, after = content.partition(image_mark)
     texts = [{"type": "text", "text": text} if text else None for text in (before, after)]
     parts = [texts[0], {"type": "image"} if mark else None, texts[1]]
     return [part for part in parts if part is not None]

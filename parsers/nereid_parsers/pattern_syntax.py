@@ -64,6 +64,15 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     return tuple(parts)
 
 
+def escape_braces(text: str) -> str:
+    """Double each brace in `text`, because single braces enclose the fields of a pattern: `{name}`.
+
+    >>> escape_braces("f{x}")
+    'f{{x}}'
+    """
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def first_literal(text: str) -> str:
     """Return the text before the first field of a pattern, for example `<f=` for `<f={name}>`.
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nereid_parsers.pattern_syntax import split_pattern
+from nereid_parsers.pattern_syntax import escape_braces, split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags
 from nereid_parsers.stream.bodies.convert_nested_tags import NestedReader
@@ -67,7 +67,7 @@ class CompiledCall:
         self.closing_markers = marker_parts(call.close)
         self.markers_after_broken = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
-        self._head_pattern: Pattern = compile_pattern(call.open + call.head)
+        self._head_pattern: Pattern = compile_pattern(escape_braces(call.open) + call.head)
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
         self._tags = _compile_tags(call, section, self._head_pattern)
         # Compares the first visible characters of the body, see `body_start_mismatch`.

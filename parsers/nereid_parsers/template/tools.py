@@ -129,6 +129,12 @@ def find_tools(
     turn.prober.undecided += inference.problems  # sentences about what could not be inferred
     if inference.call_format is None:
         return findings
+    if _is_name_repeated_after_call(inference.call_format):
+        turn.prober.record_undecided(
+            "The text after a call contains the name of the function, which a format cannot "
+            f"declare. A call is written as {restore_numbers_and_ids(one_call)!r}."
+        )
+        return findings
     findings = _add_form(findings, inference.call_format)
     try:
         section = _tool_section(inference.call_format)
@@ -154,6 +160,21 @@ def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
     section = guess_tool_section(renderer)
     prober.record_undecided(describe_unrendered_calls(section))
     return ToolFindings(part=section)
+
+
+def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
+    """Return whether the name of the function follows the arguments, as in `<f>{"a": 1}</f>`.
+
+    The rendered name, such as "zqFirstTool", would become a part of the closing markers. The parser
+    would then expect "zqFirstTool" after every tool call.
+    """
+    markup = call_format.markup
+    texts_after_calls = (
+        markup.separator,
+        markup.close,
+        *(call.close for call in call_format.calls),
+    )
+    return any(name in text for text in texts_after_calls for name in (FIRST_TOOL, SECOND_TOOL))
 
 
 def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:

@@ -15,6 +15,7 @@ ARGUMENTS = "{% for k, v in c.function.arguments.items() %}ARGUMENT{% endfor %}"
 
 def template(before_content="", call="", argument=""):
     text = MESSAGES.replace("PLACE", before_content).replace("CALL", call)
+    text = text.replace("ARGS", "c.function.arguments | tojson")
     return text.replace("ARGUMENTS", ARGUMENTS).replace("ARGUMENT", argument)
 
 
@@ -37,6 +38,10 @@ def template(before_content="", call="", argument=""):
             "TaggedArguments.open is '{key}: \"', but must start with a visible character",
         ),
         (
+            template(call="<{{ c.function.name }}>{{ ARGS }}</{{ c.function.name }}>"),
+            "The text after a call contains the name of the function",
+        ),
+        (
             template(before_content="{% if m.reasoning %}<think>{{ m.reasoning }} {% endif %}"),
             "R1: The markers of reasoning cannot be recognised.",
         ),
@@ -45,6 +50,7 @@ def template(before_content="", call="", argument=""):
         "a value before its key",
         "values without markers",
         "keys without markers",
+        "a closing text with the name",
         "reasoning without an end",
     ],
 )
@@ -72,3 +78,39 @@ def test_an_array_that_does_not_begin_with_a_call_does_not_stop_the_analysis():
     written = '<call>["v1", {"name": "f", "arguments": {"a": 1}}]</call>'
     message = parse(written, format=analysis.format)
     assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("opening", ["{call}", "{{call}}", "<{name}>"])
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ('{"name": "{{ c.function.name }}", "x": {{ ARGS }}}', '{"name": "f", "x": {"a": 1}}'),
+        ("{{ c.function.name }}{{ ARGS }}", 'f{"a": 1}'),
+    ],
+    ids=["JSON", "a name, then JSON"],
+)
+def test_a_marker_with_braces_opens_calls(opening, call, written):
+    analysis = analyze_template(template(call=f"{{{{ {opening!r} }}}}{call}<end>"))
+    message = parse(f"{opening}{written}<end>", format=analysis.format)
+    assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')]
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        (
+            '<call n="{{ loop.index }}"><f={{ c.function.name }}>{{ ARGS }}</call>',
+            '<call n="7"><f=f>{"a": 1}</call>',
+        ),
+        (
+            '<call id="{{ c.id }}">{"name": "{{ c.function.name }}", "args": {{ ARGS }}}</call>',
+            '<call id="x-1">{"name": "f", "args": {"a": 1}}</call>',
+        ),
+    ],
+    ids=["a number", "an id"],
+)
+def test_the_opening_tag_of_a_call_may_contain_its_number_or_id(call, written):
+    analysis = analyze_template(template(call=call))
+    message = parse(f"Hi.{written}{written}", format=analysis.format)
+    assert [(made.name, made.arguments) for made in message.tool_calls] == [("f", '{"a": 1}')] * 2
+    assert message.content == "Hi."

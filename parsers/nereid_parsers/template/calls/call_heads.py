@@ -11,7 +11,7 @@ from nereid_parsers.format import (
     NestedTags,
     TaggedArguments,
 )
-from nereid_parsers.template.calls.call_texts import escape_braces
+from nereid_parsers.pattern_syntax import escape_braces
 from nereid_parsers.template.conversation import FIRST_TOOL
 from nereid_parsers.template.difference import MARKER
 from nereid_parsers.template.list_markup import ListMarkup
@@ -88,7 +88,11 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
     If `marker` is "", return False.
     """
-    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
+    return (
+        bool(marker)
+        and isinstance(body, TaggedArguments)
+        and body.open.startswith(escape_braces(marker))
+    )
 
 
 class _HeadVariant(NamedTuple):
@@ -140,8 +144,9 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
     r"""Split the text before a function's name into a marker, such as `<call>`, and the rest.
 
     White space around the marker belongs to the marker. If there is no marker, as in the second
-    example, `marker` is the white space at the start of the text. If the whole text is white space,
-    both parts of the result are "", because white space alone does not open a tool call.
+    example, `marker` is the white space at the start of the text. A tag with the number or the id
+    of the tool call, such as `<call id="1">`, belongs to the header. If the whole text is white
+    space, both parts of the result are "", because white space alone does not open a tool call.
 
     >>> _split_text_before_name("<call>\n<function=")
     _TextBeforeName(marker='<call>\n', head_start='<function=')
@@ -152,9 +157,21 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
     if not without_space:
         return _TextBeforeName("", "")
     match = MARKER.match(without_space)
-    head_start = without_space if match is None else without_space[match.end() :].lstrip()
+    if match is None or has_number_or_id(match.group()):
+        head_start = without_space
+    else:
+        head_start = without_space[match.end() :].lstrip()
     head_index = len(text) - len(head_start)
     return _TextBeforeName(marker=text[:head_index], head_start=head_start)
+
+
+def has_number_or_id(text: str) -> bool:
+    r"""Return whether `text` contains the placeholder of a tool call's number or id.
+
+    >>> has_number_or_id('<call id="\ue011">'), has_number_or_id("<call>")
+    (True, False)
+    """
+    return COUNTER_MARK in text or ID_MARK in text
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
@@ -170,7 +187,16 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments. It may repeat the name.
     """
-    head = escape_braces(before_name + FIRST_TOOL + after_name)
+    return pattern_of_text(before_name + FIRST_TOOL + after_name)
+
+
+def pattern_of_text(rendered: str) -> str:
+    r"""Return the pattern of a rendered text, with fields for the name, the number and the id.
+
+    >>> pattern_of_text('<call n="\ue010">')
+    '<call n="{number}">'
+    """
+    pattern = escape_braces(rendered)
     for rendered_text, field in _FIELDS.items():
-        head = head.replace(rendered_text, field)
-    return head
+        pattern = pattern.replace(rendered_text, field)
+    return pattern

@@ -52,15 +52,6 @@ class CallFormat:
     markup: ListMarkup
 
 
-def escape_braces(text: str) -> str:
-    """Double each brace in `text`, because single braces enclose the fields of a pattern: `{name}`.
-
-    >>> escape_braces("f{x}")
-    'f{{x}}'
-    """
-    return text.replace("{", "{{").replace("}", "}}")
-
-
 def unescape_braces(pattern: str) -> str:
     """Replace `{{` with `{`, and `}}` with `}`, in a pattern without fields such as `{name}`.
 

@@ -11,7 +11,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nereid_parsers.format import Call, JsonArguments, JsonArray, JsonObject, Keys, NameIsKey
-from nereid_parsers.template.calls.call_heads import calls_with_head
+from nereid_parsers.template.calls.call_heads import (
+    calls_with_head,
+    has_number_or_id,
+    pattern_of_text,
+)
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts
 from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
@@ -202,8 +206,15 @@ def _markup_around_both(first: _JsonInText, second: _JsonInText) -> ListMarkup:
 
 
 def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Return a `Call` with the markers `markup.item_open` and `markup.item_close` around `body`."""
-    return Call(body, open=markup.item_open, close=markup.item_close)
+    """Return a `Call` with the markers `markup.item_open` and `markup.item_close` around `body`.
+
+    If the opening marker contains the number or the id of the tool call, as in `<call n="1">`, this
+    marker is declared as the header of the tool call, because only a header may contain fields.
+    """
+    opening = markup.item_open
+    if has_number_or_id(opening):
+        return Call(body, head=pattern_of_text(opening.lstrip()), close=markup.item_close)
+    return Call(body, open=opening, close=markup.item_close)
 
 
 def _find_json_call(text: str, name: str) -> _JsonInText | None:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nereid_parsers.format import TaggedArguments
+from nereid_parsers.pattern_syntax import escape_braces
 from nereid_parsers.template.calls.call_heads import calls_with_head
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
-    escape_braces,
     split_at_words,
 )
 from nereid_parsers.template.conversation import (

@@ -21,7 +21,8 @@ from nereid_parsers.format import (
     TaggedArguments,
     ToolSection,
 )
-from nereid_parsers.template.calls.call_texts import escape_braces, unescape_braces
+from nereid_parsers.pattern_syntax import escape_braces
+from nereid_parsers.template.calls.call_texts import unescape_braces
 from nereid_parsers.template.response.regex_parts import (
     OptionalWhitespace,
     Piece,

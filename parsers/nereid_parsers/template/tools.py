@@ -131,8 +131,8 @@ def find_tools(
         return findings
     if _is_name_repeated_after_call(inference.call_format):
         turn.prober.record_undecided(
-            "The text after a call contains the name of the function, which a format cannot "
-            f"declare. A call is written as {restore_numbers_and_ids(one_call)!r}."
+            "The format of the calls could not be inferred: the text after a call repeats the name "
+            f"of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
         )
         return findings
     findings = _add_form(findings, inference.call_format)

@@ -39,7 +39,7 @@ def template(before_content="", call="", argument=""):
         ),
         (
             template(call="<{{ c.function.name }}>{{ ARGS }}</{{ c.function.name }}>"),
-            "The text after a call contains the name of the function",
+            "could not be inferred: the text after a call repeats the name of the function",
         ),
         (
             template(before_content="{% if m.reasoning %}<think>{{ m.reasoning }} {% endif %}"),

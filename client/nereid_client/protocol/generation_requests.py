@@ -214,8 +214,7 @@ class CompletionRequest(GenerationRequest):
     def _check_echo(self) -> Self:
         """If the request asks for an echo of the prompt, check that the frontend can send the echo.
 
-        The frontend does not convert token ids to text, so the prompts must be complete texts. In a
-        stream, the echo has no log-probabilities.
+        The prompt must be complete. In a stream, the echo has no log-probabilities.
         """
         if not self.echo:
             return self
@@ -224,12 +223,6 @@ class CompletionRequest(GenerationRequest):
                 "echo",
                 "echo=true requires a request without truncate_prompt_tokens. The frontend does "
                 "not know the text of the tokens that are kept.",
-            )
-        if not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise FieldError(
-                "echo",
-                "echo=true requires a prompt of text, but the request has a prompt of token ids, "
-                "whose text is unknown to the frontend",
             )
         if self.stream and self.logprobs is not None:
             raise FieldError(

@@ -48,7 +48,7 @@ async def completions(request: Request) -> Response:
     generations = await _generations(request, body)
     let_clients_abort_by_given_id(request, body)
     frame = frame_for(request, body, "cmpl")
-    options = _options(body)
+    options = _options(body, await _echoed_prompts(request, body))
     backend = context_of(request).backend
     if not body.stream:
         work = _generate_all(backend, generations)
@@ -62,10 +62,29 @@ async def completions(request: Request) -> Response:
     return sse.EventStream(events, also_close=deltas)
 
 
-def _options(body: CompletionRequest) -> CompletionOptions:
+async def _echoed_prompts(request: Request, body: CompletionRequest) -> list[str]:
+    """For each prompt, return the text at the start of its choices: the prompt, or "" without echo.
+
+    Raises: BackendError if a token id of a prompt is not in the vocabulary.
+    """
+    if not body.echo:
+        return [""] * len(body.prompt)
+    return [await _text_of(request, prompt) for prompt in body.prompt]
+
+
+async def _text_of(request: Request, prompt: Prompt) -> str:
+    """Return the text of a prompt. Token ids are converted to text with their special tokens."""
+    if isinstance(prompt, str):
+        return prompt
+    backend = context_of(request).backend
+    request_id = unique_request_id(request)
+    return await backend.detokenize(request_id, prompt, skip_special_tokens=False)
+
+
+def _options(body: CompletionRequest, echoed_prompts: Sequence[str]) -> CompletionOptions:
     """Return the options that determine the content of the response's choices."""
     return CompletionOptions(
-        echoed_prompts=[prompt if body.echo else "" for prompt in body.prompt],
+        echoed_prompts=echoed_prompts,
         logprobs=body.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids or body.return_prompt_token_ids),

@@ -64,9 +64,11 @@ async def test_echo_puts_the_prompt_before_the_answer(complete, chunks_of):
     assert texts == ["a ba b", "cc"]
 
 
-async def test_echo_of_token_ids_is_refused(complete):
-    error = (await complete([1], echo=True)).json()["error"]
-    assert error["param"] == "echo"
+async def test_echo_puts_the_text_of_token_ids_before_the_answer(complete):
+    body = (await complete([[5], [6, 7]], echo=True)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["5<end>5", "6 7<end>6 7"]
+    error = (await complete([50_000], echo=True)).json()["error"]
+    assert error["param"] == "prompt"
 
 
 async def test_n_choices_of_each_prompt_follow_one_another(complete, backend):

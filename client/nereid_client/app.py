@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Route
 
 import nereid_client
 from nereid_client import playground
@@ -289,13 +290,30 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         raise error
     route = f"{request.method} {request.url.path}"
     headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed_methods(request))
     messages = {
         404: f"{route} is not a route of this server. GET /openapi.json lists all routes.",
         405: f"The path {request.url.path} does not allow the method {request.method}. "
-        f"Use {headers.get('Allow', 'another method')}.",
+        f"Use {headers.get('Allow')}.",
     }
     message = messages.get(error.status_code, f"{route} failed: {error.detail}")
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods that the path of a request allows.
+
+    Several routes may have the same path, such as `GET /v1/files` and `POST /v1/files`. Starlette
+    reports only the methods of the first of these routes.
+    """
+    routes = [*request.app.routes, *(route for router in _ROUTERS for route in router.routes)]
+    matching = (
+        route
+        for route in routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
+    )
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

@@ -315,6 +315,17 @@ async def test_an_unknown_path_and_a_wrong_method_have_the_same_shape(connect):
         )
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/", "GET, HEAD"), ("/v1/files", "GET, POST"), ("/v1/responses/resp_1", "DELETE, GET")],
+)
+async def test_a_wrong_method_names_all_methods_of_the_path(connect, path, methods):
+    async with connect() as client:
+        response = await client.put(path)
+    assert error_of(response, 405)["message"].endswith(f"Use {methods}.")
+    assert response.headers["allow"] == methods
+
+
 async def test_a_bug_is_a_500_with_the_request_id_and_no_details(connect, backend):
     async def broken(generation):
         raise ZeroDivisionError("secret")

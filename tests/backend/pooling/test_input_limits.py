@@ -54,6 +54,13 @@ def test_the_message_has_the_index_of_the_huge_text(embedder):
         embedder.encode(["w1", HUGE])
 
 
+def test_the_message_of_a_long_text_names_the_value_of_truncate_in_each_api(embedder):
+    with pytest.raises(
+        RequestError, match=r'send truncate=true \(in Cohere\'s API, truncate="END"'
+    ):
+        embedder.encode(HUGE)
+
+
 @pytest.mark.usefixtures("no_long_text")
 def test_a_huge_text_is_cut_before_it_is_tokenised(embedder):
     cut = embedder.encode([HUGE, "ä" * 200_000], truncate=True)

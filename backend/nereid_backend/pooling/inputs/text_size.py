@@ -17,7 +17,7 @@ from nereid_backend.errors import RequestError
 # shorten a text before they divide it into tokens. A long text can then have few tokens, even if
 # each token is short.
 _MIN_TOKEN_BYTES = 16
-TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
+TRUNCATE_REMEDY = 'Shorten the input, or send truncate=true (in Cohere\'s API, truncate="END").'
 # A long text does not always have many tokens: some tokenizers drop white space, or convert a long
 # unknown word to one token. A text of at most `_MIN_TEXT_BYTES` bytes is therefore always
 # tokenised, and the number of its tokens is checked. Tokenising such a text takes at most about 50

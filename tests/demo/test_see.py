@@ -64,7 +64,7 @@ def test_the_accuracy_reaches_the_floor():
 
 
 def test_one_file_serves_all_demo_models_and_loads_this_model_on_demand():
-    models = read_models_file(FOLDER.with_name("models.toml"))
+    models = read_models_file(FOLDER.with_name("models.toml"), {})
     assert [spec.name for spec in models.specs] == ["chat", "embed", "rerank", "see"]
     assert all((spec.path / "config.json").is_file() for spec in models.specs)
     assert [spec.name for spec in models.specs_at_start] == ["chat", "embed", "rerank"]

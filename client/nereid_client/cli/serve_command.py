@@ -22,7 +22,8 @@ from nereid_client.cli.tritonserver_command import (
 )
 from nereid_client.console import CliError, complain
 from nereid_client.settings import VARIABLES, Settings
-from nereid_client.several_models.serve_models import ServedModels, without_model_settings
+from nereid_client.several_models.model_variables import without_model_settings
+from nereid_client.several_models.serve_models import ServedModels
 from nereid_client.supervise import pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, Probe
@@ -79,10 +80,11 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     else:
         several.check_settings(repository, environment)
         folder = _state_folder() / f"models-{settings.port}"
-        several.write_repository(folder, repository, environment)
-        repository, environment = folder, without_model_settings(environment)
+        several.write_repository(folder, repository)
+        repository = folder
     if fork_server_address:
         environment[ADDRESS_VARIABLE] = fork_server_address
+    server_environment = environment if several is None else without_model_settings(environment)
     shm_prefix = f"nereid_{os.getpid()}_"
     openai_url = f"http://{_address_to_connect_to(settings.host)}:{settings.port}"
     http_url = f"http://{_address_to_connect_to(host)}:{args.http_port}"
@@ -92,7 +94,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             "tritonserver",
             server_command(args, tritonserver, repository, shm_prefix, settings.log_level)
             + list(models.server_arguments),
-            environment,
+            server_environment,
         ),
         frontend_program=Program(
             "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
@@ -183,7 +185,8 @@ def _several_models(args: argparse.Namespace) -> ServedModels | None:
     for flag in ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model"):
         if getattr(args, attribute(flag)):
             raise CliError(f"{flag} has no effect with --config. Describe the model in {path}.")
-    return ServedModels(path.expanduser().absolute())
+    environment = {**os.environ, **_variables_of_flags(args)}
+    return ServedModels(path.expanduser().absolute(), environment)
 
 
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:

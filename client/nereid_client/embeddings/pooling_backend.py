@@ -194,7 +194,8 @@ class PoolingModels:
         info = json.loads(outputs.strings["info"][0])
         if info["task"] == "none":
             raise BackendError("NOT_FOUND", info["reason"])
-        return ServedModel(target.kind, info["name"], info, target.model)
+        name = target.names[0] if target.names else info["name"]
+        return ServedModel(target.kind, name, info, target.model)
 
     async def all(self) -> list[ServedModel]:
         """Return all pooling models that are served. Skip a loaded model that does not answer.

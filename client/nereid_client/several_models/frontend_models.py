@@ -1,5 +1,6 @@
 """Creates the settings and the backend of each language model."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from nereid_client.request_context import Context, Contexts
 from nereid_client.settings import Settings
 from nereid_client.several_models.controlled import ControlledBackend
 from nereid_client.several_models.model_control import ModelControl
+from nereid_client.several_models.model_variables import default_settings
 from nereid_client.several_models.models_file import ModelSpec, read_models_file
 
 
@@ -36,7 +38,7 @@ def create_contexts(
     if not settings.models_file:
         backend = TritonBackend(settings.grpc_url, settings.ensemble)
         return _one_context(settings, metrics, backend)
-    models = read_models_file(Path(settings.models_file))
+    models = read_models_file(Path(settings.models_file), default_settings(os.environ))
     calls = TritonCalls(settings.grpc_url)
     control = ModelControl(models.specs, calls, models.memory_budget)
     llms = [spec for spec in models.specs if spec.kind == "llm"]

@@ -18,6 +18,7 @@ Requests without the field `model` use the first language model.
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,7 +56,7 @@ class ModelEntry(BaseModel):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of the model. The keys are in lower case, and all values are strings."""
+        """The settings of the model in the table. All values are strings."""
         return {name: _setting_text(value) for name, value in (self.model_extra or {}).items()}
 
 
@@ -68,6 +69,8 @@ class ModelSpec(BaseModel):
             the name of the ensemble.
         path: the absolute path of the checkpoint.
         entry: the table of the file.
+        settings: the settings of the model: those of the table, and the defaults for other
+            settings.
         memory: the estimated memory of the model. None if the file sets no memory budget.
     """
 
@@ -77,6 +80,7 @@ class ModelSpec(BaseModel):
     triton_name: str
     path: Path
     entry: ModelEntry
+    settings: Mapping[str, str] = {}
     memory: ModelMemory | None = None
 
     @property
@@ -118,22 +122,25 @@ class ModelsFile:
         return [spec for spec in self.specs if spec.entry.load_at_start or spec is default]
 
 
-def read_models_file(path: Path, source: str = "models_file") -> ModelsFile:
+def read_models_file(
+    path: Path, defaults: Mapping[str, Mapping[str, str]], source: str = "models_file"
+) -> ModelsFile:
     """Read a models.toml file, and return its content.
 
     Args:
         path: the path of the file.
+        defaults: maps a kind of model to settings, which the settings in a table override.
         source: the setting or the flag that contains the path. The error message begins with it.
 
     Raises: SettingsError that names the file, the table and the reason.
     """
     try:
-        return _read_models_file(path)
+        return _read_models_file(path, defaults)
     except SettingsError as error:
         raise SettingsError(f"{source}: {error}") from None
 
 
-def _read_models_file(path: Path) -> ModelsFile:
+def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> ModelsFile:
     """Read a models.toml file. It has one table for each model and optionally a memory budget.
 
     Raises: SettingsError that names the file, the table and the reason.
@@ -143,7 +150,8 @@ def _read_models_file(path: Path) -> ModelsFile:
     except (OSError, ValueError) as error:
         raise SettingsError(f"the file {path} cannot be read ({error}).") from None
     memory_budget = _pop_memory_budget(values, path)  # only the tables of the models are left
-    models = ModelsFile([_read_model(name, table, path) for name, table in values.items()])
+    specs = [_read_model(name, table, path, defaults) for name, table in values.items()]
+    models = ModelsFile(specs)
     _check_names(models.specs, path)
     _check_has_language_model(models.specs, path)
     return models if memory_budget is None else _with_estimated_memory(models, memory_budget, path)
@@ -173,7 +181,9 @@ def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
         raise SettingsError(f"the file {path} is wrong: {error}") from None
 
 
-def _read_model(name: str, table: object, path: Path) -> ModelSpec:
+def _read_model(
+    name: str, table: object, path: Path, defaults: Mapping[str, Mapping[str, str]]
+) -> ModelSpec:
     """Return the model that one table of the file describes.
 
     Args:
@@ -181,6 +191,7 @@ def _read_model(name: str, table: object, path: Path) -> ModelSpec:
         table: the keys and values of the table.
         path: the path of the file. If a checkpoint has a relative path, the path starts at the
             folder of the file.
+        defaults: maps a kind of model to settings, which the settings in the table override.
 
     Raises: SettingsError that names the key with a wrong value.
     """
@@ -190,8 +201,19 @@ def _read_model(name: str, table: object, path: Path) -> ModelSpec:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, (name, *first["loc"])))
         raise SettingsError(f"{place} in the file {path} is wrong: {first['msg']}.") from None
+    if "served_model_name" in entry.settings:
+        raise SettingsError(
+            f"{name}.served_model_name in the file {path} is wrong: the name of a model is the "
+            f"name of its table, {name!r}. Add other names to the key aliases."
+        )
     checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
-    return ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
+    return ModelSpec(
+        name=name,
+        triton_name=_triton_name(name),
+        path=checkpoint,
+        entry=entry,
+        settings={**defaults.get(entry.kind, {}), **entry.settings, "model": str(checkpoint)},
+    )
 
 
 def _with_estimated_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
@@ -230,14 +252,11 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
     Raises: SettingsError if the model alone needs more memory than the budget.
     """
-    entry = spec.entry
-    if spec.kind == "llm" and "kv_cache_memory" not in entry.settings:
-        # An object of the frozen class ModelEntry cannot be changed, so a new object is created
-        # with the default size.
-        default_size = {"kv_cache_memory": default_kv_cache(budget)}
-        entry = ModelEntry.model_validate(entry.model_dump() | default_size)
+    settings = dict(spec.settings)
+    if spec.kind == "llm" and not settings.get("kv_cache_memory"):
+        settings["kv_cache_memory"] = str(default_kv_cache(budget))
     try:
-        memory = estimate_memory(spec.path, entry.settings)
+        memory = estimate_memory(spec.path, settings)
     except SettingsError as error:
         raise SettingsError(f"[{spec.name}] in the file {path}: {error}") from None
     if memory.total > budget:
@@ -246,7 +265,7 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
             f"memory_budget is {format_bytes(budget)}. Raise memory_budget, or lower "
             "kv_cache_memory of the model."
         )
-    return spec.model_copy(update={"entry": entry, "memory": memory})
+    return spec.model_copy(update={"settings": settings, "memory": memory})
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:

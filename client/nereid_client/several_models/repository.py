@@ -10,29 +10,24 @@ from pathlib import Path
 from nereid_client.several_models.models_file import ModelSpec
 
 
-def write_repository(
-    folder: Path, source: Path, specs: list[ModelSpec], defaults: Mapping[str, Mapping[str, str]]
-) -> None:
+def write_repository(folder: Path, source: Path, specs: list[ModelSpec]) -> None:
     """Write the model repository.
 
     Args:
         folder: the folder of the new repository, which is empty.
         source: Nereid's model repository.
         specs: the models.
-        defaults: maps a kind of model to default settings. The settings of a model override these.
     """
     for spec in specs:
-        settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
         if spec.kind == "llm":
             # A language model is an ensemble of three models, which are called steps. The ensemble
             # and the steps are copied. `spec.steps` maps the name of each step to the name of its
             # copy, for example "tokenizer" to "chat-tokenizer". Only the steps have settings.
             _copy(folder / spec.triton_name, source / "llm", settings={}, steps=spec.steps)
             for step, name in spec.steps.items():
-                _copy(folder / name, source / step, settings=settings, steps={})
+                _copy(folder / name, source / step, settings=spec.settings, steps={})
         else:
-            settings["served_model_name"] = spec.name
-            _copy(folder / spec.triton_name, source / spec.kind, settings=settings, steps={})
+            _copy(folder / spec.triton_name, source / spec.kind, settings=spec.settings, steps={})
 
 
 def _copy(

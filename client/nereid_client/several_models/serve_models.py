@@ -1,7 +1,5 @@
 """The models for `nereid serve --config`: their settings, test requests and model repository."""
 
-import functools
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,19 +7,18 @@ from pathlib import Path
 
 from nereid_client.console import CliError
 from nereid_client.settings import SettingsError
+from nereid_client.several_models.model_variables import (
+    PREFIXES,
+    TEST_ENGINE_VARIABLES,
+    default_settings,
+    kind_of_variable,
+    without_model_settings,
+)
 from nereid_client.several_models.models_file import ModelSpec, read_models_file
 from nereid_client.several_models.repository import write_repository
 from nereid_client.supervise import startup_checks
 from nereid_client.supervise.hang_detection import PROBES, Probe
 from nereid_client.supervise.pooling_models import PoolingModel
-
-_ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
-_PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
-# These environment variables configure the test engine, not a model.
-_OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
-# These environment variables do not set default values for the models in models.toml,
-# because every model needs its own values for these settings.
-_NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
 
 
 class ServedModels:
@@ -33,17 +30,18 @@ class ServedModels:
         name: the name of the default model.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, environment: Mapping[str, str]) -> None:
         """Read the file models.toml, and check the checkpoint of each model.
 
         Args:
             file: the path of the file, from the flag --config.
+            environment: all environment variables. They contain the default settings of models.
 
         Raises: CliError if the file or a checkpoint is wrong. The message names the flag, the file
             and the table of the model.
         """
         try:
-            models = read_models_file(file, source="--config")
+            models = read_models_file(file, default_settings(environment), source="--config")
         except SettingsError as error:
             raise CliError(str(error)) from None
         for spec in models.specs:
@@ -96,13 +94,12 @@ class ServedModels:
 
         Args:
             repository: Nereid's model repository.
-            environment: all environment variables. They contain the default settings of models.
+            environment: all environment variables.
 
         Raises: CliError that names the model and the setting.
         """
-        defaults = _default_settings(environment)
         for spec in self.specs:
-            variables = _variables_of_model(spec, defaults[spec.kind])
+            variables = _variables_of_model(spec)
             # The check always includes the settings of a language model, even if `spec` is a
             # pooling model. The check therefore needs the checkpoint of a language model.
             variables.setdefault("NEREID_MODEL", str(self.path))
@@ -112,86 +109,49 @@ class ServedModels:
                 )
             except CliError as error:
                 raise CliError(f"--config: [{spec.name}] in {self._file}: {error}") from None
+            self._check_names(spec)
 
-    def write_repository(
-        self, folder: Path, repository: Path, environment: Mapping[str, str]
-    ) -> None:
+    def _check_names(self, spec: ModelSpec) -> None:
+        """Check that each setting in the table of a model is a setting of this kind of model.
+
+        The check of the variables accepts `MAX_MODEL_LEN` and the settings of the frontend, too.
+
+        Raises: CliError that names the setting.
+        """
+        for name in spec.entry.settings:
+            variable = f"{PREFIXES[spec.kind]}{name}".upper()
+            is_setting = (
+                kind_of_variable(variable) == spec.kind or variable in TEST_ENGINE_VARIABLES
+            )
+            if name != name.lower() or not is_setting:
+                raise CliError(
+                    f"--config: [{spec.name}] in {self._file}: {name} is not a setting of a model "
+                    f"of the kind {spec.kind!r}. The page docs/reference/settings.md lists all "
+                    "settings, whose names are in lower case in this file."
+                )
+
+    def write_repository(self, folder: Path, repository: Path) -> None:
         """Write a model repository with all models into a folder. Delete the old content first.
 
         Args:
             folder: the folder.
             repository: Nereid's model repository.
-            environment: all environment variables. They contain the default settings of models.
 
         Raises: CliError if the folder cannot be written.
         """
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            write_repository(folder, repository, self.specs, _default_settings(environment))
+            write_repository(folder, repository, self.specs)
         except OSError as error:
             raise CliError(f"the folder {folder} cannot be written ({error.strerror})") from None
 
 
-def _variables_of_model(spec: ModelSpec, defaults: Mapping[str, str]) -> dict[str, str]:
+def _variables_of_model(spec: ModelSpec) -> dict[str, str]:
     """Return the settings of a model as environment variables.
 
     Example: an embedding model with the setting dtype="float32" returns {"NEREID_EMBEDDING_DTYPE":
     "float32", "NEREID_EMBEDDING_MODEL": PATH}.
     """
-    settings = {**defaults, **spec.entry.settings, "model": str(spec.path)}
-    prefix = _PREFIXES[spec.kind]
-    return {f"{prefix}{name}".upper(): value for name, value in settings.items()}
-
-
-def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return all environment variables except the settings of models.
-
-    The Triton server must not receive the settings, because a model prefers an environment variable
-    to the setting in models.toml.
-    """
-    return {
-        variable: value
-        for variable, value in environment.items()
-        if _kind_of_variable(variable) is None and variable not in _NEVER_DEFAULTS
-    }
-
-
-def _default_settings(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the default settings for each kind of model, from environment variables.
-
-    Variables without a value are omitted. The settings in `_NEVER_DEFAULTS`, such as the
-    checkpoint, are omitted, too, because each model has its own value.
-
-    Example: NEREID_DTYPE=bfloat16 and NEREID_EMBEDDING_DTYPE=float32 return
-    {"llm": {"dtype": "bfloat16"}, "embedding": {"dtype": "float32"}, "rerank": {}}.
-    """
-    defaults: dict[str, dict[str, str]] = {kind: {} for kind in _PREFIXES}
-    for variable, value in environment.items():
-        kind = _kind_of_variable(variable)
-        if kind is None or not value.strip():
-            continue
-        setting = variable.removeprefix(_PREFIXES[kind])
-        if f"NEREID_{setting}" not in _NEVER_DEFAULTS:
-            defaults[kind][setting.lower()] = value
-    return defaults
-
-
-def _kind_of_variable(variable: str) -> str | None:
-    """Return the kind of model that `variable` configures, or None if it configures no model.
-
-    Examples: "NEREID_DTYPE" returns "llm", "NEREID_RERANK_DTYPE" returns "rerank", and
-    "NEREID_OPENAI_PORT" returns None.
-    """
-    for kind in ("embedding", "rerank"):
-        if variable.startswith(_PREFIXES[kind]):
-            return kind
-    # The prefix "NEREID_" does not identify the variables of the language model, because all
-    # variables of Nereid have this prefix.
-    return "llm" if variable in _engine_variables() else None
-
-
-@functools.cache
-def _engine_variables() -> frozenset[str]:
-    """Return the names of the environment variables that configure the language model."""
-    return frozenset(json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))) - _OF_TEST_ENGINE
+    prefix = PREFIXES[spec.kind]
+    return {f"{prefix}{name}".upper(): value for name, value in spec.settings.items()}

@@ -1,21 +1,28 @@
 """The plan of `nereid serve`: which flags and variables determine the addresses and settings."""
 
+import functools
+from pathlib import Path
+
 import pytest
 from fakes.live_server import ECHO_REPOSITORY, make_checkpoint
 from nereid_client.cli.main import build_parser
 from nereid_client.cli.serve_command import make_plan
+from nereid_client.console import CliError
+from nereid_client.several_models.model_variables import default_settings
+from nereid_client.several_models.models_file import read_models_file
 
 from loadtest.server.served import free_ports
 
+REPOSITORY = Path(__file__).parents[3] / "model_repository"
+
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch):
+def make(tmp_path, monkeypatch):
     """Return a function that makes the plan for flags and environment variables."""
     program = tmp_path / "tritonserver"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    where = [f"--model={make_checkpoint(tmp_path)}", f"--model-repository={ECHO_REPOSITORY}"]
-    where += [f"--tritonserver={program}"]
+    where = [f"--tritonserver={program}"]
     where += [
         f"--{name}-port={port}"
         for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
@@ -27,6 +34,28 @@ def plan(tmp_path, monkeypatch):
         return make_plan(build_parser().parse_args(["serve", *where, *flags]))
 
     return make
+
+
+@pytest.fixture
+def plan(tmp_path, make):
+    """Return a function that makes the plan for one model, flags and environment variables."""
+    model = f"--model={make_checkpoint(tmp_path)}"
+    return functools.partial(make, model, f"--model-repository={ECHO_REPOSITORY}")
+
+
+@pytest.fixture
+def plan_of_file(tmp_path, make):
+    """Return a function that makes the plan for the text of a file models.toml and flags."""
+    make_checkpoint(tmp_path)
+    file = tmp_path / "models.toml"
+
+    def make_for_file(text, *flags):
+        file.write_text(text)
+        [port] = free_ports(1)
+        where = (f"--model-repository={REPOSITORY}", f"--openai-port={port}", f"--config={file}")
+        return make(*where, *flags, XDG_STATE_HOME=str(tmp_path))
+
+    return make_for_file
 
 
 def test_the_frontend_listens_where_its_variables_say(plan):
@@ -68,3 +97,22 @@ def test_the_address_of_another_triton_server_is_reported_as_having_no_effect(pl
     address = made.frontend_program.environment["NEREID_GRPC_URL"]
     assert address == dict(made.endpoints)["Triton gRPC"] != "10.0.0.5:8001"
     assert "NEREID_GRPC_URL=10.0.0.5:8001 has no effect" in capsys.readouterr().err
+
+
+def test_a_flag_sets_the_default_of_models_that_have_a_memory_budget(plan_of_file, tmp_path):
+    text = 'memory_budget = "400MiB"\n[a]\nmodel = "echo-model"\n'
+    made = plan_of_file(text, "--kv-cache-memory=5MiB")
+    [config] = tmp_path.glob("nereid/models-*/a-executor/config.pbtxt")
+    assert 'key: "kv_cache_memory"\n  value {\n    string_value: "5MiB"' in config.read_text()
+    # The models prefer a variable to the value in config.pbtxt.
+    assert "NEREID_KV_CACHE_MEMORY" not in made.server.environment
+    # The frontend needs the variable, because it reserves the memory of the models.
+    defaults = default_settings(made.frontend_program.environment)
+    [model] = read_models_file(tmp_path / "models.toml", defaults).specs
+    assert model.memory.kv_cache == 5 << 20
+
+
+@pytest.mark.parametrize("setting", ["MAX_MODEL_LEN", "embedding_max_model_len", "openai_port"])
+def test_a_setting_that_a_model_of_the_file_does_not_have_is_refused(plan_of_file, setting):
+    with pytest.raises(CliError, match=rf"\[a\] in .*: {setting} is not a setting of a model"):
+        plan_of_file(f'[a]\nmodel = "echo-model"\n{setting} = 5\n')

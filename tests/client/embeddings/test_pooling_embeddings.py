@@ -10,7 +10,7 @@ import pytest
 from fakes.fake_pooling import vector
 from nereid_client.embeddings import model_choice
 from nereid_client.embeddings.embedding_output import WRITERS, join_json_list
-from nereid_client.embeddings.pooling_backend import PoolingModels
+from nereid_client.embeddings.pooling_backend import PoolingModels, PoolingTarget
 from nereid_client.routes import embeddings
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +53,15 @@ async def test_a_server_without_embedding_models_answers_404(ask, monkeypatch):
     error = problem(await ask("/v1/embeddings", input="abc"), status=404)
     assert error["code"] == "model_not_found"
     assert error["message"] == "The server has no model of the kind 'embedding'."
+
+
+async def test_a_model_of_a_file_has_the_name_of_its_table(ask, monkeypatch):
+    def with_target(backend, control):
+        return PoolingModels(backend, [PoolingTarget("embedding", "embedding", ("поиск", "e"))])
+
+    monkeypatch.setattr(model_choice, "_create_pooling_models", with_target)
+    answer = await ask("/v1/embeddings", input="abc", model="e")
+    assert answer.json()["model"] == "поиск"
 
 
 async def test_base64_holds_little_endian_floats(ask):

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[3] / "model_repository"
 def read(folder, text):
     path = folder / "models.toml"
     path.write_text(text, encoding="utf-8")
-    return read_models_file(path).specs
+    return read_models_file(path, {}).specs
 
 
 def weights(folder, name, **tensors):
@@ -36,10 +36,10 @@ def weights(folder, name, **tensors):
     return name
 
 
-def file_with_budget(folder, budget, text):
+def file_with_budget(folder, budget, text, **defaults):
     path = folder / "models.toml"
     path.write_text(f"memory_budget = {budget}\n{text}", encoding="utf-8")
-    return read_models_file(path)
+    return read_models_file(path, defaults)
 
 
 def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
@@ -66,13 +66,23 @@ def test_the_memory_of_a_model_is_its_weights_and_its_kv_cache(tmp_path):
     assert memory["gpu"] == ModelMemory(2 * (2 * 1_024_010 + 8), 200 << 20)
     assert memory["search"] == ModelMemory(4 * 1_024_010 + 8, 0)
     # The engine must use the KV cache that the budget contains.
-    assert models.specs[1].entry.settings["kv_cache_memory"] == str(100 << 20)
+    assert models.specs[1].settings["kv_cache_memory"] == str(100 << 20)
+
+
+def test_the_memory_of_a_model_takes_the_default_settings_into_account(tmp_path):
+    name = weights(tmp_path, "a", matrix=("BF16", [1000, 1024]))
+    text = f'[a]\nmodel = "{name}"\n[b]\nmodel = "{name}"\nkv_cache_memory = "3MiB"\n'
+    defaults = {"kv_cache_memory": "2MiB", "dtype": "float32", "data_parallel_size": "2"}
+    a, b = file_with_budget(tmp_path, '"400MiB"', text, llm=defaults).specs
+    assert a.memory == ModelMemory(2 * 4 * 1_024_000, 2 * 2 << 20)
+    assert b.memory == ModelMemory(2 * 4 * 1_024_000, 2 * 3 << 20)
+    assert a.settings == defaults | {"model": str(tmp_path / name)}
 
 
 def test_without_a_budget_the_engine_chooses_the_kv_cache(tmp_path):
     (spec,) = read(tmp_path, '[a]\nmodel = "a"')
     assert spec.memory is None
-    assert "kv_cache_memory" not in spec.entry.settings
+    assert "kv_cache_memory" not in spec.settings
 
 
 @pytest.mark.parametrize(
@@ -131,6 +141,7 @@ def test_tables_become_models_in_order(tmp_path):
         ('[a]\nkind = "llm"', "a.model .* is wrong: Field required"),
         ('[a]\nmodel = "b"\nkind = "vision"', "a.kind .* is wrong"),
         ('[a]\nmodel = "b"\nidle_unload_s = -1', "a.idle_unload_s .* is wrong"),
+        ('[a]\nmodel = "b"\nserved_model_name = "c"', "name of a model is the name of its table"),
         ('[a]\nmodel = "b"\naliases = ["c"]\n[c]\nmodel = "b"', "the name 'c' twice"),
         ('["a/b"]\nmodel = "b"\n["a-b"]\nmodel = "b"', "too similar"),
         ('[a]\nmodel = "b"\n[a-executor]\nmodel = "b"', "too similar"),
@@ -143,13 +154,14 @@ def test_a_wrong_file_is_named_with_the_table(tmp_path, text, words):
 
 
 def test_the_repository_has_a_valid_configuration_for_each_model(tmp_path):
-    specs = read(
-        tmp_path,
+    path = tmp_path / "models.toml"
+    path.write_text(
         '[chat]\nmodel = "c"\ntool_parser = "a\\"b\\\\é"\n[e]\nkind = "embedding"\nmodel = "e"\n',
+        encoding="utf-8",
     )
     folder = tmp_path / "repository"
-    defaults = {"llm": {"max_num_seqs": "4"}, "embedding": {}, "rerank": {}}
-    write_repository(folder, SOURCE, specs, defaults)
+    models = read_models_file(path, {"llm": {"max_num_seqs": "4"}})
+    write_repository(folder, SOURCE, models.specs)
     configs = {}
     for path in folder.glob("*/config.pbtxt"):
         config = text_format.Parse(path.read_text("utf-8"), model_config_pb2.ModelConfig())
@@ -167,4 +179,5 @@ def test_the_repository_has_a_valid_configuration_for_each_model(tmp_path):
             "tool_parser": 'a"b\\é',
             "max_num_seqs": "4",
         }
-    assert configs["e"].parameters["served_model_name"].string_value == "e"
+    parameters = {name: value.string_value for name, value in configs["e"].parameters.items()}
+    assert parameters == {"model": str(tmp_path.resolve() / "e")}

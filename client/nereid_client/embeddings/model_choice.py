@@ -207,7 +207,7 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
             if await context.adapters.has(adapter):
                 return context
         except BackendError:
-            if control is None or not control.is_unloaded(context.settings.ensemble):
+            if control is None or await control.is_loaded(context.settings.ensemble):
                 raise
     return None
 

@@ -53,8 +53,7 @@ class ControlledBackend:
 
         Raises: BackendError if the model is not loaded.
         """
-        if self._control.is_unloaded(self._name):
-            raise BackendError("UNAVAILABLE", "The model is not loaded.")
+        await self._check_loaded()
         return await self._backend.request_limits()
 
     async def change_adapters(self, parameters: Mapping[str, str]) -> list[str]:
@@ -66,8 +65,7 @@ class ControlledBackend:
 
         Raises: BackendError.
         """
-        if self._control.is_unloaded(self._name):
-            raise BackendError("UNAVAILABLE", "The model is not loaded.")
+        await self._check_loaded()
         return await self._backend.change_adapters(parameters)
 
     async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -77,8 +75,7 @@ class ControlledBackend:
 
         Raises: BackendError.
         """
-        if self._control.is_unloaded(self._name):
-            raise BackendError("UNAVAILABLE", "The model is not loaded.")
+        await self._check_loaded()
         return await self._backend.call_cache(parameters)
 
     async def is_live(self) -> bool:
@@ -94,6 +91,11 @@ class ControlledBackend:
     async def close(self) -> None:
         """Close the connection."""
         await self._backend.close()
+
+    async def _check_loaded(self) -> None:
+        """Raise a BackendError if the model is not loaded."""
+        if not await self._control.is_loaded(self._name):
+            raise BackendError("UNAVAILABLE", "The model is not loaded.")
 
 
 class ControlledPooling:

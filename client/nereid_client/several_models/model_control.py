@@ -196,8 +196,8 @@ class ModelControl:
                     f"/v1/models/{state.spec.name}/load loads it.",
                     code="model_unloaded",
                 )
-            # None means that the frontend does not know whether the model is loaded.
-            if state.is_loaded is None and await self._is_ready(state):
+            # A server that has crashed loads its first models again, without a request to do so.
+            if not state.is_loaded and await self._is_ready(state):
                 state.is_loaded = True
             if state.is_loaded:
                 return
@@ -273,7 +273,7 @@ class ModelControl:
         needed_bytes = _memory_of(state)
         async with self._memory_lock:
             others = [other for other in self._states.values() if other is not state]
-            await self._query_unknown_states(others)
+            await self._find_loaded_models(others)
             while _used_memory(others) + needed_bytes > budget:
                 candidates = [other for other in others if _can_be_unloaded(other)]
                 if not candidates:
@@ -282,13 +282,14 @@ class ModelControl:
                 await self._unload_for_memory(longest_idle)
             state.is_loading = True
 
-    async def _query_unknown_states(self, states: Iterable[ModelState]) -> None:
-        """Query the server for each model whose `is_loaded` is None, and set `is_loaded`.
+    async def _find_loaded_models(self, states: Iterable[ModelState]) -> None:
+        """Query the server for each model that may be unloaded, and set `is_loaded`.
 
-        A model that is being loaded or unloaded is skipped.
+        A server that has crashed loads its first models again, without a request to load them. A
+        model that is being loaded or unloaded is skipped.
         """
         for state in states:
-            if state.is_loaded is None and not state.lock.locked():
+            if not state.is_loaded and not state.lock.locked():
                 state.is_loaded = await self._is_ready(state)
 
     async def _is_ready(self, state: ModelState) -> bool:
@@ -317,8 +318,16 @@ class ModelControl:
                     await self._unload_idle(state)
 
     async def _unload_idle(self, state: ModelState) -> None:
-        """Unload an idle model. If this fails, log why, and retry after `idle_unload_s` seconds."""
+        """Unload an idle model. If this fails, log why, and retry after `idle_unload_s` seconds.
+
+        If the frontend does not know whether the model is loaded, the idle time begins again. The
+        server may have loaded the model a moment ago, because loading can take long.
+        """
         async with state.lock:
+            if state.is_loaded is None:
+                state.is_loaded = await self._is_ready(state) or None
+                state.last_used = time.monotonic()
+                return
             try:
                 await self._unload(state)
             except BackendError as error:

@@ -82,6 +82,18 @@ async def test_an_idle_model_is_unloaded_and_loaded_again():
     await control.close()
 
 
+async def test_the_idle_time_begins_when_the_server_has_loaded_the_model():
+    repository = FakeRepository()
+    control = ModelControl([spec(idle_unload_s=1)], repository)
+    await asyncio.sleep(1.3)  # the server loads the model when it starts
+    repository.loaded.add("a")
+    await asyncio.sleep(0.5)
+    assert repository.calls == []
+    await asyncio.sleep(2.2)
+    assert repository.calls == [("unload", "a")]
+    await control.close()
+
+
 async def test_unloading_waits_for_requests_and_rejects_further_ones():
     repository = FakeRepository()
     control = ModelControl([spec()], repository)
@@ -131,6 +143,16 @@ async def test_a_restarted_server_gets_its_model_again():
             raise BackendError("UNAVAILABLE", "unknown model")
     await use(control, repository)
     assert repository.calls == [("load", "a")] * 2
+
+
+async def test_a_model_that_a_restarted_server_has_loaded_at_its_start_is_not_loaded_again():
+    repository = FakeRepository()
+    control = ModelControl([spec(), spec("b")], repository)
+    await control._unload(control._states["a"])  # the model is idle
+    repository.calls.clear()
+    repository.loaded.add("a")  # the server was restarted
+    await use(control, repository)
+    assert repository.calls == []
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -192,6 +214,17 @@ async def test_a_model_that_the_server_has_loaded_already_counts():
     control, repository = with_budget(3, loaded=["a"], a=2, b=2)
     await use(control, repository, name="b")
     assert repository.calls == [("unload", "a"), ("load", "b")]
+
+
+async def test_a_model_that_a_restarted_server_has_loaded_at_its_start_counts():
+    control, repository = with_budget(4, a=2, b=2, c=2)
+    for name in "abc":  # the model a is unloaded to make room for c
+        await use(control, repository, name=name)
+    repository.loaded = {"a", "b"}  # the server was restarted, and has loaded its first models
+    with pytest.raises(BackendError):
+        async with control.using("c"):
+            raise BackendError("UNAVAILABLE", "unknown model")
+    await use(control, repository, name="c")  # `load_model` checks the memory
 
 
 async def test_a_model_with_requests_stays_and_the_other_one_is_refused_with_the_numbers():

@@ -5,6 +5,7 @@ import pytest
 from fakes.fake_backend import FakeBackend
 from fakes.fake_pooling import FakePooling
 from nereid_client import app as app_module
+from nereid_client.errors import BackendError
 from nereid_client.request_context import Context, Contexts
 from nereid_client.settings import Settings
 from nereid_client.several_models.controlled import ControlledBackend
@@ -20,24 +21,33 @@ class Repository:
     async def unload_model(self, name):
         pass
 
+    async def is_model_ready(self, name):
+        return name != "d"
+
+
+async def fail_because_the_model_is_unknown(parameters):
+    raise BackendError("UNAVAILABLE", "Request for unknown model: 'd-executor' is not found")
+
 
 @pytest.fixture
 async def client(monkeypatch):
-    """Return an httpx client of a frontend with the models a, b and c.
+    """Return an httpx client of a frontend with the models a, b, c and d.
 
-    The model b is not loaded. The model c has the alias "gpt" and the adapter "sql".
+    The model b is unloaded, and the model d was never loaded. The model c has the alias "gpt" and
+    the adapter "sql".
     """
-    backends = {name: FakeBackend() for name in "abc"}
+    backends = {name: FakeBackend() for name in "abdc"}
+    backends["d"].change_adapters = fail_because_the_model_is_unknown
     backends["c"].adapters["sql"] = "/sql"
     entry = ModelEntry(model="/")
-    specs = [ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abc"]
+    specs = [ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abdc"]
     control = ModelControl(specs, Repository())
     await control.unload(specs[1])
     contexts = Contexts(
         tuple(
             Context(
                 Settings(served_model_name=name, ensemble=name, allow_lora_updates=True),
-                backend if name != "b" else ControlledBackend(backend, name, control),
+                ControlledBackend(backend, name, control),
                 ("gpt",) if name == "c" else (),
             )
             for name, backend in backends.items()

@@ -307,6 +307,8 @@ class ChatProcessor:
             arguments["add_special_tokens"] = add_special_tokens
         try:
             outputs = self.processor(text=text, return_tensors="pt", **arguments)
+        except MemoryError:
+            raise  # The caller reports a lack of memory.
         except Exception as error:
             # A processor can raise any exception. Convert the exception to a RequestError, so that
             # only the current request fails.

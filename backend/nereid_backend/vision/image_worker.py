@@ -251,7 +251,7 @@ def _refusal(message: str) -> Message:
     The answer is packed with msgpack. Example: the messages "too large" and "messages: too large."
     give the answer ["refused", "messages: too large."].
     """
-    reason = message.removeprefix("messages: ").rstrip(".")
+    reason = message.removeprefix("messages: ").removesuffix(".")
     return Message(msgpack.packb(["refused", f"messages: {reason}."]))
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 IMAGE_TYPES = ("image_url", "image", "input_image")
 # The fields of a content part in which a client can send the image. If several fields are set, the
 # field that comes first in this tuple is used.
-_IMAGE_FIELDS = ("image_url", "image", "url")
+IMAGE_FIELDS = ("image_url", "image", "url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _read_medium(part: Mapping[str, Any], field: str, limits: ImageLimits) -> Me
 
 def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:
     """Return the image in a content part. The image is not decoded yet."""
-    names = [name for name in _IMAGE_FIELDS if part.get(name) is not None]
+    names = [name for name in IMAGE_FIELDS if part.get(name) is not None]
     if names:
         source = part[names[0]]
         if isinstance(source, Mapping):

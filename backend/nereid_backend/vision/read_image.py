@@ -122,6 +122,7 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
     Raises:
         RequestError: the file is not an image in one of `FORMATS`, is damaged, or is too large.
         ModelError: Pillow is not installed.
+        MemoryError: the image needs more memory than this process may use.
     """
     try:
         import PIL.Image
@@ -145,7 +146,9 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
                 # `in_place` avoids a copy. A copy of an image of 16 million pixels needs 64 MB.
                 PIL.ImageOps.exif_transpose(decoded, in_place=True)
                 return _to_rgb(decoded)
-    except RequestError:
+    except (RequestError, MemoryError):
+        # The caller reports a lack of memory. The images of a request need it together, so no
+        # single image is the cause.
         raise
     except PIL.Image.DecompressionBombError as error:
         raise RequestError(

@@ -34,7 +34,7 @@ AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 
 _FALSE = (False,)
 _ONE_SERVER = "Nereid runs on one server and does not distribute a request among several"
-_TEXT_ONLY = "the served model reads and writes text only"
+_TEXT_ONLY = "the served model writes text only"
 _CACHE_EVICTION = "cached prefixes are evicted when their memory is needed"
 
 REFUSED = {

@@ -51,7 +51,7 @@ REFUSED_IN_RESPONSES = {
     "prompt": Refusal("Nereid stores no prompt templates; use instructions and input"),
     "context_management": Refusal("Nereid does not compact conversations; use truncation"),
     "access_programs": Refusal("Nereid has no access programs"),
-    "image": Refusal("the served model reads and writes text only"),
+    "image": Refusal("the served model writes text only"),
     # Fields of chat completions.
     "messages": Refusal("the Responses API has the field input instead"),
     "max_tokens": Refusal("the Responses API has the field max_output_tokens instead"),

@@ -84,6 +84,20 @@ def test_an_error_of_a_child_is_a_refusal(ask):
     assert ask(answer_pid, b"refuse") == ["refused", "messages: image 1: it is broken."]
 
 
+def test_a_refusal_keeps_the_example_at_the_end_of_its_message(ask):
+    def refuse(text, images):
+        raise RequestError("image 1: send a data URL such as data:image/png;base64,...")
+
+    message = "messages: image 1: send a data URL such as data:image/png;base64,..."
+    assert ask(refuse) == ["refused", message]
+
+
+def test_a_field_of_an_image_part_that_is_null_is_ignored():
+    part = {"type": "image", "image_url": None, "image": "data:image/png;base64,iVBO"}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    assert take_media(body) == [b"data:image/png;base64,iVBO"]
+
+
 def test_images_of_messages_are_replaced_by_placeholders():
     url = "data:image/png;base64,iVBO"
     parts = [

@@ -8,6 +8,7 @@ import zlib
 import pytest
 from nereid_backend import RequestError
 from nereid_backend.vision.read_image import ImageLimits, decode_data_url, decode_image
+from nereid_backend.vision.shared_pixels import PixelMemory
 from PIL import Image
 
 LIMITS = ImageLimits()
@@ -101,6 +102,12 @@ def test_only_the_transparent_pixels_of_16_bits_are_white():
     image.putpixel((1, 0), 1_000)
     decoded = decode_image(file_of(image, transparency=1_000), "image", LIMITS)
     assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(78, 78, 78), (255, 255, 255)]
+
+
+def test_an_image_for_which_the_memory_is_too_small_is_not_called_damaged(monkeypatch):
+    monkeypatch.setattr(PixelMemory, "__init__", lambda *_: bytes(2**60))
+    with pytest.raises(MemoryError):
+        decode_image(file_of(two_colours(), "WEBP"), "image", LIMITS)
 
 
 @pytest.mark.parametrize(

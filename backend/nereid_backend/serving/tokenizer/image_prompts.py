@@ -17,7 +17,7 @@ from nereid_backend.serving.tokenizer.chat_messages import (
 from nereid_backend.vision.audio_parts import audio_url, is_audio_part, read_audio_part
 from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_sources import ImageSources
-from nereid_backend.vision.messages import IMAGE_TYPES
+from nereid_backend.vision.messages import IMAGE_FIELDS, IMAGE_TYPES
 from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
@@ -161,9 +161,10 @@ def _video_source(part: dict[str, Any]) -> str:
 def _image_source(part: dict[str, Any]) -> str:
     """Return the URL or the base64 text of an image part.
 
-    The parts `{"image_url": {"url": URL}}`, `{"image_url": URL}` and `{"image": URL}` return URL.
+    The parts `{"image_url": {"url": URL}}`, `{"image_url": URL}` and `{"image_url": None, "image":
+    URL}` return URL.
     """
-    source = part.get("image_url", part.get("image"))
+    source = next((part[name] for name in IMAGE_FIELDS if part.get(name) is not None), None)
     if isinstance(source, dict):
         source = source.get("url")
     if not isinstance(source, str) or not source:

@@ -32,7 +32,7 @@ class _Refusal:
 
 
 _NO_BEAM_SEARCH = "this server does not support beam search"
-_NO_MEDIA = "the served model reads only text, no images, audio or video"
+_NO_MEDIA_OPTIONS = "a request cannot choose how images, videos and audio are prepared"
 _NO_REQUEST_CODE = "this server does not run code from requests"
 _NO_TRANSFER = "this server does not transfer the state of a request to other servers"
 _NO_WATERMARKS = "this server does not support watermarks"
@@ -82,8 +82,8 @@ _REFUSALS: dict[str, _Refusal] = {
     "kv_transfer_params": _Refusal(_NO_TRANSFER),
     "ec_transfer_params": _Refusal(_NO_TRANSFER),
     "vllm_xargs": _Refusal("this server accepts no extra arguments", ({},)),
-    "media_io_kwargs": _Refusal(_NO_MEDIA, ({},)),
-    "mm_processor_kwargs": _Refusal(_NO_MEDIA, ({},)),
+    "media_io_kwargs": _Refusal(_NO_MEDIA_OPTIONS, ({},)),
+    "mm_processor_kwargs": _Refusal(_NO_MEDIA_OPTIONS, ({},)),
     "stream_interval": _Refusal(
         "a request cannot choose how many tokens a response carries "
         "(the setting responses_per_second does)",
@@ -102,11 +102,11 @@ _REFUSALS: dict[str, _Refusal] = {
     "return_routed_experts": _Refusal("this server does not return routed experts", (False,)),
     "return_sampling_mask": _Refusal("this server does not return sampling masks", (False,)),
     "stream_reasoning": _Refusal("this server always streams reasoning", (True,)),
-    "images_config": _Refusal(_NO_MEDIA, ({},)),
-    "video_config": _Refusal(_NO_MEDIA, ({},)),
-    "use_audio_in_video": _Refusal(_NO_MEDIA, (False,)),
-    "max_dynamic_patch": _Refusal(_NO_MEDIA),
-    "min_dynamic_patch": _Refusal(_NO_MEDIA),
+    "images_config": _Refusal(_NO_MEDIA_OPTIONS, ({},)),
+    "video_config": _Refusal(_NO_MEDIA_OPTIONS, ({},)),
+    "use_audio_in_video": _Refusal(_NO_MEDIA_OPTIONS, (False,)),
+    "max_dynamic_patch": _Refusal(_NO_MEDIA_OPTIONS),
+    "min_dynamic_patch": _Refusal(_NO_MEDIA_OPTIONS),
     "watermark": _Refusal(_NO_WATERMARKS, ({},)),
     "task": _Refusal("this server builds the prompt with the chat template alone"),
     # Fields of llama.cpp

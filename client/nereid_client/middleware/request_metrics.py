@@ -215,12 +215,18 @@ class CountRequests:
         return str(getattr(route, "path_format", _UNKNOWN_ROUTE))
 
     def _matching_route(self, scope: Scope) -> BaseRoute | None:
-        """Return the first route that matches the path of a request, or None."""
+        """Return the route that matches the path and the method of a request.
+
+        If there is no such route, return the first route that matches the path, or None.
+        """
+        first_of_path = None
         for route in self._routes:
             match, _ = route.matches(scope)
-            if match != Match.NONE:
+            if match == Match.FULL:
                 return route
-        return None
+            if match == Match.PARTIAL and first_of_path is None:
+                first_of_path = route
+        return first_of_path
 
 
 def is_from_supervisor(scope: Scope) -> bool:

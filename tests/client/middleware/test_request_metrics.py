@@ -88,6 +88,15 @@ async def test_paths_that_clients_invent_add_no_series(connect):
     assert samples[requests("/v1/responses/{response_id}", 404)] == 20
 
 
+async def test_a_refused_request_is_counted_under_the_route_of_its_method(connect):
+    async with connect(api_key="s3cret") as client:
+        await client.post("/v1/models/a/load")
+        await client.put("/v1/models/a")  # no route has this method
+        samples = await samples_of(client)
+    assert samples[requests("/v1/models/{model_id}/load", 401)] == 1
+    assert samples[requests("/v1/models/{model_id}", 401)] == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "path", "body", "headers", "limit", "status"),
     [

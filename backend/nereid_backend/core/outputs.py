@@ -52,7 +52,7 @@ class RequestUpdate:
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache. Only the
             first update of a sequence contains this number.
         is_refused: True if the request itself caused the error, for example because its grammar
-            does not compile. In this case, the engine generated no tokens.
+            does not compile, or because its parameters forbid every token.
     """
 
     request_id: str

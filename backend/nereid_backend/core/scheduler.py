@@ -360,7 +360,7 @@ class Scheduler:
         """
         sequence = chunk.sequence
         if sampled is not None and sampled.error is not None:
-            return self._end_failed(sequence, sampled.error)
+            return self._end_failed(sequence, sampled.error, is_refused=sampled.is_refused)
         if sequence in self._pending_plans.ended_sequences:
             return None
         chunk_end = chunk.start + chunk.num_tokens
@@ -378,18 +378,27 @@ class Scheduler:
             self._tables.free_blocks_before_window(sequence)
         return update
 
-    def _end_failed(self, sequence: Sequence, error: str) -> RequestUpdate | None:
-        """End a sequence whose blocks may contain wrong values. Return its last update.
+    def _end_failed(
+        self, sequence: Sequence, error: str, *, is_refused: bool = False
+    ) -> RequestUpdate | None:
+        """End a sequence with an error. Return its last update.
 
         Return None if the sequence was aborted while the step was running, because its last update
         has already been created.
+
+        Args:
+            sequence: the sequence.
+            error: a sentence that describes the error.
+            is_refused: True if the parameters of the request forbid every token. False if the step
+                has failed, so that the blocks of the sequence may contain wrong values.
         """
-        # Other sequences may use the same blocks, so mark the blocks as invalid even if the
-        # sequence has ended. Mark them first, because a sequence loses its blocks when it ends.
-        self._invalid_blocks.add_blocks_of(sequence)
+        if not is_refused:
+            # Other sequences may use the same blocks, so mark the blocks as invalid even if the
+            # sequence has ended. Mark them first, because a sequence loses its blocks when it ends.
+            self._invalid_blocks.add_blocks_of(sequence)
         if sequence in self._pending_plans.ended_sequences:
             return None
-        return self._endings.end(sequence, "error", error=error)
+        return self._endings.end(sequence, "error", error=error, is_refused=is_refused)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence, and return an update that reports these tokens.

@@ -129,12 +129,15 @@ class Sampled(NamedTuple):
         error: a sentence with the reason why no token was sampled; None if tokens were sampled.
         top: one entry for each token in `token_ids`; None if the request did not ask for
             log-probabilities.
+        is_refused: True if the request caused the error, because its parameters forbid every token.
+            The computed keys and values of the sequence are then valid.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     error: str | None = None
     top: list[TokenLogprobs] | None = None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,9 @@ class _PartialOutput:
         """Store the new tokens and other results that the engine has returned for the request.
 
         Raises:
-            RequestError: the engine refused the request.
+            RequestError: the engine refused the request before its first token.
         """
-        if update.is_refused:
+        if update.is_refused and not self._updates:
             raise RequestError(update.error)
         self._updates.setdefault(update.index, []).append(update)
 

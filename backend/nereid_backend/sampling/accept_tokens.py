@@ -10,7 +10,7 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
 from nereid_backend.sampling.draft_verification import Position, Sampling
-from nereid_backend.sampling.sampler import SampledTokens
+from nereid_backend.sampling.sampler import NOT_FINITE, SampledTokens
 from nereid_backend.sampling.token_masks import StepMasks, guide_of
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,9 @@ def _accept(
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
-            return Sampled(token_ids=[], logprobs=[], error=sampled_tokens.errors[index])
+            error = sampled_tokens.errors[index]
+            # If the logits are valid, the parameters of the request forbid every token.
+            return Sampled(token_ids=[], logprobs=[], error=error, is_refused=error != NOT_FINITE)
         token_ids.append(sampled_tokens.token_ids[index])
         logprobs.append(sampled_tokens.logprobs[index])
         if top is not None:

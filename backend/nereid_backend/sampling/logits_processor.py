@@ -267,11 +267,12 @@ def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:
     return words
 
 
-def explain_no_token(sequence: Sequence) -> str:
-    """Return an error message for a request whose parameters together forbid every token.
+def explain_no_token(position: Position) -> str:
+    """Return an error message for a position at which the request forbids every token.
 
     The message names the fields of the request that together forbid every token.
     """
+    sequence = position.sequence
     params = sequence.params
     limits: list[str] = []
     if sequence.guide is not None:
@@ -280,10 +281,10 @@ def explain_no_token(sequence: Sequence) -> str:
         limits.append("allowed_token_ids")
     if params.bad_words_token_ids:
         limits.append("bad_words_token_ids")
-    if sequence.num_output_tokens < params.min_tokens:
+    if position.num_output_tokens < params.min_tokens:
         limits.append("min_tokens")
     return (
-        f"No token can be sampled after {sequence.num_output_tokens} output tokens, because every "
+        f"No token can be sampled after {position.num_output_tokens} output tokens, because every "
         f"token is forbidden by {' and '.join(limits) or 'the request'}."
     )
 

@@ -191,7 +191,7 @@ class PendingTokens:
                 # every token.
                 sampled_tokens.errors[index] = NOT_FINITE
             elif not has_allowed[index]:
-                sampled_tokens.errors[index] = explain_no_token(position.sequence)
+                sampled_tokens.errors[index] = explain_no_token(position)
 
 
 class Sampler:

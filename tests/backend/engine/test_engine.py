@@ -235,6 +235,31 @@ def test_a_request_that_goes_wrong_disturbs_nobody_who_shares_its_prefix(checkpo
     engine.close()
 
 
+def test_a_request_whose_parameters_forbid_every_token_is_refused_and_disturbs_nobody(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((14,))[0]
+    engine.add_request("beside", prompt, GREEDY)
+    engine.step()
+    params = SamplingParams(allowed_token_ids=[7], bad_words_token_ids=[[7, 7]])
+    engine.add_request("contradiction", prompt, params)
+    found = drain(engine)
+    first, second = found["contradiction"]
+    assert (first.new_token_ids, first.num_cached_tokens) == ([7], 12)
+    assert (second.finish_reason, second.is_refused) == ("error", True)
+    assert "forbidden by allowed_token_ids and bad_words_token_ids" in second.error
+    assert ends(found["beside"]) == ["length"]
+    assert engine.stats().num_preemptions == 0
+    assert engine.generate([prompt], GREEDY)[0].num_cached_tokens == 12
+    engine.close()
+
+
+def test_one_prompt_whose_answer_gets_no_further_token_leaves_the_outputs_of_the_others(engine):
+    params = SamplingParams(allowed_token_ids=[7], bad_words_token_ids=[[7, 7]])
+    bad, good = (o.outputs[0] for o in engine.generate([[5], [6]], [params, GREEDY]))
+    assert (bad.token_ids, bad.finish_reason) == ([7], "error")
+    assert (len(good.token_ids), good.finish_reason) == (6, "length")
+
+
 def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_on(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     (clean,) = engine.generate([[5, 9, 11]], GREEDY)

@@ -244,6 +244,8 @@ def _usage_without_dropped_tokens(options: CompletionOptions, total: Delta) -> U
     prompt_usage: Usage = {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": 0}
     if "prompt_tokens_details" in usage:
         prompt_usage["prompt_tokens_details"] = usage["prompt_tokens_details"]
+    if "completion_tokens_details" in usage:
+        prompt_usage["completion_tokens_details"] = {"reasoning_tokens": 0}
     return prompt_usage
 
 

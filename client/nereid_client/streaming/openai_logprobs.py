@@ -305,8 +305,7 @@ def _first_token_text(prompt: str, others: Sequence[str]) -> str:
     rest = "".join(others)
     if prompt.endswith(rest):
         return prompt[: len(prompt) - len(rest)]
-    before, second, _ = prompt.partition(others[0])
-    return before if second else ""
+    return prompt[: max(prompt.find(others[0]), 0)]  # `find` returns -1 if the text is not found
 
 
 def _as_id(token_id: int) -> str:

@@ -166,6 +166,7 @@ async def test_no_tokens_with_echo_score_a_prompt(complete, backend):
     assert body["usage"]["completion_tokens"] == 0
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] == 3
     assert json.loads(backend.generations[0].sampling_parameters)["max_tokens"] == 1
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 async def test_prompt_logprobs_and_token_ids_stand_in_each_choice(complete, chunks_of):

@@ -73,6 +73,7 @@ def test_a_prompts_token_without_bytes_costs_the_next_ones_nothing():
         ("aaaa", ["aa"], "aa"),
         ("one", [], "one"),
         ("x 日y", [" ", "\ufffd", "y"], "x"),
+        ("日y", ["", "\ufffd", "y"], ""),  # the second token has no text
     ],
 )
 def test_the_prompts_first_token_is_what_comes_before_the_second(text, rest, first):

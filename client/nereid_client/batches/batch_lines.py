@@ -266,12 +266,12 @@ class ResultFile:
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line.
+    """Return the JSON object in a line. Ignore a byte order mark, which some editors write.
 
     Raises: LineError.
     """
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise LineError(
             "invalid_json_line", f"The line is not valid UTF-8 at byte {error.start}."

@@ -116,7 +116,7 @@ class WorkerPool:
         prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
         # `reserved` stays open until the end. Otherwise, another program could take the port while
         # no worker is listening on it.
-        with reserved, tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        with reserved, tempfile.TemporaryDirectory(prefix=prefix, dir=_parent_folder()) as folder:
             self._handle_signals()
             actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
             try:
@@ -238,9 +238,20 @@ class WorkerPool:
         signal.signal(signal.SIGUSR1, drain)
 
 
+def _parent_folder() -> Path:
+    """Return the folder in which a worker pool creates the folder that all workers share.
+
+    The shared files are in memory if possible, because a full disk would end the workers: the
+    kernel kills a process that writes to a memory-mapped file on a full disk. prometheus_client
+    maps the files of the metrics.
+    """
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def _delete_abandoned_folders() -> None:
     """Delete each folder of a killed worker pool. The folder can contain stored responses."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
+    for folder in _parent_folder().glob(f"{_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -326,13 +325,22 @@ def test_a_port_that_is_in_use_is_not_shared_by_mistake(pool):
     assert f"127.0.0.1:{port} cannot be used (Address already in use)" in ended.stderr
 
 
+def test_the_workers_share_no_file_on_a_disk_that_may_be_full(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with running_pool(tmp_path, num_workers=2) as pool:
+        assert pool.chat("a").status_code == 200
+        assert list(temporary.iterdir()) == []
+
+
 @pytest.mark.long
 def test_the_workers_end_if_their_pool_is_killed(tmp_path):
     with running_pool(tmp_path, num_workers=2) as pool:
         workers = pool.workers()
         os.kill(pool.process.pid, signal.SIGKILL)
         wait_for(lambda: not any(worker.is_running() for worker in workers))
-        folders = list(Path(tempfile.gettempdir()).glob(f"nereid-frontend-{pool.process.pid}-*"))
+        folders = list(Path("/dev/shm").glob(f"nereid-frontend-{pool.process.pid}-*"))
         assert len(folders) == 1
     with running_pool(tmp_path, num_workers=2):
         assert not folders[0].exists()  # the next pool deletes the folder

@@ -1,11 +1,12 @@
 """The settings chat_template and chat_template_kwargs replace what the checkpoint contains."""
 
 import json
+import shutil
 
 import pytest
 from backend.serving.fake_server import DEMO
 from backend.serving.pipeline import Pipeline, chat
-from nereid_backend.errors import ConfigError
+from nereid_backend.errors import ConfigError, ModelError
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.serving_settings import ServingSettings
@@ -44,6 +45,33 @@ def test_the_template_and_its_defaults_apply_to_chats(template, tmp_path, monkey
     start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert prompt() == start + "Short: "
     assert prompt(chat_template_kwargs={"style": "Long: "}) == start + "Long: "
+
+
+@pytest.mark.parametrize(
+    "stored", ["JSON", {"default": "JSON"}, [{"name": "default", "template": "JSON"}]]
+)
+def test_a_template_in_chat_template_json_applies_to_chats(stored, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": stored}))
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+
+    def prompt():
+        return PromptBuilder(load_tokenizer(str(folder)), 4096).render_chat(body)
+
+    assert "Hi" in prompt()  # The template in chat_template.jinja has precedence.
+    (folder / "chat_template.jinja").unlink()
+    assert prompt() == "JSON"
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"chat_template": [1]}'])
+def test_a_damaged_chat_template_json_is_an_error_of_the_checkpoint(content, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model: .*chat_template.json cannot be read"):
+        load_tokenizer(str(folder))
 
 
 def test_the_format_is_derived_from_the_template_of_the_server(template):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a text or chat messages to the token ids of a prompt."""
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,7 +61,32 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {error}") from error
+    template = _read_json_template(Path(model))
+    if template is not None:
+        tokenizer.chat_template = template
     return tokenizer
+
+
+def _read_json_template(folder: Path) -> Any:  # noqa: ANN401 - a text, or a dict of texts by name
+    """Return the chat template in chat_template.json; None if the file is missing or has none.
+
+    Many checkpoints for images have their chat template only in this file. transformers reads the
+    file for a processor, but not for a tokenizer. A template in a .jinja file has precedence.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    path = folder / "chat_template.json"
+    jinja_files = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*")]
+    if jinja_files or not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(template, list):  # objects with a name and a template
+            template = {item["name"]: item["template"] for item in template}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"model: {path} cannot be read: {error!r}") from error
+    return template
 
 
 def _block_torch_import() -> None:

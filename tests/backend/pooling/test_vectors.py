@@ -1,6 +1,7 @@
 """Dense modules, Matryoshka dimensions, prompts, sparse and multi-vectors, images."""
 
 import io
+import json
 import random
 import re
 
@@ -86,9 +87,16 @@ def test_an_activation_that_is_no_module_without_arguments_is_refused(name, enco
             (DENSE, "2_Dense", {"module_output_name": "scores"}),
             "they are sentence_embedding and scores",
         ),
-        (("x.models.LSTM", "2_LSTM", {}), "the module LSTM is not supported"),
+        (
+            ("sentence_transformers.models.LSTM", "2_LSTM", {}),
+            "the module LSTM is not supported",
+        ),
+        (
+            ("custom_st.Normalize", "2_Normalize", {}),
+            "the module custom_st.Normalize is Python code of the checkpoint",
+        ),
     ],
-    ids=["another output", "another kind"],
+    ids=["another output", "another kind", "code of the checkpoint"],
 )
 def test_modules_that_are_not_run_are_refused_by_name(module, message, encoder_of, tmp_path):
     folder = copy_of(encoder_of("bert"), tmp_path)
@@ -281,3 +289,41 @@ def test_a_model_without_an_image_encoder_refuses_images(encoder_of):
         embedder.encode({"image": png(picture(1))})
     with pytest.raises(RequestError, match="exactly one of the following: text, token ids"):
         embedder.encode({"image": png(picture(1)), "text": "w1"})
+
+
+@pytest.mark.parametrize("folder_name", ["1_Pooling", "2_Dense"])
+def test_a_module_whose_config_was_not_downloaded_is_refused(folder_name, encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    add_modules(folder, pooling("cls"), (DENSE, "2_Dense", {"in_features": 48}))
+    (folder / folder_name / "config.json").unlink()
+    with pytest.raises(ModelError, match=rf"{folder_name}/config\.json is missing or empty"):
+        Embedder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"architectures": 5}, "architectures must be a list of class names"),
+        ("config.json", {"hidden_size": "48"}, r"Validation error for field .*'48'"),
+        ("config.json", {"vocab_size": 9}, r"config\.json requires the shape \(9, 48\)"),
+        ("modules.json", [{"idx": 0, "path": "", "type": 5}], "cannot be read as a list"),
+        ("config_sentence_transformers.json", {"prompts": ["a"]}, "a value of a wrong type"),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "query: "}, "default_prompt_name": "passage"},
+            "default_prompt_name is 'passage', but the prompts are: query",
+        ),
+        ("sentence_bert_config.json", {"modality_config": 5}, "a value of a wrong type"),
+    ],
+)
+def test_the_error_names_the_file_with_a_wrong_value(file, content, message, encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    add_modules(folder, pooling("mean"))
+    path = folder / file
+    if file == "config.json":
+        content = json.loads(path.read_text()) | content
+    path.unlink(missing_ok=True)  # The file may be a link to the file of another test.
+    path.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=message) as caught:
+        Embedder(str(folder))
+    assert file.removeprefix("sentence_bert") in str(caught.value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nereid_backend.errors import UnsupportedModelError
+from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.pooling.loading.checkpoint_spec import (
     MASKED,
     RETRIEVAL,
@@ -256,16 +256,22 @@ def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
     """Return the pooling methods that are set in the config of the module `pooling`.
 
     If `pooling` is None, the result is empty, and the model determines the method. If the config of
-    the module names no method, the result is ("mean",).
+    the module contains other fields, but no method, the result is ("mean",).
 
     Example: {"pooling_mode": "cls"} returns ("cls",). In an older checkpoint,
     {"pooling_mode_cls_token": true} returns ("cls",).
 
     Raises:
+        ModelError: the config of the module is missing.
         UnsupportedModelError: a method is not supported.
     """
     if pooling is None:
         return ()
+    if not pooling.config:
+        raise ModelError(
+            f"{pooling.folder}/config.json is missing or empty, so the pooling method is not "
+            "known. Download the file again, or set pooling."
+        )
     modes = pooling.config.get("pooling_mode")
     if modes is None:
         modes = [name for key, name in _LEGACY_POOLERS.items() if pooling.config.get(key)]

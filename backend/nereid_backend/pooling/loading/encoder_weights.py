@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from nereid_backend.checkpoints.load_model import check_unused_weights, describe_wrong_shape
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.pooling.loading.checkpoint_spec import (
@@ -79,6 +80,10 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
     except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
         # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
         # contains values that the model's code cannot use.
+        loading_class = getattr(transformers, spec.architecture, None)
+        wrong_shape = describe_wrong_shape(error, spec.folder, spec.config, loading_class)
+        if wrong_shape is not None:
+            raise ModelError(wrong_shape) from error
         raise ModelError(
             f"the weights in {spec.folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
@@ -125,6 +130,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
             f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
             "choose another task."
         )
+    check_unused_weights(spec.folder, sorted(report["unexpected_keys"]))
     if hasattr(transformers, spec.architecture):
         return  # The unused weights belong to a head that this task does not need.
     # transformers has no class for this architecture, so another class has loaded the weights. If

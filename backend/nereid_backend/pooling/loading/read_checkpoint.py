@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.load_checkpoint import check_architectures
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
     IMAGE_CAUSAL,
@@ -69,7 +70,14 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     sentence_config = read_json(root / SENTENCE_CONFIG_FILE)  # {} if the file is missing
     task = choose_task(settings, architecture, modules, config, folder)
     spec = CheckpointSpec(folder, config, architecture, task, has_modules=bool(modules))
-    spec = _add_input_rules(spec, sentence_config)
+    try:
+        spec = _add_input_rules(spec, sentence_config)
+        _check_default_prompt(root, spec)
+    except (AttributeError, TypeError) as error:
+        raise ModelError(
+            f"{root / SENTENCE_CONFIG_FILE} or a file sentence_*_config.json in {folder} has a "
+            f"value of a wrong type ({error}). Download the files again."
+        ) from error
     if task == "embed":
         # The setting `pooling` replaces the modules in the checkpoint's files. The modules are also
         # ignored if they are for a task other than embedding.
@@ -84,12 +92,14 @@ def _read_config(folder: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        return config
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:
+        # A config with values of wrong types can cause any exception in transformers.
         raise UnsupportedModelError(
             f"transformers cannot load {folder}/config.json ({first_line(error)}). Python code of "
             "a checkpoint is not run. A newer version of transformers may support the architecture."
         ) from error
+    check_architectures(folder, config)
+    return config
 
 
 def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> CheckpointSpec:
@@ -121,6 +131,17 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
         lower_case=bool(settings.get("do_lower_case")),
         template_kwargs=_chat_template_variables(settings),
     )
+
+
+def _check_default_prompt(root: Path, spec: CheckpointSpec) -> None:
+    """Raise a ModelError if the default prompt does not exist, as sentence-transformers does."""
+    name = spec.default_prompt_name
+    if name is not None and name not in spec.prompts:
+        known = ", ".join(spec.prompts) or "none"
+        raise ModelError(
+            f"{root / SENTENCE_CONFIG_FILE}: default_prompt_name is {name!r}, but the prompts are: "
+            f"{known}. Correct or remove default_prompt_name."
+        )
 
 
 def _named_prompts(sentence_config: dict[str, Any]) -> dict[str, str]:

@@ -20,6 +20,9 @@ SENTENCE_CONFIG_FILE = "config_sentence_transformers.json"
 # Example: sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
 
+# The packages whose modules have the names below. A class of another package, such as
+# "custom_st.Transformer", can compute something else.
+_PACKAGES = ("sentence_transformers", "pylate")
 _FIRST_MODULES = ("Transformer", "MLMTransformer", "CLIPModel")
 _LATER_MODULES = (
     *("Dense", "Dropout", "LayerNorm", "LogitScore"),
@@ -74,7 +77,7 @@ def read_modules(root: Path) -> list[ModuleSpec]:
         entries = json.loads(path.read_text(encoding="utf-8"))
         ordered_entries = sorted(entries, key=lambda entry: entry["idx"])
         modules = [_module_of(entry, root) for entry in ordered_entries]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path} cannot be read as a list of modules ({error!r}). Download the file again."
         ) from error
@@ -87,8 +90,17 @@ def _module_of(entry: dict[str, Any], root: Path) -> ModuleSpec:
 
     Example: {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"} has the
     kind "Pooling" and the folder root/1_Pooling.
+
+    Raises:
+        UnsupportedModelError: the class of the module is Python code of the checkpoint.
     """
     folder = root / entry["path"]
+    package = entry["type"].split(".", 1)[0]
+    if package not in _PACKAGES:
+        raise UnsupportedModelError(
+            f"{root}/modules.json: the module {entry['type']} is Python code of the checkpoint, "
+            f"which is not run. Only modules of {' and '.join(_PACKAGES)} are supported."
+        )
     kind = entry["type"].rsplit(".", 1)[-1]
     return ModuleSpec(kind, folder, config=read_json(folder / "config.json"))
 
@@ -118,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}). Download the file again.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not contain a JSON object. Download the file again.")

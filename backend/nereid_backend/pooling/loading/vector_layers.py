@@ -82,11 +82,16 @@ def load_layer(module: ModuleSpec, device: torch.device) -> Layer:
     """Load a module with its weights.
 
     Raises:
-        ModelError: the weights are missing or broken.
+        ModelError: the config of a module Dense or the weights are missing or broken.
         UnsupportedModelError: the activation is not a module of torch.nn.
     """
     if module.kind == "Normalize":
         return Layer("Normalize")
+    if module.kind == "Dense" and not module.config:
+        raise ModelError(
+            f"{module.folder}/config.json is missing or empty, so the activation of the module "
+            "Dense is not known. Download the file again."
+        )
     weights = {
         name: tensor.float().to(device) for name, tensor in _read_weights(module.folder).items()
     }

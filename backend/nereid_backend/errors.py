@@ -54,9 +54,14 @@ class LostRankError(EngineError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the class name if the message is empty."""
+    """Return the first line of an error's message, or the class name if the message is empty.
+
+    A first line that ends with a colon has no meaning without the second line, so the result then
+    contains both lines. Example: "Validation error for field 'head_dim': TypeError: ...".
+    """
     message = str(error).strip() or type(error).__name__
-    return message.splitlines()[0]
+    first, *others = message.splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 # If an error message contains one of these texts, the process can no longer use the GPU.

@@ -194,9 +194,11 @@ def check_files(folder: Path) -> None:
                 f"{folder} is a LoRA adapter. Set model to the adapter's base model, and set "
                 f"lora_adapters to name={folder}."
             )
-        raise ModelError(
-            f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
-        )
+        remedy = "Set model to the folder of a Hugging Face checkpoint."
+        gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)
+        if gguf_file is not None:
+            remedy = f"Set model to a GGUF file, such as {gguf_file}."
+        raise ModelError(f"{folder} has no config.json. {remedy}")
     check_read_permission(folder / "config.json")
     if not (folder / GGUF_LINK).is_file():
         # `open_tensors` raises a ModelError if a safetensors file is missing or damaged. A GGUF
@@ -214,7 +216,6 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        return config
     except Exception as error:
         # A config with values of wrong types can cause any exception in transformers.
         raise UnsupportedModelError(
@@ -222,6 +223,18 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             "a checkpoint is only run if trust_remote_code is true."
             f"{_describe_newer_version(folder)}"
         ) from error
+    check_architectures(folder, config)
+    return config
+
+
+def check_architectures(folder: Path, config: PretrainedConfig) -> None:
+    """Raise an UnsupportedModelError if the field `architectures` is not a list of class names."""
+    names = getattr(config, "architectures", None) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedModelError(
+            f"{folder}/config.json: architectures must be a list of class names, but it is "
+            f"{names!r}. Download the file again."
+        )
 
 
 def _describe_newer_version(folder: Path) -> str:

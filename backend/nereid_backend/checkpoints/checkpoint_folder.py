@@ -3,8 +3,10 @@
 
 from pathlib import Path
 
-GGUF_LINK = "model.gguf"
-"""The name of the link to a GGUF file, in the checkpoint folder that describes the file."""
+GGUF_LINK = "nereid_weights.gguf"
+"""The name of the link to a GGUF file, in the checkpoint folder that describes the file.
+
+Other folders contain no file with this name. A Hugging Face checkpoint may contain "model.gguf"."""
 
 
 def checkpoint_folder(model: str) -> str:

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.integer_panels import (
     LazyWeight,
     Placeholder,
@@ -25,6 +26,8 @@ from nereid_backend.checkpoints.integer_panels import (
     round_weights,
     use_placeholders,
 )
+from nereid_backend.checkpoints.quantised_tensors import QUANTISED_SUFFIXES, quantisation_settings
+from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.weight_arguments import (
     restore_generation_config,
     weight_arguments,
@@ -109,7 +112,11 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         _check_class_exists(config)
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
-        weights = _with_placeholders(weights, arguments["config"], dtype, rounded_bits)
+        try:
+            weights = _with_placeholders(weights, arguments["config"], dtype, rounded_bits)
+        except Exception as error:
+            # The class of the model can raise any exception if a value of the config is wrong.
+            raise _loading_error(error, folder, config, attention) from error
         arguments["state_dict"] = weights
     arguments |= {
         "dtype": dtype,
@@ -199,6 +206,7 @@ def _from_pretrained(
         attention = arguments["attn_implementation"]
         raise _loading_error(error, folder, config, attention) from error
     _check_missing_weights(folder, sorted(report["missing_keys"]))
+    check_unused_weights(folder, sorted(report["unexpected_keys"]))
     return model  # type: ignore[no-any-return]
 
 
@@ -224,11 +232,20 @@ def _loading_error(
         has_refused_attention = attention in str(error)
         if has_refused_attention:
             return _OwnAttentionError()
+        reason = first_line(error)
+        if isinstance(error, KeyError):
+            # The message of a KeyError is only the key. Example: an unknown type of rope_scaling.
+            reason = (
+                f"the value {reason} is unknown, or a field with this name is missing. Correct "
+                f"the JSON files in {folder}, or install a newer version of transformers."
+            )
         return UnsupportedModelError(
-            f"the model type {config.model_type} is not supported: {first_line(error)}"
+            f"the model type {config.model_type} is not supported: {reason}"
         )
-    # A damaged file can cause many kinds of exceptions. Example: a tensor with a wrong shape causes
-    # a RuntimeError.
+    wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
+    if wrong_shape is not None:
+        return ModelError(wrong_shape)
+    # A damaged file can cause many kinds of exceptions. Example: a missing file causes an OSError.
     return ModelError(
         f"the weights in {folder} cannot be read ({first_line(error)}). Download the checkpoint "
         "again."
@@ -245,6 +262,66 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
             f"{folder} lacks {len(names)} weights, such as {names[0]}, so the model's output "
             "would be random. Download the checkpoint again."
         )
+
+
+def check_unused_weights(folder: Path, names: list[str]) -> None:
+    """Raise an UnsupportedModelError if the model ignores weights without which it is wrong.
+
+    In a GGUF file, every tensor is needed. In other checkpoints, extra tensors are usual, but not
+    scales: they show that the weights are quantised, although config.json does not say so.
+
+    `names` contains the names of the weights in `folder` that the model does not use.
+    """
+    is_gguf = (folder / GGUF_LINK).is_file()
+    needed = [name for name in names if is_gguf or name.endswith(QUANTISED_SUFFIXES)]
+    if not needed:
+        return
+    if is_gguf:
+        raise UnsupportedModelError(
+            f"{(folder / GGUF_LINK).resolve()}: the model does not use {len(needed)} weights of "
+            f"the file, such as {needed[0]}, so its output would be wrong. Use the model's "
+            "safetensors files."
+        )
+    raise UnsupportedModelError(
+        f"{folder} contains {len(needed)} tensors of quantised weights, such as {needed[0]}, but "
+        "its config.json has no quantization_config that describes them, so the weights would be "
+        "wrong. Use a checkpoint whose config.json has this field, or one that is not quantised."
+    )
+
+
+def describe_wrong_shape(
+    error: Exception,
+    folder: Path,
+    config: PretrainedConfig,
+    loading_class: Any,  # noqa: ANN401 - transformers' are untyped
+) -> str | None:
+    """Return a message about a weight whose shape differs from the shape that config.json requires.
+
+    transformers only logs the names of such weights. The result is None if `error` has another
+    cause, or if the weight has one name in the file and another name in the model.
+
+    Args:
+        error: the exception of transformers' `from_pretrained`.
+        folder: the folder of the checkpoint.
+        config: the config of the checkpoint.
+        loading_class: the class of the model; None if transformers has no class for the model.
+    """
+    is_shape_error = "ignore_mismatched_sizes" in str(error)
+    has_unquantised_files = (
+        not (folder / GGUF_LINK).is_file() and quantisation_settings(config) is None
+    )
+    if loading_class is None or not is_shape_error or not has_unquantised_files:
+        return None
+    with torch.device("meta"):
+        weights = loading_class(config).state_dict()
+    for name, tensor in open_tensors(folder, for_reading=False).items():
+        if name in weights and tensor.shape != tuple(weights[name].shape):
+            return (
+                f"the tensor {name} in {tensor.file} has the shape {tensor.shape}, but "
+                f"{folder}/config.json requires the shape {tuple(weights[name].shape)}. Download "
+                "the checkpoint again."
+            )
+    return None
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped

@@ -41,9 +41,7 @@ FORMATS: dict[str, Callable[[Settings], Format]] = {
 }
 """The supported values of quantization_config.quant_method."""
 
-# Only tensors of quantised weights have these suffixes. If a tensor has such a suffix and belongs
-# to no known layout, the checkpoint is refused, because the weight would be wrong or missing.
-_QUANTISED_SUFFIXES = (
+QUANTISED_SUFFIXES = (
     "qweight",
     "qzeros",
     "weight_scale",
@@ -57,6 +55,9 @@ _QUANTISED_SUFFIXES = (
     "_blocks",
     "act_pre_scale",
 )
+"""The suffixes that only tensors of quantised weights have. If a tensor has such a suffix and
+belongs to no known layout, the checkpoint is refused, because the weight would be wrong or
+missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,4 +319,4 @@ def _is_part_of_quantised_weight(tensor: StoredTensor) -> bool:
 
     Examples: "up_proj.qweight" gives True, and so does any tensor of 8-bit floating point numbers.
     """
-    return tensor.name.endswith(_QUANTISED_SUFFIXES) or tensor.dtype.startswith("F8")
+    return tensor.name.endswith(QUANTISED_SUFFIXES) or tensor.dtype.startswith("F8")

@@ -190,7 +190,8 @@ def _files_without_index(folder: Path) -> list[Path]:
     usual_file = folder / "model.safetensors"
     if usual_file.is_file():
         return [usual_file]
-    files = sorted(folder.glob("*.safetensors"))
+    # In the cache of the Hub, a file is a link, whose target may be missing.
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
         raise ModelError(f"{folder} has no .safetensors files. {_describe_remedy(folder)}")
     return files

@@ -21,6 +21,7 @@ from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.load_checkpoint import load_checkpoint
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -209,6 +210,40 @@ def test_an_unsupported_file_is_refused(architecture, metadata, message, tmp_pat
         checkpoint_folder(str(path))
 
 
+def add_tensors(folder, tensors):
+    """Add tensors to a checkpoint of the type llama."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+def test_biases_of_queries_and_keys_have_the_order_of_transformers(tmp_path):
+    folder = Family("llama", "llama", {"attention_bias": True}).save(tmp_path / "checkpoint")
+    biases = {
+        name: t for name, t in load_file(folder / "model.safetensors").items() if "bias" in name
+    }
+    add_tensors(folder, {name: torch.randn(bias.shape) for name, bias in biases.items()})
+    expected, found = load(folder), load(write_gguf(folder, "llama", "F32"))
+    assert biases
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+
+
+def test_a_tensor_that_the_model_does_not_use_is_refused(tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    add_tensors(folder, {"model.layers.0.mlp.up_proj.bias": torch.ones(96)})
+    file = write_gguf(folder, "llama", "F32")
+    with pytest.raises(UnsupportedModelError, match=r"F32\.gguf: .*layers\.0\.mlp\.up_proj\.bias"):
+        load(file)
+
+
+@pytest.mark.parametrize("use_panels", [False, True])
+def test_a_wrong_value_is_an_error_of_the_file(use_panels, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    file = write_gguf(folder, "llama", "F32", metadata={"attention.head_count_kv": 3})
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(file, use_panels=use_panels)
+
+
 _EMBEDDINGS = GgufTensor(
     "token_embd.weight", (8, 64), gguf.GGMLQuantizationType.F32, start=0, num_bytes=2048
 )
@@ -236,6 +271,20 @@ def test_metadata_with_wrong_numbers_is_refused(metadata, factors, message):
     file = GgufFile(Path("x.gguf"), usual | metadata, {"token_embd.weight": _EMBEDDINGS})
     with pytest.raises(ModelError, match=rf"x\.gguf: .*{message}"):
         gguf_config(file, factors)
+
+
+def test_token_ids_outside_the_vocabulary_are_ignored():
+    metadata = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 64,
+        "llama.block_count": 1,
+        "llama.attention.head_count": 4,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 2**32 - 1,
+    }
+    file = GgufFile(Path("x.gguf"), metadata, {"token_embd.weight": _EMBEDDINGS})
+    config = gguf_config(file, None)
+    assert (config["eos_token_id"], config["pad_token_id"]) == ([2], None)
 
 
 def test_a_damaged_vocabulary_is_refused(tmp_path):

@@ -189,6 +189,13 @@ def test_settings_with_a_wrong_type_are_refused(settings, tmp_path):
         count_weights(folder)
 
 
+def test_quantised_weights_without_quantization_config_are_refused(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.fp8(block=None))
+    set_settings(folder, None)
+    with pytest.raises(UnsupportedModelError, match=r"weight_scale.* no quantization_config"):
+        load(folder)
+
+
 def change_tensors(folder, change):
     file = folder / "model.safetensors"
     tensors = load_file(file)

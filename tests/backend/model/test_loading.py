@@ -70,6 +70,45 @@ def test_a_config_with_wrong_types_is_refused(change, copy):
         open_engine(copy)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": 5}, "architectures must be a list of class names, but it is 5"),
+        ({"architectures": [5]}, r"architectures must be a list of class names, but it is \[5\]"),
+        ({"head_dim": "16"}, r"Validation error for field 'head_dim': TypeError: .*'16'"),
+        ({"hidden_act": "foo"}, "the value 'foo' is unknown"),
+        (
+            {"vocab_size": 100},
+            r"the tensor \S+ in \S+/model\.safetensors has the shape \(320, 64\), but "
+            r"\S+/config\.json requires the shape \(100, 64\)",
+        ),
+    ],
+)
+def test_the_error_names_the_wrong_value_of_a_config(change, message, copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        open_engine(copy)
+
+
+def test_a_folder_with_a_gguf_file_says_how_to_use_it(tmp_path):
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelError, match=r"Set model to a GGUF file, such as \S+/m\.gguf"):
+        open_engine(tmp_path)
+
+
+def test_a_gguf_file_beside_safetensors_files_is_not_read(copy):
+    (copy / "model.gguf").write_bytes(b"GGUF of another model")
+    open_engine(copy).close()
+
+
+def test_a_link_of_the_hub_without_its_target_counts_as_missing(copy):
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").symlink_to(copy / "blobs" / "missing")
+    with pytest.raises(ModelError, match=r"no \.safetensors files\. Download"):
+        open_engine(copy)
+
+
 def test_eos_tokens_outside_the_vocabulary_are_ignored(copy):
     file = copy / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [2, -1, 10**6, None]}))

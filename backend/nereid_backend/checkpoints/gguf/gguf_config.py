@@ -313,7 +313,7 @@ def _special_token_ids(file: GgufFile) -> dict[str, Any]:
 
     The tokens that end a text (eos), a turn (eot) or a message (eom) all become EOS tokens.
     Example: {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 5} gives the field
-    "eos_token_id": [2, 5].
+    "eos_token_id": [2, 5]. Ids outside the vocabulary are ignored.
 
     Raises:
         ModelError: if an id is not an integer.
@@ -327,7 +327,9 @@ def _special_token_ids(file: GgufFile) -> dict[str, Any]:
                 f"{file.path}: {key} must be an integer, but it is {token_id!r}. Download the file "
                 "again."
             )
-        return token_id
+        # Some files use 2**32 - 1 if the model has no such token.
+        is_in_vocabulary = token_id is not None and token_id < file.tensors[_EMBEDDINGS].shape[0]
+        return token_id if is_in_vocabulary else None
 
     end_ids = {read_id("eos"), read_id("eot"), read_id("eom")} - {None}
     return {

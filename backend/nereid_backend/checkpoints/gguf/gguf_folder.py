@@ -24,7 +24,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
 # changed and writes different files. Nereid then creates a new folder and ignores the old folder.
-_VERSION = 1
+_VERSION = 2
 _TOKENIZER = "tokenizer.ggml."
 # Maps the name of a special token in transformers to a metadata key of GGUF files.
 _SPECIAL_TOKENS = {

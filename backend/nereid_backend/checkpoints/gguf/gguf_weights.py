@@ -97,16 +97,15 @@ class GgufWeight:
         # A bias or the weight of a norm has the shape [columns] and is treated as one row.
         num_rows = self.shape[-2] if len(self.shape) > 1 else 1
         num_columns = self.shape[-1]
-        # `num_heads` is None if llama.cpp and transformers store the rows in the same order.
-        order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
+        # `num_heads` is None if llama.cpp and transformers store the rows in the same order. A bias
+        # has one number for each row of the weight.
+        order = None if self.num_heads is None else _row_order(self.shape[0], self.num_heads)
         blocks = self._read_blocks()
         if self.has_integers:
             integers = BLOCK_TYPES[self.tensor.kind.name].decode(blocks, num_rows)
             return integers if order is None else integers.reordered(order)
-        floats = self._decode_floats(blocks, num_rows, num_columns)
-        if order is not None:
-            floats = floats[order]
-        return floats.view(self.shape)
+        floats = self._decode_floats(blocks, num_rows, num_columns).view(self.shape)
+        return floats if order is None else floats[order]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -261,7 +261,10 @@ class ImageSources:
         if url.netloc in ("", "localhost"):
             # Read at most `limit + 1` bytes. If the file has more than `limit` bytes, the file is
             # refused below.
-            content = _read_in_folder(unquote(url.path), self._folder, limit + 1)
+            # In a Python model of the Triton server, Python's encoding of file names is ASCII. The
+            # conversion lets the file's name contain other characters, too.
+            path = os.fsdecode(unquote(url.path).encode())
+            content = _read_in_folder(path, self._folder, limit + 1)
         if content is None:
             raise RequestError(
                 f"{field}: the file does not exist, or is not a regular file in the folder of the "

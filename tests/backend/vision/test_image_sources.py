@@ -3,6 +3,8 @@
 import base64
 import http.server
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -196,6 +198,22 @@ def test_only_files_in_the_folder_are_read(tmp_path):
         read(sources, f"file://host{folder}/a%20b.png")
     with pytest.raises(RequestError, match="this server reads no local files"):
         read(ImageSources(), f"file://{folder}/a%20b.png")
+
+
+def test_a_file_with_a_name_outside_ascii_is_read_in_a_model_of_the_triton_server(tmp_path):
+    (tmp_path / "é.png").write_bytes(IMAGE)
+    program = (
+        "import sys; from nereid_backend.vision.image_sources import _Budget, ImageSources; "
+        "from urllib.parse import urlsplit; "
+        "assert sys.getfilesystemencoding() == 'ascii'; "
+        f"sources = ImageSources(folder={str(tmp_path)!r}); "
+        f"url = urlsplit('file://{tmp_path}/%C3%A9.png'); "
+        "content = sources._read_file(url, 'image', 1000, _Budget(1000, float('inf'))); "
+        "sys.stdout.buffer.write(content)"
+    )
+    ascii_names = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, env=ascii_names, check=True, stdout=-1).stdout == IMAGE
 
 
 def test_the_images_of_a_request_share_one_limit(tmp_path):

@@ -24,6 +24,7 @@ from typing import Any
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
 from nereid_backend.serving.serving_settings import (
     NO_FORMAT,
@@ -79,6 +80,8 @@ def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]
     """
     if model in _LANGUAGE_MODELS:
         settings, config = read_settings(args, environ)
+        read_chat_template(settings)
+        read_template_defaults(settings)
         _check_formats(settings)
         _check_length(config)
     else:

@@ -42,6 +42,8 @@ def test_the_settings_of_the_repository_have_no_problem():
         ({"NEREID_KV_CACHE_MEMORY": "-1GiB"}, "kv_cache_memory: the value must be a number of"),
         ({"NEREID_TOOL_PARSER": "mine"}, "tool_parser: There is no format with the name 'mine'"),
         ({"NEREID_BLOCK_SIZE": "0"}, "block_size: the value must be greater than 0, but it is"),
+        ({"NEREID_CHAT_TEMPLATE": "/none"}, "chat_template: the file /none cannot be read"),
+        ({"NEREID_CHAT_TEMPLATE_KWARGS": "[1]"}, "chat_template_kwargs: the value must be a JSON"),
         ({"NEREID_RERANK_DTYPE": "x"}, "rerank_dtype: the value must be 'auto', "),
     ],
 )

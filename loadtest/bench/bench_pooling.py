@@ -13,7 +13,9 @@ the plain weights of torch and with weights in the packed layout of oneDNN.
 
 With `--peers`, OpenVINO and onnxruntime encode the texts, too, each in a process of its own and in
 batches of 1 and of 32 texts (`make bench-peers` installs them). The row "nereid int8" is then
-Nereid with 8-bit weights.
+Nereid with 8-bit weights. Converting a large model for the other libraries takes minutes. With
+`--folder`, the checkpoints and the converted models are kept for the next run with the same model
+and dtype.
 """
 
 import argparse
@@ -48,7 +50,18 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -> str:
-    """Save a BERT model with random weights, and a tokenizer that maps each word to one token."""
+    """Save a BERT model with random weights, and a tokenizer that maps each word to one token.
+
+    The model is saved in a subfolder of `folder`, whose name contains the shape and the dtype. If
+    the subfolder already contains the model, the model is not saved again.
+
+    Returns:
+        The path of the subfolder.
+    """
+    shape = f"{args.hidden}x{args.layers}-{args.vocab}"
+    path = folder / f"bert-{shape}-{args.dtype}-{'reranker' if has_head else 'embedder'}"
+    if (path / "config.json").exists():
+        return str(path)
     torch.manual_seed(0)
     words = [*_SPECIAL, *(f"w{i}" for i in range(args.vocab - len(_SPECIAL)))]
     config = BertConfig(
@@ -62,10 +75,10 @@ def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -
         initializer_range=0.05,
     )
     model = BertForSequenceClassification(config) if has_head else BertModel(config)
-    model.to(getattr(torch, args.dtype)).save_pretrained(folder)
+    model.to(getattr(torch, args.dtype)).save_pretrained(path)
     vocabulary = {word: token_id for token_id, word in enumerate(words)}
-    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(folder)
-    return str(folder)
+    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(path)
+    return str(path)
 
 
 def make_lengths(args: argparse.Namespace) -> list[int]:
@@ -247,6 +260,7 @@ def arguments() -> argparse.Namespace:
         help="`cpu` measures the CPU time of this process, for one thread on a busy machine",
     )
     add("--peers", action="store_true", help="also measure OpenVINO and onnxruntime")
+    add("--folder", help="keep the checkpoints and the converted models here for the next run")
     add("--triton", action="store_true", help="also send the texts to a server")
     args = parser.parse_args()
     if (args.triton or args.peers) and args.clock == "cpu":
@@ -269,9 +283,9 @@ def main() -> None:
         return " ".join(f"w{rng.randrange(args.vocab - len(_SPECIAL))}" for _ in range(count))
 
     with ExitStack() as stack:
-        first, second = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
-        embedder_path = make_checkpoint(Path(first), args, has_head=False)
-        reranker_path = make_checkpoint(Path(second), args, has_head=True)
+        folder = Path(args.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        embedder_path = make_checkpoint(folder, args, has_head=False)
+        reranker_path = make_checkpoint(folder, args, has_head=True)
         embedder = Embedder(embedder_path, num_threads=args.threads)
         reranker = Reranker(reranker_path, num_threads=args.threads)
         sentences = SentenceTransformer(embedder_path, device="cpu")

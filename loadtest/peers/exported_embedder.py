@@ -76,39 +76,49 @@ class Encoder(torch.nn.Module):
 def load_openvino(model: Encoder, samples: list[Inputs], job: dict[str, Any]) -> Forward:
     """Convert the model to OpenVINO, and return its forward pass.
 
-    With the kind "OpenVINO int8", weights and activations have 8 bits.
+    With the kind "OpenVINO int8", weights and activations have 8 bits. The converted model is kept
+    in the folder of the checkpoint.
     """
-    import nncf
     import openvino
 
-    example = {name: torch.from_numpy(values) for name, values in samples[0].items()}
-    converted = openvino.convert_model(model, example_input=example)
+    has_8_bits = job["kind"] == "OpenVINO int8"
+    file = Path(job["checkpoint"], "openvino-int8.xml" if has_8_bits else "openvino.xml")
+    if not file.exists():
+        import nncf
+
+        example = {name: torch.from_numpy(values) for name, values in samples[0].items()}
+        converted = openvino.convert_model(model, example_input=example)
+        if has_8_bits:
+            dataset = nncf.Dataset(samples)
+            kind = nncf.ModelType.TRANSFORMER
+            converted = nncf.quantize(converted, dataset, model_type=kind)
+        openvino.save_model(converted, file, compress_to_fp16=False)
     settings = {"INFERENCE_NUM_THREADS": job["threads"], "PERFORMANCE_HINT": "LATENCY"}
-    if job["kind"] == "OpenVINO int8":
-        dataset = nncf.Dataset(samples)
-        kind = nncf.ModelType.TRANSFORMER
-        converted = nncf.quantize(converted, dataset, model_type=kind)
-    else:
+    if not has_8_bits:
         settings["INFERENCE_PRECISION_HINT"] = _PRECISIONS[job["kind"]]
-    compiled = openvino.Core().compile_model(converted, "CPU", settings)
+    compiled = openvino.Core().compile_model(file, "CPU", settings)
     return lambda inputs: compiled(inputs)[0]
 
 
 def load_onnxruntime(model: Encoder, samples: list[Inputs], job: dict[str, Any]) -> Forward:
-    """Export the model to ONNX, and return its forward pass in float32 with onnxruntime."""
+    """Export the model to ONNX, and return its forward pass in float32 with onnxruntime.
+
+    The exported model is kept in the folder of the checkpoint.
+    """
     import onnxruntime
 
-    file = str(Path(job["texts"]).with_name("model.onnx"))
-    names = list(samples[0])
-    torch.onnx.export(
-        model,
-        kwargs={name: torch.from_numpy(samples[0][name]) for name in names},
-        f=file,
-        input_names=names,
-        output_names=["hidden"],
-        dynamic_axes={name: {0: "batch", 1: "length"} for name in [*names, "hidden"]},
-        dynamo=False,
-    )
+    file = Path(job["checkpoint"], "model.onnx")
+    if not file.exists():
+        names = list(samples[0])
+        torch.onnx.export(
+            model,
+            kwargs={name: torch.from_numpy(samples[0][name]) for name in names},
+            f=str(file),
+            input_names=names,
+            output_names=["hidden"],
+            dynamic_axes={name: {0: "batch", 1: "length"} for name in [*names, "hidden"]},
+            dynamo=False,
+        )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = job["threads"]
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])

@@ -34,6 +34,8 @@ from nereid_backend.process_limits import limit_child
 # does not wait for the end of a long compilation.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
+# The longest time limit of a trial. `wait` raises an OverflowError for more than 24 days.
+_MAX_TIMEOUT_S = 86400.0
 
 
 class Outcome(StrEnum):
@@ -82,11 +84,12 @@ class TrialServer:
         Args:
             connection: the connection to the engine, which sends jobs and receives their outcomes.
             compile_grammar: the function that each child process calls.
-            timeout_s: the time limit of a job, including the time in the queue.
+            timeout_s: the time limit of a job, including the time in the queue. A limit of more
+                than a day counts as a day.
         """
         self._connection = connection
         self._compile = compile_grammar
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
         # The jobs that have no child process yet, the oldest job first.
         self._waiting: deque[_Job] = deque()
         # The jobs that have a child process.

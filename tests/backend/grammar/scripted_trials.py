@@ -1,4 +1,4 @@
-"""A server of trials whose grammars say what happens: `python scripted_trials.py FD`."""
+"""A server of trials whose grammars say what happens: `python scripted_trials.py FD TIMEOUT_S`."""
 
 import os
 import signal
@@ -23,4 +23,4 @@ def compile_scripted(kind, source):
 
 
 if __name__ == "__main__":
-    TrialServer(Connection(int(sys.argv[1])), compile_scripted, timeout_s=2.0).serve()
+    TrialServer(Connection(int(sys.argv[1])), compile_scripted, float(sys.argv[2])).serve()

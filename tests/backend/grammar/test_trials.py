@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -52,18 +53,25 @@ def test_only_small_grammars_without_slow_keywords_are_quick(spec, expected):
 # ---- the server of the trials --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server():
+@contextmanager
+def running_server(timeout_s):
     """A connection to a server in a process of its own."""
     ours, theirs = Pipe()
     program = Path(__file__).with_name("scripted_trials.py")
     process = subprocess.Popen(
-        [sys.executable, str(program), str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        [sys.executable, str(program), str(theirs.fileno()), str(timeout_s)],
+        pass_fds=[theirs.fileno()],
     )
     theirs.close()
     yield ours
     ours.close()
     assert process.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(2.0) as connection:
+        yield connection
 
 
 def outcome(server, job_id):
@@ -88,6 +96,13 @@ def outcome(server, job_id):
 def test_a_trial_has_one_outcome(server, source, expected):
     server.send(("compile", 7, "ebnf", source))
     assert outcome(server, 7) == expected
+
+
+@pytest.mark.parametrize("timeout_s", [30 * 86400.0, 1e300])
+def test_a_time_limit_of_months_does_not_end_the_server(timeout_s):
+    with running_server(timeout_s) as connection:
+        connection.send(("compile", 7, "ebnf", "quick"))
+        assert outcome(connection, 7) == (Outcome.DONE, "")
 
 
 def test_slow_trials_do_not_delay_others_and_can_be_cancelled(server):

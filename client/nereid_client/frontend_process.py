@@ -95,9 +95,9 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         json_logging = {"log_config": uvicorn_log_config(settings.log_level)}
     return uvicorn.Config(
         app,
-        # This protocol class limits the size of a request's headers, and the time to receive the
-        # headers.
-        http=protocol_class(settings.receive_timeout_s),
+        # This protocol class limits the size of a request's headers, the time to receive the
+        # headers, and the time in which a client reads nothing.
+        http=protocol_class(settings.receive_timeout_s, settings.unread_timeout_s),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

@@ -33,7 +33,7 @@ def live_frontend(backend: FakeBackend, pooling=None, **values) -> Iterator[int]
     app = create_app(settings, lambda: backend)
     if pooling is not None:
         app.state.make_pooling = lambda: pooling
-    http = protocol_class(settings.receive_timeout_s)
+    http = protocol_class(settings.receive_timeout_s, settings.unread_timeout_s)
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none", http=http)
     )

@@ -1,12 +1,16 @@
-"""uvicorn's HTTP protocol, with limits on the headers of a request.
+"""uvicorn's HTTP protocol, with limits on the headers of a request and on unread responses.
 
 The headers must not be too large, and must arrive in time. The trailers, which are headers after a
 body, must not be too large either. uvicorn itself has no such limits. A client could open many
 connections and send nothing, or send headers without an end. Such connections would use up the file
 descriptors and the memory.
+
+A client could also request a large response that is not streamed, and read nothing. uvicorn would
+keep the unread rest of the response in memory until the client disconnects.
 """
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,15 +22,23 @@ _TOO_LARGE = (
     b"content-length: 0\r\nconnection: close\r\n\r\n"
 )
 
+_log = logging.getLogger(__name__)
+
 
 class LimitedProtocol(HttpToolsProtocol):
     """An HTTP protocol that closes a connection if the headers are too large or arrive too late.
 
+    It also closes a connection if the client stops reading a response that has ended. The
+    middleware Timeouts ends a response that the client stops reading before its end.
+
     Attributes:
         timeout_s: the longest time for receiving the headers of a request. 0 means no limit.
+        unread_s: the longest time in which the client reads nothing of a response. 0 means no
+            limit.
     """
 
     timeout_s: float = 0.0
+    unread_s: float = 0.0
 
     # The timer closes the connection if the headers of a request do not arrive in time.
     _timer: asyncio.TimerHandle | None = None
@@ -39,6 +51,9 @@ class LimitedProtocol(HttpToolsProtocol):
     # Whether the last call of `data_received` received only bytes of headers, trailers or
     # extensions.
     _contains_only_headers = False
+    # The timer closes the connection if the client reads nothing. It runs while a part of a
+    # response is unsent.
+    _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
         """Start the timer of the first request."""
@@ -46,8 +61,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timers."""
         self._stop_timer()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -103,6 +120,46 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_headers = self._contains_only_headers = False
         super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        """Start the timer for unread responses, because the client reads slowly or not at all."""
+        super().pause_writing()
+        self._start_unread_timer()
+
+    def on_response_complete(self) -> None:
+        """Start the timer for unread responses if a part of the response is still unsent."""
+        super().on_response_complete()
+        self._start_unread_timer()
+
+    def _start_unread_timer(self) -> None:
+        """Start the timer for unread responses, if it is needed and does not run yet."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if self.unread_s and num_unsent and self._unread_timer is None:
+            self._unread_timer = self.loop.call_later(
+                self.unread_s, self._close_if_unread, num_unsent
+            )
+
+    def _close_if_unread(self, num_unsent_before: int) -> None:
+        """Close the connection if the client has read nothing. Otherwise, restart the timer.
+
+        While a response is being generated, its next parts are added to the unsent bytes. The
+        middleware Timeouts then decides whether the client still reads.
+
+        Args:
+            num_unsent_before: the number of unsent bytes when the timer was started.
+        """
+        self._unread_timer = None
+        is_generating = self.cycle is not None and not self.cycle.response_complete
+        may_grow = is_generating and not self.transport.is_closing()
+        if may_grow or self.transport.get_write_buffer_size() < num_unsent_before:
+            self._start_unread_timer()
+            return
+        _log.warning(
+            "The frontend closed a connection, because its client read nothing of the response "
+            "for %g s (unread_timeout_s)",
+            self.unread_s,
+        )
+        self.transport.abort()  # the method `close` would wait until the client has read the rest
+
     def _start_timer(self) -> None:
         if self.timeout_s:
             self._timer = self.loop.call_later(self.timeout_s, self._on_timeout)
@@ -117,10 +174,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def protocol_class(timeout_s: float) -> type[asyncio.Protocol]:
+def protocol_class(timeout_s: float, unread_s: float) -> type[asyncio.Protocol]:
     """Return the protocol class for uvicorn's setting `http`.
 
     Args:
         timeout_s: the setting receive_timeout_s.
+        unread_s: the setting unread_timeout_s.
     """
-    return type("Protocol", (LimitedProtocol,), {"timeout_s": timeout_s})
+    return type("Protocol", (LimitedProtocol,), {"timeout_s": timeout_s, "unread_s": unread_s})

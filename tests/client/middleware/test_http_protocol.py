@@ -1,6 +1,7 @@
-"""The limits on the headers of a request, on a real socket."""
+"""The limits on the headers of a request and on unread responses, on a real socket."""
 
 import asyncio
+import socket
 
 import pytest
 import uvicorn
@@ -8,23 +9,35 @@ from nereid_client.middleware.http_protocol import protocol_class
 
 pytestmark = pytest.mark.anyio
 
+LARGE_BYTES = 30_000_000  # more than fits into the socket's buffers
+
 
 @pytest.fixture
-async def port():
-    """The port of a server that answers each request with its number of headers."""
+def state():
+    """The state of the server, which contains its connections."""
+    return uvicorn.server.ServerState()
+
+
+@pytest.fixture
+async def port(state):
+    """The port of a server that answers each request with its number of headers.
+
+    The path /large has a large response.
+    """
 
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):
             pass
-        body = str(len(scope["headers"])).encode()
+        is_large = scope["path"] == "/large"
+        body = b"a" * LARGE_BYTES if is_large else str(len(scope["headers"])).encode()
         headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    config = uvicorn.Config(app, http=protocol_class(0.3), lifespan="off", log_level="error")
+    http = protocol_class(timeout_s=0.3, unread_s=1.0)
+    config = uvicorn.Config(app, http=http, lifespan="off", log_level="error")
     config.load()
     loop = asyncio.get_running_loop()
-    state = uvicorn.server.ServerState()
     server = await loop.create_server(
         lambda: config.http_protocol_class(config, state, {}), "127.0.0.1", 0
     )
@@ -88,3 +101,36 @@ async def test_headers_without_an_end_inside_a_body_close_the_connection(port, s
     head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = await exchange(port, head + start, b"b" * 70_000, pause_s=0.1)
     assert answer == b""
+
+
+async def open_large_response(port, connection=b"keep-alive"):
+    """Return a socket on which a large response is arriving."""
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(b"GET /large HTTP/1.1\r\nhost: a\r\nconnection: " + connection + b"\r\n\r\n")
+    client.setblocking(False)
+    return client
+
+
+async def wait_for_connections(state, number):
+    """Wait until the server has this number of connections."""
+    async with asyncio.timeout(10):
+        while len(state.connections) != number:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+async def test_a_whole_response_that_nobody_reads_closes_the_connection(port, state, connection):
+    with await open_large_response(port, connection):
+        await wait_for_connections(state, 1)
+        await wait_for_connections(state, 0)
+
+
+async def test_a_client_that_reads_slowly_gets_the_whole_response(port):
+    loop = asyncio.get_running_loop()
+    with await open_large_response(port) as client:
+        num_received = 0
+        while num_received < LARGE_BYTES:
+            received = len(await loop.sock_recv(client, 2_000_000))
+            assert received > 0
+            num_received += received
+            await asyncio.sleep(0.1)

@@ -49,7 +49,7 @@ REFUSED_IN_RESPONSES = {
         "Nereid stores responses but no conversations; use previous_response_id"
     ),
     "prompt": Refusal("Nereid stores no prompt templates; use instructions and input"),
-    "context_management": Refusal("Nereid does not compact conversations; use truncation"),
+    "context_management": Refusal("Nereid does not compact conversations; use truncation", ([],)),
     "access_programs": Refusal("Nereid has no access programs"),
     "image": Refusal("the served model writes text only"),
     # Fields of chat completions.

@@ -363,6 +363,10 @@ async def test_what_responses_do_not_offer_is_refused_by_name(respond, name):
         assert (await respond("hi", **{name: harmless})).status_code == 200
 
 
+async def test_an_empty_list_turns_context_management_off(respond):
+    assert (await respond("hi", context_management=[])).status_code == 200
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED_IN_TOOLS))
 async def test_what_is_not_offered_of_a_tool_is_refused_by_name(respond, name):
     refusal = REFUSED_IN_TOOLS[name]

@@ -111,13 +111,13 @@ def build_library(
                 "aot_inductor.package_constants_in_so": False,  # leave out the weights
                 # Compiled code calls these operators of Nereid as C functions, without Python.
                 "aot_inductor.custom_ops_to_c_shims": shims_of(model.device, is_native),
-                # With more than one thread, torch would start a pool of processes, which would
-                # continue to run after the compilation.
                 # A precompiled header takes longer to build than it saves for a few models.
                 "aot_inductor.precompile_headers": False,
                 # Torch finds the instruction sets in the processor's features. Do not also build a
                 # test program for each of them.
                 "cpp.vec_isa_ok": True,
+                # With more than one thread, torch would start a pool of processes, which would
+                # continue to run after the compilation.
                 "compile_threads": 1,
             },
         )

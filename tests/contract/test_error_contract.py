@@ -172,7 +172,7 @@ CASES = {
     "completions: logprobs is too high": text(logprobs=21),
     "completions: best_of is less than n": text(best_of=2, n=3),
     "completions: best_of in a stream": text(best_of=2, stream=True),
-    "completions: echo of token ids": text(prompt=[1, 2], echo=True),
+    "completions: echo of an unknown token id": text(prompt=[50_000], echo=True),
     "completions: echo with logprobs in a stream": text(echo=True, logprobs=1, stream=True),
     "completions: suffix": text(suffix="end", echo=True),
     "completions: tools": text(tools=[TOOL]),

@@ -196,7 +196,7 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
 
     The adapters of a model that is not loaded are unknown, unless they have been listed before.
 
-    Raises: BackendError if a loaded model does not answer.
+    Raises: BackendError if a loaded model or the server does not answer.
     """
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
     if adapter in pooling_names:
@@ -207,7 +207,8 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
             if await context.adapters.has(adapter):
                 return context
         except BackendError:
-            if control is None or await control.is_loaded(context.settings.ensemble):
+            is_loaded = control is None or await control.is_loaded(context.settings.ensemble)
+            if is_loaded or not await context.backend.is_live():
                 raise
     return None
 

@@ -93,8 +93,8 @@ class ControlledBackend:
         await self._backend.close()
 
     async def _check_loaded(self) -> None:
-        """Raise a BackendError if the model is not loaded."""
-        if not await self._control.is_loaded(self._name):
+        """Raise a BackendError if the server answers, but the model is not loaded."""
+        if not await self._control.is_loaded(self._name) and await self._backend.is_live():
             raise BackendError("UNAVAILABLE", "The model is not loaded.")
 
 

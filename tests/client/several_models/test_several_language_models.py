@@ -30,15 +30,20 @@ async def fail_because_the_model_is_unknown(parameters):
 
 
 @pytest.fixture
-async def client(monkeypatch):
-    """Return an httpx client of a frontend with the models a, b, c and d.
-
-    The model b is unloaded, and the model d was never loaded. The model c has the alias "gpt" and
-    the adapter "sql".
-    """
+def backends():
+    """Return the backends of the models a, b, c and d. The model c has the adapter "sql"."""
     backends = {name: FakeBackend() for name in "abdc"}
     backends["d"].change_adapters = fail_because_the_model_is_unknown
     backends["c"].adapters["sql"] = "/sql"
+    return backends
+
+
+@pytest.fixture
+async def client(monkeypatch, backends):
+    """Return an httpx client of a frontend with the models a, b, c and d.
+
+    The model b is unloaded, and the model d was never loaded. The model c has the alias "gpt".
+    """
     entry = ModelEntry(model="/")
     specs = [ModelSpec(name=name, triton_name=name, path="/", entry=entry) for name in "abdc"]
     control = ModelControl(specs, Repository())
@@ -79,6 +84,19 @@ async def test_an_unknown_model_is_a_404_although_another_model_is_not_loaded(cl
     response = await chat(client, "unknown")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_an_adapter_is_no_unknown_model_while_the_server_does_not_answer(
+    client, backends, monkeypatch
+):
+    for backend in backends.values():
+        backend.is_up = False
+
+    async def is_ready(*_):
+        return False
+
+    monkeypatch.setattr(Repository, "is_model_ready", is_ready)
+    assert (await chat(client, "sql")).status_code == 503
 
 
 @pytest.mark.parametrize("name", ["a", "b", "gpt"])

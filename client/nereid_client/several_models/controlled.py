@@ -66,7 +66,10 @@ class ControlledBackend:
         Raises: BackendError.
         """
         await self._check_loaded()
-        return await self._backend.change_adapters(parameters)
+        if "list_loras" in parameters:
+            return await self._backend.change_adapters(parameters)
+        with self._control.changing(self._name):
+            return await self._backend.change_adapters(parameters)
 
     async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
         """Read or change the prefix cache. See `Backend.call_cache`.

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,6 +60,8 @@ class ModelState:
         is_loading: whether the model is being loaded. Its memory is then reserved.
         is_unloaded_by_client: whether a client has unloaded the model. Requests then do not load
             the model again.
+        is_changed: whether a client has changed the weights or the adapters of the loaded model.
+            Only a client can then unload the model, because unloading undoes the change.
         num_requests: the number of requests that use the model now.
         last_used: the time.monotonic() at which the last request ended or the model was loaded.
         lock: held while the model is loaded or unloaded.
@@ -69,6 +71,7 @@ class ModelState:
     is_loaded: bool | None = None
     is_loading: bool = False
     is_unloaded_by_client: bool = False
+    is_changed: bool = False
     num_requests: int = 0
     last_used: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -155,6 +158,21 @@ class ModelControl:
             state.num_requests -= 1
             state.last_used = time.monotonic()
 
+    @contextmanager
+    def changing(self, model: str) -> Iterator[None]:
+        """Keep a model loaded while a client changes its weights or its adapters, and afterwards.
+
+        If the block fails, because the server refuses the change, the model can be unloaded again.
+        """
+        state = self._states[model]
+        was_changed = state.is_changed
+        state.is_changed = True
+        try:
+            yield
+        except BackendError:
+            state.is_changed = was_changed
+            raise
+
     async def load(self, spec: ModelSpec) -> None:
         """Load a model. The route `/v1/models/{model_id}/load` calls this method.
 
@@ -233,6 +251,7 @@ class ModelControl:
         finally:
             state.is_loading = False  # `_reserve_memory` has set it to True
         state.is_loaded = True
+        state.is_changed = False
         state.last_used = time.monotonic()
         _log.info("Loaded the model %s in %.1f s", state.spec.name, state.last_used - started)
 
@@ -351,8 +370,9 @@ def _used_memory(states: Iterable[ModelState]) -> int:
 
 
 def _can_be_unloaded(state: ModelState) -> bool:
-    """Return whether a model can be unloaded now: it is loaded, and no request uses it."""
-    return bool(state.is_loaded) and not state.num_requests and not state.lock.locked()
+    """Return whether a model can be unloaded now: it is loaded, unchanged, and not in use."""
+    is_used = state.num_requests > 0 or state.lock.locked()
+    return bool(state.is_loaded) and not state.is_changed and not is_used
 
 
 def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: int) -> str:
@@ -363,17 +383,19 @@ def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: 
     assert memory is not None  # every model has an estimate if there is a budget
     return (
         f"The model needs {memory.describe()}, but memory_budget is {format_bytes(budget)}, and "
-        f"models with running requests use {sizes}. Try again later, or raise memory_budget."
+        f"models with running requests or changed weights use {sizes}. Try again later, or raise "
+        "memory_budget."
     )
 
 
 def _is_idle(state: ModelState) -> bool:
     """Return whether a model has been idle for longer than its setting `idle_unload_s`.
 
-    Return False if the model has no such setting, if it is unloaded, or if it is being loaded or
-    unloaded.
+    Return False if the model has no such setting, if it is unloaded, if it is being loaded or
+    unloaded, or if a client has changed it.
     """
     limit_s = state.spec.entry.idle_unload_s
-    if not limit_s or state.num_requests > 0 or state.is_loaded is False or state.lock.locked():
+    is_used = state.num_requests > 0 or state.lock.locked()
+    if not limit_s or is_used or state.is_changed or state.is_loaded is False:
         return False
     return time.monotonic() > state.last_used + limit_s

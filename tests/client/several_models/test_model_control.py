@@ -94,6 +94,17 @@ async def test_the_idle_time_begins_when_the_server_has_loaded_the_model():
     await control.close()
 
 
+async def test_an_idle_model_with_changed_weights_stays_loaded():
+    repository = FakeRepository()
+    control = ModelControl([spec(idle_unload_s=1)], repository)
+    await use(control, repository)
+    with control.changing("a"):
+        pass
+    await asyncio.sleep(1.8)
+    assert repository.calls == [("load", "a")]
+    await control.close()
+
+
 async def test_unloading_waits_for_requests_and_rejects_further_ones():
     repository = FakeRepository()
     control = ModelControl([spec()], repository)
@@ -249,6 +260,22 @@ async def test_a_model_that_could_not_be_unloaded_still_counts():
         await asyncio.wait_for(use(control, repository, name="b"), 0.005)
     await use(control, repository, name="b")
     assert repository.loaded == {"b"}
+
+
+async def test_a_model_that_a_client_has_changed_is_only_unloaded_by_a_client():
+    control, repository = with_budget(3, a=2, b=2)
+    await use(control, repository)
+    with pytest.raises(BackendError), control.changing("a"):
+        raise BackendError("INVALID_ARGUMENT", "path: there is no such folder")
+    await use(control, repository, name="b")
+    with control.changing("b"):
+        pass
+    with pytest.raises(ApiError, match="or changed weights use b 2 GiB"):
+        await use(control, repository)
+    await control.unload(control.specs[1])
+    await use(control, repository)
+    await control.load(control.specs[1])
+    await use(control, repository)
 
 
 async def test_a_model_that_fails_to_load_frees_its_memory():

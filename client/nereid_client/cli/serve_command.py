@@ -23,6 +23,7 @@ from nereid_client.cli.tritonserver_command import (
 from nereid_client.console import CliError, complain
 from nereid_client.settings import VARIABLES, Settings
 from nereid_client.several_models.model_variables import without_model_settings
+from nereid_client.several_models.models_file import adapter_names
 from nereid_client.several_models.serve_models import ServedModels
 from nereid_client.supervise import pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
@@ -69,6 +70,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     environment = _environment(args, models.path, models.name)
     if several is None:
         environment |= pooling_models.environment(models.pooling_models)
+        names = [models.name, *(model.name for model in models.pooling_models)]
+        _check_adapter_names(environment.get("NEREID_LORA_ADAPTERS", ""), names)
     _add_frontend_defaults(environment)
     settings = startup_checks.check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
@@ -268,6 +271,23 @@ def _absolute_adapter(value: str) -> str:
     if not (name and path) or "," in value:
         raise CliError(f"--lora: the value must be NAME=PATH without a comma, but it is {value!r}.")
     return f"{name}{separator}{Path(path).expanduser().absolute()}"
+
+
+def _check_adapter_names(lora_adapters: str, names: Sequence[str]) -> None:
+    """Check that no adapter has the name of a model. Requests could never select such an adapter.
+
+    Args:
+        lora_adapters: the setting lora_adapters.
+        names: the names of all models.
+
+    Raises: CliError that names the adapter.
+    """
+    for name in adapter_names(lora_adapters):
+        if name in names:
+            raise CliError(
+                f"--lora: the name of an adapter must differ from the names of the models, but an "
+                f"adapter and a model have the name {name!r}. Choose another name for the adapter."
+            )
 
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:

@@ -269,7 +269,7 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that model names are unique, in requests and in the model repository.
+    """Check that the names of models and adapters are unique, also in the model repository.
 
     In the model repository, a language model is an ensemble with several steps, each of which is
     also a model: the model "chat" has the steps "chat-tokenizer", "chat-executor" and
@@ -281,7 +281,11 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
 
     Raises: SettingsError.
     """
-    names = [name for spec in specs for name in spec.names]
+    names = [
+        name
+        for spec in specs
+        for name in (*spec.names, *adapter_names(spec.settings.get("lora_adapters", "")))
+    ]
     repeated_names = [name for at, name in enumerate(names) if name in names[:at]]
     if repeated_names:
         raise SettingsError(f"the file {path} has the name {repeated_names[0]!r} twice.")
@@ -295,6 +299,15 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
             "in at least one letter, digit, '_', '-' or '.', and a name must not be the name of "
             "another model with a suffix such as '-tokenizer'."
         )
+
+
+def adapter_names(lora_adapters: str) -> list[str]:
+    """Return the names of the adapters in the setting lora_adapters.
+
+    Example: "sql=/path,legal=/other" returns ["sql", "legal"].
+    """
+    pairs = lora_adapters.split(",")
+    return [pair.partition("=")[0].strip() for pair in pairs if pair.strip()]
 
 
 def _check_has_language_model(specs: list[ModelSpec], path: Path) -> None:

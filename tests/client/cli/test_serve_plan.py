@@ -116,3 +116,11 @@ def test_a_flag_sets_the_default_of_models_that_have_a_memory_budget(plan_of_fil
 def test_a_setting_that_a_model_of_the_file_does_not_have_is_refused(plan_of_file, setting):
     with pytest.raises(CliError, match=rf"\[a\] in .*: {setting} is not a setting of a model"):
         plan_of_file(f'[a]\nmodel = "echo-model"\n{setting} = 5\n')
+
+
+@pytest.mark.parametrize("variables", [{}, {"NEREID_LORA_ADAPTERS": "other=/x, echo-model=/y"}])
+def test_an_adapter_with_the_name_of_the_model_is_refused(plan, variables):
+    flags = [] if variables else ["--lora=echo-model=/y"]
+    [port] = free_ports(1)
+    with pytest.raises(CliError, match="an adapter and a model have the name 'echo-model'"):
+        plan(f"--openai-port={port}", *flags, **variables)

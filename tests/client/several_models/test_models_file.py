@@ -142,6 +142,11 @@ def test_tables_become_models_in_order(tmp_path):
         ('[a]\nmodel = "b"\nkind = "vision"', "a.kind .* is wrong"),
         ('[a]\nmodel = "b"\nidle_unload_s = -1', "a.idle_unload_s .* is wrong"),
         ('[a]\nmodel = "b"\nserved_model_name = "c"', "name of a model is the name of its table"),
+        ('[a]\nmodel = "b"\nlora_adapters = "a=/x"', "the name 'a' twice"),
+        (
+            '[a]\nmodel = "b"\nlora_adapters = "s=/x"\n[b]\nmodel = "b"\nlora_adapters = " s=/y"',
+            "the name 's' twice",
+        ),
         ('[a]\nmodel = "b"\naliases = ["c"]\n[c]\nmodel = "b"', "the name 'c' twice"),
         ('["a/b"]\nmodel = "b"\n["a-b"]\nmodel = "b"', "too similar"),
         ('[a]\nmodel = "b"\n[a-executor]\nmodel = "b"', "too similar"),

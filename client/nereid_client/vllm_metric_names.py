@@ -4,6 +4,7 @@ Routers and dashboards for vLLM can then read the metrics.
 """
 
 import re
+from collections.abc import Mapping
 
 VLLM_METRICS = frozenset(
     {
@@ -36,43 +37,46 @@ _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_coun
 
 The groups are "# HELP ", "# TYPE " or "", the name of the metric without "nereid:", and the rest.
 """
-_TRITON_LABEL = 'model_name="llm"'
-"""The label of a metric on the Triton server, where the language model has the name "llm"."""
+_MODEL_LABEL = re.compile(r'model_name="([^"]*)"')
+"""Matches the label with the name of the language model in the model repository."""
 
 
-def with_vllm_names(page: str, model_name: str) -> str:
+def with_vllm_names(page: str, model_names: Mapping[str, str]) -> str:
     """Rename the Triton server's metrics to vLLM's names, and change the labels.
 
     The label `model_name` gets the name of the model in requests. The label `engine`, the number of
     the engine in vLLM, is added if it is missing. Metrics that vLLM does not have do not change.
 
-    Example: with the model name "chat", the line `nereid:num_requests_running{model_name="llm"} 1`
-    becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`.
+    Example: with the model names {"llm": "chat"}, the line `nereid:num_requests_running{
+    model_name="llm"} 1` becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`.
 
     Args:
         page: the metrics of the Triton server, in the text format of Prometheus.
-        model_name: the name of the language model in requests.
+        model_names: maps the name of each language model in the model repository to its name in
+            requests.
     """
-    escaped = model_name.replace("\\", r"\\").replace('"', r"\"")
-    model_label = f'model_name="{escaped}"'
-    return _LINE.sub(lambda match: _renamed(match, model_label), page)
+    return _LINE.sub(lambda match: _renamed(match, model_names), page)
 
 
-def _renamed(line: re.Match[str], model_label: str) -> str:
+def _renamed(line: re.Match[str], model_names: Mapping[str, str]) -> str:
     """Return one line of a metrics page, with the name and the labels that the metric has in vLLM.
 
-    Example: with the label 'model_name="chat"', the line `nereid:num_requests_running{
-    model_name="llm"} 1` becomes `vllm:num_requests_running{model_name="chat",engine="0"} 1`. In
-    comments, such as `# TYPE nereid:num_requests_running gauge`, only the name changes.
+    In comments, such as `# TYPE nereid:num_requests_running gauge`, only the name changes.
 
     Args:
         line: a match of `_LINE`: the beginning of the line, the name of the metric, and the rest.
-        model_label: the label of the model, such as 'model_name="chat"'.
+        model_names: the names of the language models, as described by `with_vllm_names`.
     """
     start, name, rest = line.groups()
     if name not in VLLM_METRICS:
         return line[0]  # the whole line, unchanged
     # A server with several engine processes has already added the label `engine` to its gauges.
     has_engine = 'engine="' in rest
-    labels = model_label if has_engine else f'{model_label},engine="0"'
-    return f"{start}vllm:{name}{rest.replace(_TRITON_LABEL, labels, 1)}"
+    engine_label = "" if has_engine else ',engine="0"'
+
+    def changed_label(label: re.Match[str]) -> str:
+        model_name = model_names.get(label[1], label[1])
+        escaped = model_name.replace("\\", r"\\").replace('"', r"\"")
+        return f'model_name="{escaped}"{engine_label}'
+
+    return f"{start}vllm:{name}{_MODEL_LABEL.sub(changed_label, rest, count=1)}"

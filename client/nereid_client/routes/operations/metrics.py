@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from nereid_client.middleware.request_metrics import RequestMetrics
-from nereid_client.request_context import context_of
+from nereid_client.request_context import context_of, contexts_of
 from nereid_client.supervise.frontend_client import fetch
 from nereid_client.vllm_metric_names import with_vllm_names
 
@@ -30,7 +30,11 @@ async def metrics(request: Request) -> Response:
     if settings.metrics_url:
         server_page = await _server_page(settings.metrics_url, request_metrics)
     if settings.metrics_names == "vllm":
-        server_page = with_vllm_names(server_page, settings.model_name)
+        # Without --config, the Triton server always calls the language model "llm".
+        names = {"llm": settings.model_name}
+        for context in contexts_of(request).all:
+            names[context.settings.ensemble] = context.settings.model_name
+        server_page = with_vllm_names(server_page, names)
     page = request_metrics.as_text() + server_page.encode()
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 

@@ -11,6 +11,7 @@ from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.checkpoints.weight_counts import WeightCounts, count_weights
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
+from nereid_backend.linear.prepack import has_fast_bfloat16
 from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
@@ -149,7 +150,9 @@ def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
     dtype_name = dtype
     if dtype == "auto":
         dtype_name = _dtype_in_config(folder)
-        if dtype_name == "float16" and device.type == "cpu":
+        # As in `load_checkpoint`, a data type that is slow on the CPU is replaced by float32.
+        is_slow = dtype_name == "float16" or not has_fast_bfloat16()
+        if device.type == "cpu" and is_slow:
             dtype_name = "float32"
     return _HALF_BYTES if dtype_name in ("bfloat16", "float16") else _FULL_BYTES
 
@@ -160,8 +163,9 @@ def _dtype_in_config(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError:
         return "float32"  # load_checkpoint reports the damaged file
-    text_config = config.get("text_config") or {}
-    for section in (config, text_config):
+    for section in (config, config.get("text_config")):
+        if not isinstance(section, dict):
+            continue
         dtype_name = section.get("dtype") or section.get("torch_dtype")
         if dtype_name:
             return str(dtype_name)

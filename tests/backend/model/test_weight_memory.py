@@ -1,5 +1,8 @@
 """A checkpoint that is larger than the free memory: its refusal, and rounding while reading."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from backend.exactness import open_engine, run_alone
@@ -50,6 +53,23 @@ def test_the_refusal_names_the_most_exact_setting_that_fits(checkpoint, set_free
         dtype = "float32" if "bfloat16" in remedy else "bfloat16"
         with pytest.raises(ConfigError, match=remedy):
             open_engine(folder, dtype=dtype)
+
+
+def test_bfloat16_weights_count_as_float32_on_a_cpu_that_is_slow_in_bfloat16(
+    checkpoint, set_free, monkeypatch, tmp_path
+):
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"dtype": "bfloat16", "text_config": 5})
+    )
+    set_free(3 * count_weights(folder).num_weights)
+    device = torch.device("cpu")
+    monkeypatch.setattr(weight_memory, "has_fast_bfloat16", lambda: True)
+    weight_memory.form_that_fits(EngineConfig(str(folder)), device)
+    monkeypatch.setattr(weight_memory, "has_fast_bfloat16", lambda: False)
+    with pytest.raises(ConfigError, match=r"as float32, but .* With dtype=bfloat16, they need"):
+        weight_memory.form_that_fits(EngineConfig(str(folder)), device)
 
 
 def test_rounding_is_recommended_on_a_cpu_only(checkpoint, set_free):

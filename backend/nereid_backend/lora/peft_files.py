@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regex  # type: ignore[import-untyped]  # the module `re` has no time limit
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -47,6 +48,9 @@ _HARMLESS_SETTINGS = frozenset(
 # The largest accepted ratio between the size of an adapter in its file and its size in memory.
 # Example: the file contains float32 numbers, and the memory contains bfloat16 numbers.
 _FILE_TO_MEMORY_RATIO = 2
+# The time limit for the search of one regular expression of adapter_config.json in the name of a
+# layer. The search usually takes microseconds.
+_PATTERN_SECONDS = 1
 # PEFT can initialise an adapter with these methods, which also change the weights of the model.
 # Such an adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -199,9 +203,15 @@ class _PeftConfig:
             for pattern, value in patterns.items():
                 # A pattern must match the whole layer name, or everything after one of the dots in
                 # the name. Example: "q_proj" matches "layers.0.q_proj".
-                if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
+                text = rf"(.*\.)?({pattern})"
+                if regex.fullmatch(text, layer_name, timeout=_PATTERN_SECONDS):
                     return value
-        except (AttributeError, re.error, OverflowError) as error:
+        except TimeoutError as error:
+            raise ModelError(
+                f"{self.file}: the regular expression {pattern!r} in {setting} takes more than "
+                f"{_PATTERN_SECONDS} second to search. Simplify the expression."
+            ) from error
+        except (AttributeError, regex.error, OverflowError) as error:
             raise ModelError(
                 f"{self.file}: {setting} must be an object whose keys are regular expressions, but "
                 f"the file has {patterns!r}."
@@ -369,7 +379,8 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
         if match is None:
             raise ModelError(
                 f"{file}: the tensor {tensor_name} is neither the lora_A matrix nor the lora_B "
-                "matrix of a linear layer."
+                "matrix of a linear layer, which is not supported. Merge the adapter into the "
+                "model."
             )
         # torch implements `isfinite` only for some of the float8 types.
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():

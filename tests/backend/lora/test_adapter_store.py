@@ -158,6 +158,16 @@ def test_an_unsuitable_setting_is_refused_by_name(settings, message, engine, fol
     assert engine.lora_names == []
 
 
+def test_a_pattern_that_takes_exponential_time_in_python_does_not_block_the_engine(
+    engine, folders, tmp_path
+):
+    folder = shutil.copytree(folders["a"], tmp_path / "x")
+    write_config(folder, r=4, rank_pattern={"(.*)*x": 9})
+    engine.load_lora("x", str(folder))
+    assert engine.lora_names == ["x"]
+    engine.unload_lora("x")
+
+
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.quantised_tensors import lazy_weights, quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.errors import ModelError, first_line
 
 
 def weight_arguments(
@@ -82,9 +83,20 @@ def restore_generation_config(model: PreTrainedModel, folder: Path) -> None:
     needs the end-of-sequence tokens in the generation config.
 
     Mutates: `model`.
+
+    Raises:
+        ModelError: if the file is damaged.
     """
-    if model.can_generate() and (folder / "generation_config.json").is_file():
+    file = folder / "generation_config.json"
+    if not model.can_generate() or not file.is_file():
+        return
+    try:
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # A file with values of wrong types can cause any exception in transformers.
+        raise ModelError(
+            f"{file} cannot be read ({first_line(error)}). Correct or delete the file."
+        ) from error
 
 
 def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:

@@ -28,8 +28,12 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise ModelError(f"{path}: the checkpoint's tokenizer cannot be loaded: {error}") from error
+    except Exception as error:
+        # A broken file can cause any exception. Some messages of transformers have several lines.
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{path}: the checkpoint's tokenizer cannot be loaded: {reason}"
+        ) from error
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))

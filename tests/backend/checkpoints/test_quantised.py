@@ -189,6 +189,13 @@ def test_settings_with_a_wrong_type_are_refused(settings, tmp_path):
         count_weights(folder)
 
 
+def test_a_damaged_generation_config_beside_quantised_weights_is_named(tmp_path):
+    _, folder = writers.write_pair("llama", tmp_path, *writers.awq())
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        load(folder)
+
+
 def test_quantised_weights_without_quantization_config_are_refused(tmp_path):
     _, folder = writers.write_pair("llama", tmp_path, *writers.fp8(block=None))
     set_settings(folder, None)

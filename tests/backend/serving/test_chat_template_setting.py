@@ -74,6 +74,26 @@ def test_a_damaged_chat_template_json_is_an_error_of_the_checkpoint(content, tmp
         load_tokenizer(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eos_token": {"content": "<|im_end|>"}}, "Special token eos_token has to be"),
+        ({"added_tokens_decoder": []}, "'list' object has no attribute 'items'"),
+        ({"chat_template": 5}, "chat_template in .*tokenizer_config.json must be a text"),
+    ],
+)
+def test_a_tokenizer_config_with_a_wrong_type_is_an_error_of_the_checkpoint(
+    change, message, tmp_path
+):
+    folder = tmp_path / "chat"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=f"model: .*{message}"):
+        load_tokenizer(str(folder))
+
+
 def test_the_format_is_derived_from_the_template_of_the_server(template):
     own = choose_format(ServingSettings(model=MODEL))
     servers = choose_format(ServingSettings(model=MODEL, chat_template=str(template)))

@@ -59,8 +59,15 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {error}") from error
+    except Exception as error:
+        # A broken file can cause any exception. Some messages of transformers have several lines.
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {reason}") from error
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise ModelError(
+            f"model: chat_template in {model}/tokenizer_config.json must be a text or a list of "
+            f"templates, but it is {tokenizer.chat_template!r}. Correct the file."
+        )
     template = _read_json_template(Path(model))
     if template is not None:
         tokenizer.chat_template = template

@@ -9,6 +9,9 @@ from nereid_parsers.stream.pattern_matching import tag_parts
 from nereid_parsers.stream.text_buffer import TextBuffer
 
 _Search = Callable[[str, int], re.Match[str] | None]
+# A prefix of a marker is matched by nested groups, one for each character. Python's `re` module
+# raises a RecursionError for a few hundred nested groups.
+_MAX_NESTED_GROUPS = 64
 
 
 def marker_prefix_regex(marker: str) -> str:
@@ -17,10 +20,14 @@ def marker_prefix_regex(marker: str) -> str:
     Example: `marker_prefix_regex("<a>")` returns `"<(?:a)?\Z"`. This regex matches the last
     character of `x<`, and the last two characters of `x<a`.
     """
-    regex = ""
-    for char in reversed(marker[1:-1]):
-        regex = f"(?:{re.escape(char)}{regex})?"
-    return f"{re.escape(marker[0])}{regex}\\Z"
+    regexes = []
+    # The regexes of a longer marker match at least 1, 65, 129 .. characters of the marker.
+    for start in range(0, max(len(marker) - 1, 1), _MAX_NESTED_GROUPS):
+        regex = ""
+        for char in reversed(marker[start + 1 : min(start + _MAX_NESTED_GROUPS, len(marker) - 1)]):
+            regex = f"(?:{re.escape(char)}{regex})?"
+        regexes.append(f"{re.escape(marker[: start + 1])}{regex}\\Z")
+    return regexes[0] if len(regexes) == 1 else f"(?:{'|'.join(regexes)})"
 
 
 def spaced_marker_regex(marker: str) -> str:

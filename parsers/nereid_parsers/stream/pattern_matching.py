@@ -46,6 +46,7 @@ _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
+_MAX_GAPS_IN_SPELLINGS = 12  # the largest number of spaces and gaps of a marker with spellings
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 # Matches the boundary between a tag and the adjacent text, including white space. Example: the
 # space in `<a> b` is matched.
@@ -217,14 +218,19 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
         other white space next to a tag            `<|start|> assistant`, `<|start|>\nassistant`
         more white space instead of a space        `<invoke  name="`, `<invoke \nname="`
 
-    A single tag without white space, such as `<think>`, has no other spelling.
+    A single tag without white space, such as `<think>`, has no other spelling. A marker with very
+    many spaces has no other spelling either, because its spellings would need much memory.
     """
     spellings = [marker]
     if marker.startswith("<"):  # The spaces between ordinary words are required.
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
-    for gap in _TAG_GAP.finditer(marker):
+    gaps = list(_TAG_GAP.finditer(marker))
+    spaces = list(_WHITESPACE_IN_MARKER.finditer(marker))
+    if len(gaps) + len(spaces) > _MAX_GAPS_IN_SPELLINGS:
+        return (marker,)
+    for gap in gaps:
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
-    for space in _WHITESPACE_IN_MARKER.finditer(marker):
+    for space in spaces:
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
 

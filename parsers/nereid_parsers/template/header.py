@@ -9,6 +9,7 @@ end of a prompt that opens the model's answer. Example: the generation prompt
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -233,11 +234,16 @@ def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
     '<|assistant|>\n'
     """
     prompt_tokens = tokens(generation_prompt)
-    for num_tokens in range(len(prompt_tokens), 0, -1):  # Longer prefixes are tried first.
-        prefix = "".join(prompt_tokens[:num_tokens])
-        if prefix.strip() and prefix in rendering:
-            return prefix
-    return ""
+
+    def is_missing(num_tokens: int) -> bool:
+        """Return whether the prefix of `num_tokens` tokens does not occur in `rendering`."""
+        return "".join(prompt_tokens[:num_tokens]) not in rendering
+
+    # If a prefix is missing, all longer prefixes are missing, too. Therefore, a binary search finds
+    # the first prefix that is missing. Trying all prefixes takes too long for a long prompt.
+    first_missing = bisect_left(range(1, len(prompt_tokens) + 1), True, key=is_missing) + 1
+    prefix = "".join(prompt_tokens[: first_missing - 1])
+    return prefix if prefix.strip() else ""
 
 
 def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:

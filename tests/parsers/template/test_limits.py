@@ -7,7 +7,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import pytest
-from nereid_parsers import TemplateError, analyze_template
+from nereid_parsers import StreamParser, TemplateError, analyze_template, fold
 from nereid_parsers.template.request_template import RequestTemplate
 from nereid_parsers.template.sandbox import compile_template, limits
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
@@ -53,6 +53,46 @@ def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     assert len(str(error.value)) > 20
     assert time.thread_time() - started < 20
     assert peak_bytes < 64_000_000
+
+
+# A template that writes LONG before a tool call.
+LONG_MARKER = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}LONG<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>PROMPT' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["[", "<a>", "words ", "<|a|> "])
+def test_a_very_long_marker_is_rejected_in_time(text):
+    started = time.thread_time()
+    template = LONG_MARKER.replace("LONG", f"{{{{ '{text}' * 20000 }}}}").replace("PROMPT", "")
+    with pytest.raises(LimitError, match="characters, but the limit is 1000: "):
+        analyze_template(template)
+    assert time.thread_time() - started < 5
+
+
+def test_a_very_long_generation_prompt_is_analysed_in_time():
+    started = time.thread_time()
+    text = LONG_MARKER.replace("LONG", "").replace("PROMPT", "' + '[' * 40000 + '")
+    analyze_template(text)
+    assert time.thread_time() - started < 5
+
+
+@pytest.mark.parametrize("text", ["I call the tool that is named below. ", "<a>", "x"])
+def test_a_long_text_before_a_call_is_a_marker(text):
+    started = time.thread_time()
+    marker = text * (600 // len(text))
+    template = LONG_MARKER.replace("LONG", marker).replace("PROMPT", "")
+    fmt = analyze_template(template).format
+    assert time.thread_time() - started < 5
+    for size in (1, 7, 10_000):
+        written = f'{marker}<call>{{"name": "f", "arguments": {{"a": 1}}}}</call>'
+        parser = StreamParser(fmt)
+        pieces = [written[at : at + size] for at in range(0, len(written), size)]
+        message = fold([event for piece in pieces for event in parser.feed(piece)])
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": 1}')]
+        assert not message.content
 
 
 @pytest.mark.parametrize("expression", LARGE_RESULTS)

@@ -21,6 +21,9 @@ from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
+# Only this many brackets before the name of a function are tried as the start of the JSON, because
+# each attempt may read the whole text.
+_MAX_JSON_STARTS = 100
 _DECODER = json.JSONDecoder(strict=False)
 
 
@@ -231,7 +234,7 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
         return None
     # The JSON starts at one of the brackets before the name.
     possible_starts = [index for index, char in enumerate(before_name) if char in "{["]
-    for start in possible_starts:
+    for start in possible_starts[-_MAX_JSON_STARTS:]:
         found = _decode_json(text, start)
         if found is not None and _contains_call(found.value, name):
             return found

@@ -73,17 +73,17 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     try:
         spec = _add_input_rules(spec, sentence_config)
         _check_default_prompt(root, spec)
-    except (AttributeError, TypeError) as error:
-        raise ModelError(
-            f"{root / SENTENCE_CONFIG_FILE} or a file sentence_*_config.json in {folder} has a "
-            f"value of a wrong type ({error}). Download the files again."
-        ) from error
-    if task == "embed":
+        if task != "embed":
+            return _describe_scoring(spec, modules, sentence_config)
         # The setting `pooling` replaces the modules in the checkpoint's files. The modules are also
         # ignored if they are for a task other than embedding.
         uses_modules = settings.pooling is None and is_embedder(modules)
         return describe_embedding(spec, settings, root, modules if uses_modules else [])
-    return _describe_scoring(spec, modules, sentence_config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"a JSON file in {root}, such as {SENTENCE_CONFIG_FILE}, has a value of a wrong type, "
+            f"or lacks a value ({type(error).__name__}: {error}). Download the JSON files again."
+        ) from error
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

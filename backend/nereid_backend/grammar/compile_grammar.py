@@ -39,7 +39,15 @@ def load_libraries(
         vocabulary: the tokens of the model.
         eos_token_ids: the checkpoint's stop tokens.
         num_threads: the largest number of threads that one compilation with xgrammar starts.
+
+    Raises:
+        RequestError: if the checkpoint has no stop token.
     """
+    if not eos_token_ids:
+        raise RequestError(
+            "grammar: grammars and thinking budgets cannot be used with this checkpoint, because "
+            "it has no end-of-sequence token. Set eos_token_id in its generation_config.json."
+        )
     # The modules are imported only here, because the libraries take seconds to load and most
     # servers never use them.
     from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend

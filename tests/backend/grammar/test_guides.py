@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from backend.grammar.conftest import MODEL
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError, RequestError
@@ -237,6 +238,14 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
     made = Guides(str(tmp_path), vocab_size=10, eos_token_ids=[1])
     params = SamplingParams(grammar=GrammarSpec("regex", "a"))
     assert "tokenizer cannot be loaded" in str(made.prepare(params, frozenset()).exception(60))
+    made.close()
+
+
+def test_a_checkpoint_without_an_end_of_sequence_token_is_refused_with_the_remedy():
+    made = Guides(MODEL, vocab_size=2048, eos_token_ids=[])
+    params = SamplingParams(grammar=GrammarSpec("regex", "a"))
+    error = made.prepare(params, frozenset({5})).exception(60)
+    assert "no end-of-sequence token. Set eos_token_id" in str(error)
     made.close()
 
 

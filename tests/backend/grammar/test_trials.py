@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
+import psutil
 import pytest
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
@@ -53,9 +54,8 @@ def test_only_small_grammars_without_slow_keywords_are_quick(spec, expected):
 # ---- the server of the trials --------------------------------------------------------------------
 
 
-@contextmanager
-def running_server(timeout_s):
-    """A connection to a server in a process of its own."""
+def start_server(timeout_s):
+    """Start a server in a process of its own. Return the connection and the process."""
     ours, theirs = Pipe()
     program = Path(__file__).with_name("scripted_trials.py")
     process = subprocess.Popen(
@@ -63,6 +63,13 @@ def running_server(timeout_s):
         pass_fds=[theirs.fileno()],
     )
     theirs.close()
+    return ours, process
+
+
+@contextmanager
+def running_server(timeout_s):
+    """A connection to a server."""
+    ours, process = start_server(timeout_s)
     yield ours
     ours.close()
     assert process.wait(20) == 0
@@ -112,6 +119,24 @@ def test_slow_trials_do_not_delay_others_and_can_be_cancelled(server):
     for job_id in range(8):
         server.send(("cancel", job_id))
     assert outcome(server, 99)[0] == Outcome.DONE
+
+
+def test_a_killed_server_is_noticed_while_its_children_still_compile():
+    connection, process = start_server(30.0)
+    connection.send(("compile", 1, "ebnf", "slow"))
+    connection.send(("compile", 2, "ebnf", "quick"))
+    assert outcome(connection, 2)[0] == Outcome.DONE  # the slow trial has started before
+    children = psutil.Process(process.pid).children()
+    process.kill()
+    try:
+        assert connection.poll(10)
+        with pytest.raises(EOFError):
+            connection.recv()
+    finally:
+        for child in children:
+            child.kill()
+        process.wait()
+        connection.close()
 
 
 # ---- the pool ------------------------------------------------------------------------------------

@@ -384,7 +384,8 @@ class Supervisor:
         """Install handlers for SIGINT, SIGTERM and SIGHUP that stop the programs.
 
         After the first signal, running requests may finish. After a second signal, everything stops
-        immediately.
+        immediately. If this process ignores SIGHUP, for example because of the program nohup, the
+        process continues to ignore SIGHUP.
         """
 
         def on_signal(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
@@ -392,7 +393,9 @@ class Supervisor:
                 self._second_signal.set()
             self._stop.set()
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         previous = [signal.signal(number, on_signal) for number in numbers]
         try:
             yield

@@ -184,10 +184,12 @@ class BatchRunner:
 
         Do nothing if this method has cleaned up less than `_CLEAN_UP_EVERY_S` seconds ago.
         """
-        now = time.time()
-        if now < self._clean_up_due:
+        # The system clock can be set back, so it does not decide when the next clean-up is due.
+        started = time.monotonic()
+        if started < self._clean_up_due:
             return
-        self._clean_up_due = now + _CLEAN_UP_EVERY_S
+        self._clean_up_due = started + _CLEAN_UP_EVERY_S
+        now = time.time()
         files = self._store.files
         await asyncio.to_thread(files.delete_expired, now)
         await asyncio.to_thread(self._store.delete_expired, now)

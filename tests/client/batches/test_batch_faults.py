@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fakes.batches import CHAT, jsonl, line
-from nereid_client.batches import batch_run
+from nereid_client.batches import batch_run, batch_runner
 from nereid_client.batches.batch_lines import ResultFile
 from nereid_client.batches.batch_runner import BatchRunner
 from nereid_client.batches.line_requests import LineResponse, LineSlots
@@ -145,3 +145,20 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypat
         patch.setattr(Path, "read_bytes", fail)
         store.files.delete_expired(time.time())
     assert store.files.find(file.id, "") == file
+
+
+async def test_batches_continue_after_files_were_deleted_although_the_clock_was_set_back(
+    store, monkeypatch
+):
+    monkeypatch.setattr(batch_runner, "_CLEAN_UP_EVERY_S", 0.01)
+    batch = create(store, num_lines=1)
+    store.files.limits = FileLimits(count=100, num_bytes=1)  # all batches wait
+    async with running(store, num_slots=2) as runner:
+        while not runner._slots.is_paused:
+            await asyncio.sleep(0.01)
+        yesterday = time.time() - 86400
+        monkeypatch.setattr(batch_runner.time, "time", lambda: yesterday)
+        store.files.limits = FileLimits(count=100, num_bytes=1 << 20)
+        await asyncio.sleep(0.05)
+        runner.wake_up()
+        assert (await ended(store, batch)).status == "completed"

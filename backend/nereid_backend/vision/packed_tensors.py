@@ -20,6 +20,23 @@ from nereid_backend.errors import RequestError, first_line
 _RESERVED = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 )
+# The data types of tensors that are accepted from clients. torch has further data types, but it
+# crashes if bytes are converted to some of these types, such as quint8.
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
 
 
 def pack_images(images: ImageInputs) -> bytes:
@@ -43,8 +60,17 @@ def unpack_images(data: bytes) -> ImageInputs:
         if _RESERVED.intersection(arguments):
             raise ValueError("an argument has a reserved name")
         unpacked = {str(name): _unpack(value) for name, value in arguments.items()}
-        return ImageInputs(unpacked, bytes(digest), int(first_token), tuple(map(str, kinds)))
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        # `bytes` would convert an integer to that many zero bytes. `memoryview` refuses an integer.
+        digest = bytes(memoryview(digest))
+        return ImageInputs(unpacked, digest, int(first_token), tuple(map(str, kinds)))
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         raise RequestError(f"envelope: the images are damaged: {first_line(error)}") from None
 
 
@@ -70,9 +96,9 @@ def _unpack(value: Any) -> Any:  # noqa: ANN401 - a value of msgpack
     if isinstance(value, list):
         return [_unpack(item) for item in value]
     if isinstance(value, dict):
-        dtype = getattr(torch, value["dtype"])
-        content = bytearray(value["bytes"])
-        if not content:
-            return torch.empty(value["shape"], dtype=dtype)
-        return torch.frombuffer(content, dtype=dtype).reshape(value["shape"])
+        dtype = _DTYPES[value["dtype"]]
+        content = bytearray(memoryview(value["bytes"]))
+        # torch.frombuffer refuses an empty buffer.
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
     return value

@@ -144,6 +144,14 @@ def test_packed_images_are_unpacked_unchanged():
         msgpack.packb([{"use_cache": True}, b"", 0, False]),
         msgpack.packb([{"a": {"dtype": "x", "shape": [1], "bytes": b"1"}}, b"", 0, False]),
         msgpack.packb([{"a": {"dtype": "float32", "shape": [9], "bytes": b"1234"}}, b"", 0, False]),
+        msgpack.packb(
+            [{"a": {"dtype": "quint8", "shape": [1], "bytes": b"1"}}, b"", 0, ["images"]]
+        ),
+        msgpack.packb([{"a": {"dtype": "uint8", "shape": [2**33], "bytes": b""}}, b"", 0, []]),
+        msgpack.packb([{"a": {"dtype": "uint8", "shape": [1], "bytes": 2**40}}, b"", 0, []]),
+        msgpack.packb([{"a": {"shape": [1]}}, b"", 0, ["images"]]),
+        msgpack.packb([{}, 2**40, 0, ["images"]]),
+        msgpack.packb([{}, b"", float("inf"), ["images"]]),
     ],
 )
 def test_damaged_images_are_refused(data):

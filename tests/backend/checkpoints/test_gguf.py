@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
+from nereid_backend.checkpoints.gguf import gguf_folder
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
@@ -158,6 +159,40 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path):
         assert loaded.encode(text) == tokenizer.encode(text).ids
     assert loaded.eos_token == "<|end|>"
     assert loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[x]"
+
+
+@pytest.mark.parametrize(
+    ("adds_space", "first_token"), [(None, "▁ab"), (True, "▁ab"), (False, "ab")]
+)
+def test_a_sentencepiece_tokenizer_adds_a_space_only_if_the_file_says_so(
+    adds_space, first_token, tmp_path
+):
+    tokens = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+        "▁ab",
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 258 + [-9.0, -8.0, -7.0, -3.0, -2.0, -1.0],
+        "tokenizer.ggml.token_type": [2, 3] + [6] * 256 + [1] * 6,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    if adds_space is not None:
+        metadata["tokenizer.ggml.add_space_prefix"] = adds_space
+    file = GgufFile(Path("x.gguf"), {"general.architecture": "llama"} | metadata, {})
+    gguf_folder._write_tokenizer(file, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("ab a")
+    assert tokenizer.convert_ids_to_tokens(ids) == [first_token, "▁a"]
+    assert tokenizer.decode(ids) == "ab a"
 
 
 def add_tokenizer(path, tokens, merges, pre):

@@ -24,7 +24,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
 # changed and writes different files. Nereid then creates a new folder and ignores the old folder.
-_VERSION = 2
+_VERSION = 3
 _TOKENIZER = "tokenizer.ggml."
 # Maps the name of a special token in transformers to a metadata key of GGUF files.
 _SPECIAL_TOKENS = {
@@ -214,7 +214,26 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
+    if values.get("add_prefix_space") is False:
+        _remove_prefix_space(tokenizer)
     return tokenizer
+
+
+def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizers.Tokenizer`
+    """Change a sentencepiece tokenizer so that it adds no space before the first word of a text.
+
+    transformers ignores the setting add_space_prefix of GGUF files. Tokenizers that never add a
+    space, such as those of Gemma, stay unchanged.
+
+    Mutates: `tokenizer`.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        # The decoder of transformers also has a last step, which removes the added space.
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps)
 
 
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:

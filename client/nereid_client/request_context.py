@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from nereid_client.errors import ApiError, Disconnected, from_validation
+from nereid_client.errors import ApiError, Disconnected, from_validation, shown
 from nereid_client.json_body import NESTED_TOO_DEEPLY, parse_json_object
 from nereid_client.language_model.adapters import Adapters, current_adapter
 from nereid_client.language_model.backend import Backend
@@ -313,8 +313,15 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, other requests run for as long as the parser needed for the body.
 
-    Raises: ApiError 400 if the body is not a JSON object.
+    Raises: ApiError 400 if the body is compressed or is not a JSON object.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(
+            400,
+            "The request body must not be compressed, but the request has the Content-Encoding "
+            f"{shown(encoding)}. Send the JSON itself, without this header.",
+        )
     contexts = contexts_of(request)
     client = current_client.get().share  # the client's name in fair scheduling
     await contexts.turns.wait(client)

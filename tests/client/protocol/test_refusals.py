@@ -1,5 +1,6 @@
 """Wrong requests receive an error in OpenAI's format, and the next request succeeds."""
 
+import gzip
 import json
 import time
 
@@ -255,6 +256,21 @@ async def test_a_broken_body_is_answered_with_what_is_wrong(connect, body, messa
         response = await client.post("/v1/chat/completions", content=body)
         assert error_of(response, 400)["message"].startswith(message)
         again = await client.post("/v1/chat/completions", json={"messages": HELLO})
+        assert again.status_code == 200
+
+
+async def test_a_compressed_body_is_refused_with_the_name_of_the_encoding(connect):
+    body = gzip.compress(json.dumps({"messages": HELLO}).encode())
+    async with connect() as client:
+        for path in ("/v1/chat/completions", "/v1/embeddings"):
+            response = await client.post(path, content=body, headers={"Content-Encoding": "gzip"})
+            message = error_of(response, 400)["message"]
+            assert message.startswith("The request body must not be compressed, but the request ")
+            assert 'the Content-Encoding "gzip"' in message
+        uncompressed = {"Content-Encoding": "Identity"}
+        again = await client.post(
+            "/v1/chat/completions", json={"messages": HELLO}, headers=uncompressed
+        )
         assert again.status_code == 200
 
 

@@ -110,8 +110,7 @@ class BatchRun:
             await self._send_lines()
         if batch.status == "finalizing":
             await asyncio.to_thread(self._store.publish, batch)
-            batch.set_status(batch.outcome)
-            self._store.save(batch)
+            self._end(batch.outcome)
 
     async def _validate(self) -> None:
         """Check that the input file contains at least 1 and at most MAX_LINES lines."""
@@ -297,8 +296,21 @@ class BatchRun:
         """
         error = {"code": code, "message": message, "line": None, "param": None}
         self._batch.errors = {"object": "list", "data": [error]}
-        self._batch.set_status("failed")
-        self._store.save(self._batch)
+        self._end("failed")
+
+    def _end(self, status: Literal["completed", "expired", "cancelled", "failed"]) -> None:
+        """Set the final status of the batch, and store the batch.
+
+        Raises: OSError if the batch cannot be stored. The batch has its previous status then, so
+            that it does not count as ended, and the step that ends the batch is repeated.
+        """
+        previous_status = self._batch.status
+        self._batch.set_status(status)
+        try:
+            self._store.save(self._batch)
+        except OSError:
+            self._batch.status = previous_status
+            raise
 
 
 def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:

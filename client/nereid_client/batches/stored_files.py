@@ -81,10 +81,19 @@ def new_id(prefix: str) -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file atomically. A reader sees either the old or the new content."""
+    """Replace a JSON file atomically. A reader sees either the old or the new content.
+
+    Raises: OSError. The old file is then unchanged.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        # A batch is saved again and again while the disk is full, so each attempt would leave a
+        # file.
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class FileStore:

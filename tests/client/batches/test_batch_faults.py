@@ -127,12 +127,45 @@ async def test_a_cancelled_batch_on_a_full_disk_does_not_stop_other_batches(
         assert (await ended(store, cancelled)).status == "cancelled"
 
 
+@pytest.mark.parametrize(("num_lines", "status"), [(1, "completed"), (0, "failed")])
+async def test_a_batch_ends_although_its_final_status_could_not_be_stored_at_first(
+    store, monkeypatch, num_lines, status
+):
+    monkeypatch.setattr(batch_run, "_RETRY_STORAGE_S", 0.01)
+    failures = [OSError(errno.ENOSPC, "No space left on device")]
+    save = BatchStore.save
+
+    def fail_or_save(self, batch):
+        if batch.has_ended and failures:
+            raise failures.pop()
+        save(self, batch)
+
+    monkeypatch.setattr(BatchStore, "save", fail_or_save)
+    batch = create(store, num_lines)
+    async with running(store, num_slots=1):
+        assert (await ended(store, batch)).status == status
+    assert not failures
+
+
 async def test_many_long_batches_of_a_client_do_not_stop_the_batches_of_another_client(store):
     for _ in range(20):
         create(store, num_lines=1, owner="slow")
     quick = create(store, num_lines=1, owner="quick")
     async with running(store, num_slots=100, sender=SlowSender(), key_file=Keys()):
         assert (await ended(store, quick)).status == "completed"
+
+
+def test_a_batch_that_cannot_be_saved_leaves_no_file(store, monkeypatch):
+    batch = create(store, num_lines=1)
+    names = {path.name for path in store.folder(batch.id).iterdir()}
+
+    def fail(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(batch)
+    assert {path.name for path in store.folder(batch.id).iterdir()} == names
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypatch):

@@ -163,6 +163,9 @@ class WorkerPool:
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
         if self._is_draining:
+            # `nereid serve` waits until no requests run, so those of ended workers must not count.
+            if worker.process.poll() is not None and _remove_socket(worker.place):
+                _delete_requests_and_responses(worker.place)
             return None
         now = time.monotonic()
         if worker.restart_at is not None:

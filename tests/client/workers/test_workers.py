@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,7 +20,9 @@ import psutil
 import pytest
 from fakes.live_frontend import free_port, wait_for
 from nereid_client.settings import Settings
-from nereid_client.workers.worker_pool import WorkerPool
+from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.shared_limits import RequestsOfWorkers, open_database
+from nereid_client.workers.worker_pool import WorkerPool, _Worker
 
 KEYS = """
 [limited]
@@ -281,6 +283,24 @@ def test_a_signal_during_the_start_of_a_worker_drains_the_worker(monkeypatch, tm
         for worker in pool._workers:
             worker.process.wait()
     assert all(worker.process in drained for worker in pool._workers)
+
+
+def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waited_for(tmp_path):
+    pool = WorkerPool(Settings(frontend_workers=2), [])
+    pool._is_draining = True
+    place = WorkerPlace(0, 2, str(tmp_path), 1)
+    Path(place.socket_path(0)).touch()
+    with closing(open_database(place.requests_path)) as database:
+        requests = RequestsOfWorkers(10, database, worker=0)
+        requests.add("", 3)
+        process = subprocess.Popen(["sleep", "60"])
+        worker = _Worker(place, process)
+        assert pool._check(worker) is None
+        assert requests.used == 3
+        process.kill()
+        process.wait()
+        assert pool._check(worker) is None
+        assert requests.used == 0
 
 
 @pytest.mark.long

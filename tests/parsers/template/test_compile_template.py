@@ -41,6 +41,16 @@ def test_names_and_constants_are_recorded():
     assert "<x>" in template.literals
 
 
+@pytest.mark.parametrize(
+    ("value", "type_name"),
+    [("missing", "Undefined"), ("messages[0].missing", "Undefined"), ("range(3)", "range")],
+)
+def test_the_error_for_a_value_that_is_not_json_names_the_type_of_the_value(value, type_name):
+    template = CompiledTemplate("{{ " + value + " | tojson }}", Budget())
+    with pytest.raises(RenderRefused, match=f"tojson cannot write a value of the type {type_name}"):
+        template.render({"messages": [{}]})
+
+
 def test_a_missing_include_refuses_the_rendering():
     with pytest.raises(RenderRefused):
         CompiledTemplate("{% include 'other' %}", Budget()).render({})

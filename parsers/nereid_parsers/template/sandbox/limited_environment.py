@@ -104,7 +104,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         # `tojson` passes each value that is not JSON, such as an iterator, to the function
         # `default`.
-        own_tojson = partial(tojson, default=self._iterator_to_list)
+        own_tojson = partial(tojson, default=self._convert_for_json)
         functions: dict[str, Callable[..., Any]] = {**jinja_filters, "tojson": own_tojson}
         return {
             name: self._limit_filter(name, function)
@@ -236,6 +236,19 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         long string many times.
         """
         return [self.budget.check(item) for item in value] if isinstance(value, Iterator) else value
+
+    def _convert_for_json(self, value: Any) -> list[Any]:  # noqa: ANN401
+        """Convert a value that is not JSON to a list, if the value is an iterator.
+
+        Raises:
+            TypeError: The value is not an iterator. For example, the template has written a
+                variable that is not defined.
+        """
+        if not isinstance(value, Iterator):
+            type_name = type(value).__name__  # "Undefined", for example
+            raise TypeError(f"the filter tojson cannot write a value of the type {type_name}")
+        items: list[Any] = self._iterator_to_list(value)
+        return items
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""

@@ -39,6 +39,8 @@ _TOO_SLOW = (
     "{field}: the download of the images took longer than the limit (image_url_timeout_s). Send "
     "the images as data URLs, such as data:image/png;base64,..."
 )
+# A video or an audio file is a data URL with one of these beginnings.
+_VIDEO_OR_AUDIO = (b"data:video/", b"data:audio/")
 # A small compressed body can contain a huge file. Therefore the request asks for a body without
 # compression, and a body is never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
@@ -103,7 +105,7 @@ class ImageSources:
 
         Args:
             media: the images, videos and audio files. Each item is a URL or a base64 text.
-            limits: the limits of the number of items (`max_images`) and of the size of one file
+            limits: the limits of the number of images (`max_images`) and of the size of one file
                 (`max_bytes`).
             max_total_bytes: the largest total size of the files that are read.
 
@@ -111,10 +113,13 @@ class ImageSources:
             RequestError: a URL is not allowed, the file cannot be read, or a limit is exceeded.
             ModelError: httpx2 is not installed.
         """
-        if len(media) > limits.max_images:
+        # The function `check_numbers` later checks the limits of videos and audio files. The number
+        # of images is checked here, so that a request with too many images downloads nothing.
+        num_images = sum(not item[:11].lower().startswith(_VIDEO_OR_AUDIO) for item in media)
+        if num_images > limits.max_images:
             raise RequestError(
-                f"messages: the request has {len(media)} images, videos and audio files, but the "
-                f"limit is {limits.max_images}. Send fewer files."
+                f"messages: the request has {num_images} images, but the limit is "
+                f"{limits.max_images}. Send fewer images."
             )
         # The number of bytes and the time that remain for reading all files of the request.
         budget = _Budget(max_total_bytes, time.monotonic() + self._timeout_s)

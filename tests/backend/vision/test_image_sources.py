@@ -221,5 +221,11 @@ def test_the_images_of_a_request_share_one_limit(tmp_path):
     url = f"file://{tmp_path}/half"
     with pytest.raises(RequestError, match="image 2: the image file has more than the 499 bytes"):
         read(ImageSources(folder=str(tmp_path)), url, url)
-    with pytest.raises(RequestError, match="3 images, videos and audio files, but the limit is 2"):
+    with pytest.raises(RequestError, match="3 images, but the limit is 2"):
         read(ImageSources(), *[url] * 3, limits=ImageLimits(max_images=2))
+
+
+def test_videos_and_audio_files_do_not_count_as_images():
+    media = ["AAAA", "data:audio/wav;base64,AAAA", "data:video/jpeg;base64,AAAA,AAAA"]
+    expected = [item.encode() for item in media]
+    assert read(ImageSources(), *media, limits=ImageLimits(max_images=1)) == expected

@@ -29,7 +29,7 @@ from nereid_backend.checkpoints.integer_panels import (
 from nereid_backend.checkpoints.quantised_tensors import QUANTISED_SUFFIXES, quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.checkpoints.weight_arguments import (
-    restore_generation_config,
+    read_generation_config,
     weight_arguments,
 )
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
@@ -105,6 +105,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         ModelError: if the weights are damaged.
         UnsupportedModelError: if transformers does not support the model.
     """
+    generation_config = read_generation_config(folder)
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
     # transformers reads the weights from the folder, or gets them in the dict "state_dict".
     reads_folder = "state_dict" not in arguments
@@ -127,8 +128,8 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         arguments["distributed_config"] = distributed
     model = _from_pretrained(folder, config, arguments, progress)
     fill_placeholders(model, weights.values(), progress)
-    if not reads_folder:
-        restore_generation_config(model, folder)
+    if not reads_folder and generation_config is not None and model.can_generate():
+        model.generation_config = generation_config
     return model
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+USUAL_FILE = "model.safetensors"
 # The program that converts a checkpoint from pickle files to safetensors files. The argument of the
 # program is the folder of the checkpoint.
 _CONVERSION_CODE = (
@@ -187,7 +188,7 @@ def _files_without_index(folder: Path) -> list[Path]:
     Raises:
         ModelError: if there is no weight file.
     """
-    usual_file = folder / "model.safetensors"
+    usual_file = folder / USUAL_FILE
     if usual_file.is_file():
         return [usual_file]
     # In the cache of the Hub, a file is a link, whose target may be missing.

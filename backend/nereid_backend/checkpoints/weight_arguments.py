@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.quantised_tensors import lazy_weights, quantisation_settings
-from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.checkpoints.safetensors_files import INDEX, USUAL_FILE, open_tensors
 from nereid_backend.errors import ModelError, first_line
 
 
@@ -28,7 +28,8 @@ def weight_arguments(
 
     - GGUF file (llama.cpp's format): the arguments contain a dict of weights. Each weight is read
       and dequantised when transformers needs it.
-    - Unquantised checkpoint: the arguments contain its folder, and transformers reads the files.
+    - Unquantised checkpoint: the arguments contain its folder, and transformers reads the files. If
+      the files have unusual names, the arguments are the same as for a quantised checkpoint.
     - Quantised checkpoint: the arguments contain a dict of weights, and a config without the field
       quantization_config. With this field, transformers would create the layers of a quantisation
       library.
@@ -49,7 +50,9 @@ def weight_arguments(
     if gguf_link.is_file():
         return _arguments_with_weights(config, _gguf_weights(gguf_link, config, dtype))
     settings = quantisation_settings(config)
-    if settings is None and not is_lazy:
+    # transformers reads a folder only if its files have the usual names.
+    has_usual_files = (folder / INDEX).is_file() or (folder / USUAL_FILE).is_file()
+    if settings is None and not is_lazy and has_usual_files:
         return {
             "pretrained_model_name_or_path": folder,
             "config": config,
@@ -76,22 +79,20 @@ def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> d
     return dict(gguf_weights(read_gguf(path.resolve()), heads, kv_heads, dtype))
 
 
-def restore_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Read the generation config in a folder, and store it in the model.
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Return the generation config in a folder; None if the folder has no generation config.
 
-    transformers does not set the generation config if it loads the weights from a dict. The engine
-    needs the end-of-sequence tokens in the generation config.
-
-    Mutates: `model`.
+    transformers does not set the generation config if it loads the weights from a dict, so the
+    caller sets it. The engine needs the end-of-sequence tokens in the generation config.
 
     Raises:
         ModelError: if the file is damaged.
     """
     file = folder / "generation_config.json"
-    if not model.can_generate() or not file.is_file():
-        return
+    if not file.is_file():
+        return None
     try:
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         # A file with values of wrong types can cause any exception in transformers.
         raise ModelError(

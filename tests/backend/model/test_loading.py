@@ -21,7 +21,7 @@ from nereid_backend.model.self_check import check_path
 from nereid_backend.model.trials import make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 
@@ -95,6 +95,26 @@ def test_a_folder_with_a_gguf_file_says_how_to_use_it(tmp_path):
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ModelError, match=r"Set model to a GGUF file, such as \S+/m\.gguf"):
         open_engine(tmp_path)
+
+
+def test_shards_without_an_index_are_loaded(copy):
+    expected = open_engine(copy)
+    tokens = expected.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids
+    expected.close()
+    tensors = list(load_file(copy / "model.safetensors").items())
+    (copy / "model.safetensors").unlink()
+    for number in (1, 2):
+        save_file(dict(tensors[number - 1 :: 2]), copy / f"model-{number:05}-of-00002.safetensors")
+    engine = open_engine(copy)
+    assert engine.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids == tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": -5}'])
+def test_a_damaged_generation_config_is_named(content, copy):
+    (copy / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read"):
+        open_engine(copy)
 
 
 def test_a_gguf_file_beside_safetensors_files_is_not_read(copy):

@@ -147,12 +147,15 @@ class FeatureCache:
         return features
 
     def _store(self, key: _Key, features: Any) -> None:  # noqa: ANN401
-        """Store features.
+        """Store features, unless they are larger than the whole cache.
 
         If the cache becomes too large, remove the least recently used features.
         """
+        num_bytes = _num_bytes(features)
+        if num_bytes > self._max_bytes:  # Storing them would remove all other features.
+            return
         self._features[key] = features
-        self._num_bytes += _num_bytes(features)
+        self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
             _, dropped = self._features.popitem(last=False)
             self._num_bytes -= _num_bytes(dropped)

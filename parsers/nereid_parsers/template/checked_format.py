@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.template.marker_lengths import check_marker_lengths
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
 from nereid_parsers.template.parse_renderings import ONE_CALL_PROOF, Proof, parse_renderings
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
-from nereid_parsers.template.sandbox.limits import LimitError
 from nereid_parsers.template.tools import ToolFindings
-
-_MAX_MARKER = 1000  # the largest number of characters of a marker, such as `<think>`
-_SHOWN_CHARS = 60  # the number of characters of a longer marker that the error message shows
 
 
 class Findings(NamedTuple):
@@ -135,28 +131,11 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
     try:
         layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)
         fmt = Format("inferred", layout, ends=ends, turn=turn_starts, sources=sources)
-        _check_marker_lengths((asdict(layout), ends))
+        check_marker_lengths(fmt)
         return fmt
     except FormatError as error:
         turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
         return Format("plain", Sections(), ends=ends, sources=sources)
-
-
-def _check_marker_lengths(value: object) -> None:
-    """Raise LimitError if a text in `value`, the members of a format, is too long for a marker.
-
-    The parser compiles the markers to regular expressions, which takes very long for a long text.
-
-    >>> _check_marker_lengths({"open": "<think>", "also_open": ("<a>",)})
-    """
-    if isinstance(value, str) and len(value) > _MAX_MARKER:
-        raise LimitError(
-            f"the template writes a marker of {len(value)} characters, but the limit is "
-            f"{_MAX_MARKER}: {value[:_SHOWN_CHARS]!r}"
-        )
-    if isinstance(value, dict | list | tuple):
-        for member in value.values() if isinstance(value, dict) else value:
-            _check_marker_lengths(member)
 
 
 def _markers_without_space(reasoning: Reasoning | None) -> list[str]:

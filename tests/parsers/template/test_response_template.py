@@ -128,6 +128,10 @@ REFUSED = {
     "a pattern that is no text": (spec(tool_calls={"open_pattern": 3}), "must be a string"),
     "a long pattern": (spec(tool_calls={"open_pattern": "[" * 5000}), "more than 4000"),
     "deeply nested groups": (spec(content={"close_pattern": "(" * 3000}), "too deeply"),
+    "a long marker": (
+        spec(reasoning={"open": "<think>" * 20000, "close": "</think>"}),
+        "a marker has 140000 characters, but the limit is 1000",
+    ),
     "a look-ahead": (spec(content={"close_pattern": r"(?=<e>)"}), "looks ahead"),
 }
 

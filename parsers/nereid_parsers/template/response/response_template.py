@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.conversation import REASONING_FIELDS
+from nereid_parsers.template.marker_lengths import check_marker_lengths
 from nereid_parsers.template.response.regex_parts import marker_spellings
 from nereid_parsers.template.response.response_calls import tool_section
+from nereid_parsers.template.sandbox.limits import LimitError
 
 _VERSION = 1
 _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
@@ -34,7 +36,8 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     "</think>"}}} gives a format whose reasoning is between `<think>` and `</think>`.
 
     Raises:
-        FormatError: The declaration is malformed, or a Format cannot express the declaration.
+        FormatError: The declaration is malformed, a marker is too long, or a Format cannot express
+            the declaration.
     """
     fields = _validated_fields(spec)
     # The field for reasoning has one of several names, such as "reasoning_content".
@@ -42,13 +45,18 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     reasoning = _declare_reasoning(reasoning_fields[0]) if reasoning_fields else None
     content = _content_markers(fields.get("content", {}))
     tools = tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
-    return Format(
+    fmt = Format(
         "response_template",
         Sections(reasoning=reasoning, content=content.wrapper, tools=tools),
         ends=content.turn_ends,
         turn=marker_spellings(spec, "start_anchor"),  # the text that opens the model's turn
         sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
     )
+    try:
+        check_marker_lengths(fmt)
+    except LimitError as error:
+        raise FormatError(str(error)) from error
+    return fmt
 
 
 def _validated_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:

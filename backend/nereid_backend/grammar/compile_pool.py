@@ -17,7 +17,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from nereid_backend.core.grammar import GrammarSpec
-from nereid_backend.errors import NereidError, RequestError
+from nereid_backend.errors import EngineError, NereidError, RequestError
 from nereid_backend.grammar.quick_grammars import is_quick
 from nereid_backend.grammar.trial_compiler import TrialCompiler
 
@@ -53,11 +53,11 @@ class CompilePool(Generic[T]):
             work: the function that compiles the grammar. A thread calls this function.
 
         Returns:
-            A future with the result of `work`, or with a RequestError. Cancelling the future stops
+            A future with the result of `work`, or with a NereidError. Cancelling the future stops
             the compilation, unless a thread is already running `work`.
 
         Raises:
-            RequestError: if too many grammars are waiting for their trials.
+            CapacityError: if too many grammars are waiting for their trials.
         """
         result: Future[T] = Future()
         if is_quick(spec):
@@ -155,7 +155,7 @@ def _set_error(result: "Future[T]", error: BaseException) -> None:
         result.set_exception(error)
 
 
-def _closing_error() -> RequestError:
-    return RequestError(
+def _closing_error() -> EngineError:
+    return EngineError(
         "grammar: the grammar was not compiled, because the engine is shutting down."
     )

@@ -141,8 +141,9 @@ class Guides:
 
         Returns:
             A future with the guide, or with a RequestError that describes the problem and its
-            position. Several requests can wait for the compilation of one grammar. If the futures
-            of all these requests are cancelled, the compilation is stopped.
+            position. If the server has failed, the exception is another NereidError. Several
+            requests can wait for the compilation of one grammar. If the futures of all these
+            requests are cancelled, the compilation is stopped.
         """
         pending = _PendingGuide(params, stop_token_ids or frozenset(self._eos_token_ids))
         spec = params.grammar

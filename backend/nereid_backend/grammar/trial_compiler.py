@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe
 
 from nereid_backend.core.grammar import GrammarSpec
-from nereid_backend.errors import RequestError
+from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.grammar.trial_process import Outcome
 from nereid_backend.grammar.vocabulary import Vocabulary
 
@@ -68,16 +68,17 @@ class TrialCompiler:
         """Start a job that tests in a child process whether a grammar can be compiled.
 
         Returns:
-            A future. Its result is None if the grammar was compiled. Otherwise, its exception is a
-            RequestError. Cancelling the future stops the test.
+            A future. Its result is None if the grammar was compiled. Its exception is a
+            RequestError if the grammar failed, and an EngineError if the child process has ended.
+            Cancelling the future stops the test.
 
         Raises:
-            RequestError: if too many grammars are waiting.
+            CapacityError: if too many grammars are waiting.
         """
         future: Future[None] = Future()
         with self._lock:
             if len(self._futures) >= _MAX_JOBS:
-                raise RequestError(
+                raise CapacityError(
                     f"grammar: {_MAX_JOBS} grammars of other requests are being compiled, which is "
                     "the limit. Try again later."
                 )
@@ -121,7 +122,7 @@ class TrialCompiler:
         except OSError as error:
             future = self._pop_future(job_id)
             if future is not None:
-                _resolve(future, RequestError(f"grammar: the compiler cannot be reached: {error}"))
+                _resolve(future, EngineError(f"grammar: the compiler cannot be reached: {error}"))
 
     def _pop_future(self, job_id: int) -> "Future[None] | None":
         """Remove the future of a job, and return it. Return None if the job has already ended."""
@@ -200,7 +201,7 @@ class TrialCompiler:
             futures = list(self._futures.values())
             self._futures.clear()
         for future in futures:
-            _resolve(future, RequestError(message))
+            _resolve(future, EngineError(message))
 
     def _error_for_client(self, outcome: str, error_text: str) -> RequestError | None:
         """Return the error for a grammar, or None if the grammar could be compiled.
@@ -226,7 +227,7 @@ class TrialCompiler:
         )
 
 
-def _resolve(future: "Future[None]", error: RequestError | None) -> None:
+def _resolve(future: "Future[None]", error: NereidError | None) -> None:
     """Set the result or the exception of a future, unless the future is cancelled."""
     if future.set_running_or_notify_cancel():
         if error is None:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.sampling_params import SamplingParams
-from nereid_backend.errors import RequestError
+from nereid_backend.errors import CapacityError, EngineError, RequestError
+from nereid_backend.grammar import trial_compiler
 from nereid_backend.grammar.compile_pool import CompilePool
 from nereid_backend.grammar.quick_grammars import is_quick
 from nereid_backend.grammar.trial_process import Outcome
@@ -222,6 +223,21 @@ def test_a_slow_schema_is_compiled_after_a_real_trial(guides):
     params = SamplingParams(grammar=schema(properties=properties(300), required=["p0"]))
     assert not is_quick(params.grammar)
     assert guides.prepare(params, frozenset({2})).result(60)
+
+
+def test_a_process_that_ends_is_an_error_of_the_server(monkeypatch):
+    monkeypatch.setattr(trial_compiler, "_MODULE", "a_module_that_does_not_exist")
+    trials = trial_compiler.TrialCompiler(vocabulary=None, eos_token_ids=(2,), timeout_s=10.0)
+    error = trials.submit(SLOW).exception(30)
+    assert isinstance(error, EngineError)
+    trials.close()
+
+
+def test_more_grammars_than_may_wait_are_an_error_of_the_server(guides, monkeypatch):
+    monkeypatch.setattr(trial_compiler, "_MAX_JOBS", 0)
+    params = SamplingParams(grammar=schema(properties=properties(303)))
+    with pytest.raises(CapacityError, match="Try again later"):
+        guides.prepare(params, frozenset({2})).result(60)
 
 
 def test_a_grammar_that_nobody_waits_for_is_stopped(guides):

@@ -4,6 +4,7 @@ A request uses Anthropic's API if its path is `/v1/messages` or a path below it,
 header `anthropic-version`. All other requests use OpenAI's API.
 """
 
+import re
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,6 +16,9 @@ from nereid_client.streaming import sse
 
 _MESSAGES_PATH = "/v1/messages"
 _VERSION_HEADER = "anthropic-version"
+_RESPONSES_PATH = "/v1/responses"
+_SEQUENCE_NUMBER = re.compile(rb'^data: \{"type":"[a-z_.]+","sequence_number":(\d+)', re.MULTILINE)
+"""Matches the start of an event of the Responses API."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -57,16 +61,38 @@ def _anthropic_status(error: ApiError) -> int:
     return _OVERLOADED if error.status == 503 else error.status
 
 
-def error_event(error: ApiError, scope: Scope) -> bytes:
+def error_event(error: ApiError, scope: Scope, sent: bytes = b"") -> bytes:
     """Return the last server-sent event of a stream that ends with an error.
 
     Args:
         error: the error.
         scope: the ASGI scope of the request. The scope determines the format of the event.
+        sent: the last bytes that the stream has sent. They contain whole events.
     """
     if uses_anthropic_api(scope):
         return sse.named_event(_anthropic_body(error, scope))
+    if scope["path"].startswith(_RESPONSES_PATH):
+        return sse.named_event(_responses_event(error, sent))
     return sse.event(error.body())
+
+
+def _responses_event(error: ApiError, sent: bytes) -> dict[str, Any]:
+    """Return an event with an error in the format of the Responses API.
+
+    Some clients read the members `code`, `message` and `param`, others read the object `error`.
+
+    Example: after an event with the sequence number 7, the event is {"type": "error",
+    "sequence_number": 8, "code": "timeout", "message": "...", "param": null, "error": {...}}.
+    """
+    numbers = _SEQUENCE_NUMBER.findall(sent)
+    return {
+        "type": "error",
+        "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+        **error.body(),
+    }
 
 
 def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:

@@ -210,6 +210,7 @@ class _ObservedResponse:
         self._has_started = False
         self._is_stream = False
         self._has_ended = False
+        self._last_events = b""  # the body of the last message, if the response is a stream
 
     async def send(self, message: Message) -> None:
         """Send a message. While it is being sent, `unsent_since` contains the time of this call."""
@@ -221,12 +222,15 @@ class _ObservedResponse:
         self._record(message)
 
     def _record(self, message: Message) -> None:
-        """Record whether the response has started or ended, and whether it is a stream."""
+        """Record whether the response has started or ended, whether it is a stream, and events."""
         if message["type"] == "http.response.start":
             self._has_started = True
             media_type = Headers(raw=message["headers"]).get("content-type", "")
             self._is_stream = media_type.startswith(sse.EventStream.media_type)
-        elif not message.get("more_body"):
+            return
+        if self._is_stream:
+            self._last_events = message.get("body", b"")
+        if not message.get("more_body"):
             self._has_ended = True
 
     async def end_with(self, error: ApiError, scope: Scope, receive: Receive) -> None:
@@ -234,10 +238,11 @@ class _ObservedResponse:
         if not self._has_started:
             await error_response(error, scope)(scope, receive, self._send)
         elif self._is_stream and not self._has_ended:
-            message = {"type": "http.response.body", "body": error_event(error, scope)}
+            event = error_event(error, scope, self._last_events)
+            message = {"type": "http.response.body", "body": event, "more_body": False}
             try:
                 async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
-                    await self._send({**message, "more_body": False})
+                    await self._send(message)
             except TimeoutError:
                 return
 

@@ -108,6 +108,21 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(connect, ba
     assert len(backend.aborted) == 1
 
 
+async def test_a_late_stream_of_a_response_ends_with_an_event_of_the_responses_api(connect):
+    async with connect() as client:
+        sent = {"model": "echo", "input": SLOW, "stream": True}
+        headers = {"X-Request-Timeout": "1"}
+        answer = await client.post("/v1/responses", json=sent, headers=headers)
+    *_, before, last = answer.text.strip().split("\n\n")
+    name, data = last.split("\n")
+    assert name == "event: error"
+    event = json.loads(data.removeprefix("data: "))
+    number = json.loads(before.split("\ndata: ")[1])["sequence_number"] + 1
+    assert (event["type"], event["sequence_number"]) == ("error", number)
+    assert event["code"] == event["error"]["code"] == "timeout"
+    assert event["message"] == event["error"]["message"]
+
+
 async def test_the_server_limit_holds_for_callers_that_ask_for_more(connect, backend):
     async with connect(request_timeout_s=1) as client:
         started = time.monotonic()

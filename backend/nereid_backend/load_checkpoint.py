@@ -42,6 +42,10 @@ _SLOW_BFLOAT16 = (
     "dtype: this CPU has no fast kernel for bfloat16, so a step takes about four times as long as "
     "with float32. Set dtype=float32, or install g++ if it is missing."
 )
+# The names that the number of layers has in config.json, depending on the architecture.
+_LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# A model whose layers share their weights has at most this number of layers.
+_MAX_SHARED_LAYERS = 1000
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -203,7 +207,34 @@ def check_files(folder: Path) -> None:
     if not (folder / GGUF_LINK).is_file():
         # `open_tensors` raises a ModelError if a safetensors file is missing or damaged. A GGUF
         # file was checked when its checkpoint folder was created.
-        open_tensors(folder, for_reading=False)
+        tensors = open_tensors(folder, for_reading=False)
+        _check_num_layers(folder / "config.json", len(tensors))
+
+
+def _check_num_layers(file: Path, num_tensors: int) -> None:
+    """Raise a ModelError if a config describes far more layers than the weight files contain.
+
+    transformers would create all these layers, which can take hours and all memory.
+
+    Args:
+        file: the path of config.json.
+        num_tensors: the number of tensors in the weight files.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        text_config = config.get("text_config")
+    except (ValueError, AttributeError, RecursionError):
+        return  # `read_config` reports the damaged file.
+    # Several layers can share their weights, so a few layers more than tensors are possible.
+    max_layers = max(num_tensors, _MAX_SHARED_LAYERS)
+    for name in _LAYER_FIELDS:
+        for section in (config, text_config):
+            num_layers = section.get(name) if isinstance(section, dict) else None
+            if isinstance(num_layers, int) and num_layers > max_layers:
+                raise ModelError(
+                    f"{file}: {name} is {num_layers}, but the weight files contain only "
+                    f"{num_tensors} tensors. Download the file again."
+                )
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:

@@ -97,6 +97,14 @@ def test_a_folder_with_a_gguf_file_says_how_to_use_it(tmp_path):
         open_engine(tmp_path)
 
 
+@pytest.mark.parametrize("num_layers", [10**6, 10**30])
+def test_a_config_with_far_more_layers_than_tensors_is_refused_at_once(num_layers, copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    with pytest.raises(ModelError, match=rf"num_hidden_layers is {num_layers}, but the weight"):
+        open_engine(copy)
+
+
 def test_shards_without_an_index_are_loaded(copy):
     expected = open_engine(copy)
     tokens = expected.generate([[5, 9]], PARAMS)[0].outputs[0].token_ids

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
-from nereid_backend.load_checkpoint import check_architectures
+from nereid_backend.load_checkpoint import check_architectures, check_files
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
     IMAGE_CAUSAL,
@@ -64,6 +64,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         )
     modules = read_modules(root)
     folder = modules[0].folder if modules else root  # the folder of the transformers model
+    check_files(folder)
     config = _read_config(folder)
     architectures = getattr(config, "architectures", None) or [config.model_type]
     architecture = architectures[0]

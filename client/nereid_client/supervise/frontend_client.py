@@ -29,6 +29,14 @@ class Answer:
     text: str
     is_late: bool = False
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the model has answered, or will not answer because a client has unloaded it.
+
+        A server that restarts has loaded the model again, but the frontend still refuses requests.
+        """
+        return self.status == 200 or (self.status == 404 and '"model_unloaded"' in self.text)
+
 
 def fetch(
     url: str, timeout_s: float, body: dict[str, Any] | None = None, api_key: str = ""

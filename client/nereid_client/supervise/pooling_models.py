@@ -188,7 +188,7 @@ class PoolingWarmUp(threading.Thread):
         for model in self._models:
             path, body = model.example
             answer = self._post_until_available(path, body)
-            if answer.status != 200:
+            if not answer.is_settled:
                 self.failure = (
                     f"the model {model.name} cannot answer its first request: {answer.text}"
                 )
@@ -198,7 +198,7 @@ class PoolingWarmUp(threading.Thread):
     def _post_until_available(self, path: str, body: dict[str, Any]) -> Answer:
         """Repeat a POST request while the model is unavailable, and return the final response."""
         answer = self._frontend.post(path, body)
-        while answer.status in _UNAVAILABLE:
+        while answer.status in _UNAVAILABLE and not answer.is_settled:
             time.sleep(_POLL_EVERY_S)
             answer = self._frontend.post(path, body)
         return answer

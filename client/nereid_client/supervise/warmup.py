@@ -32,8 +32,8 @@ class WarmUp(threading.Thread):
         """Wait until the model is ready, and then send a request for one token.
 
         Mutates: `stage`, which names the step that has been reached. After a successful request,
-            `curl` becomes a shell command for this request. Otherwise, `failure` becomes the
-            reason.
+            or if a client has unloaded the model, `curl` becomes a shell command for this request.
+            Otherwise, `failure` becomes the reason.
         """
         # There is no time limit, because loading a large model can take minutes. This thread is a
         # daemon, so it ends when `nereid serve` ends, for example after a failure of the server.
@@ -50,7 +50,7 @@ class WarmUp(threading.Thread):
             path = "/v1/completions"
             body = {"model": model, "prompt": "Once upon a time"}
             answer = self._request_token(path, body)
-        if answer.status == 200:
+        if answer.is_settled:
             self.curl = self._frontend.curl(path, body)
         else:
             self.failure = f"the model cannot answer its first request: {answer.text}"

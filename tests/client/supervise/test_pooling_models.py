@@ -9,6 +9,7 @@ from nereid_client.console import CliError
 from nereid_client.supervise import pooling_models
 from nereid_client.supervise.frontend_client import Answer
 from nereid_client.supervise.pooling_models import PoolingWarmUp
+from nereid_client.supervise.warmup import WarmUp
 
 
 @pytest.fixture
@@ -85,13 +86,19 @@ READY.set()
 class Answers:
     """A FrontendClient that returns these statuses, one after the other."""
 
-    def __init__(self, *statuses):
+    model = "chat"
+
+    def __init__(self, *statuses, text="the reason"):
         self.statuses = list(statuses)
+        self.text = text
         self.bodies = []
+
+    def get_status(self, path):
+        return 200
 
     def post(self, path, body):
         self.bodies.append((path, body))
-        return Answer(self.statuses.pop(0), "the reason")
+        return Answer(self.statuses.pop(0), self.text)
 
     def curl(self, path, body):
         return f"curl {path} {body['model']}"
@@ -110,3 +117,13 @@ def test_the_warm_up_reports_a_model_that_cannot_answer(choose):
     warm_up.run()
     assert warm_up.failure == "the model embed cannot answer its first request: the reason"
     assert not warm_up.is_done
+
+
+def test_the_warm_up_does_not_wait_for_models_that_a_client_has_unloaded(choose):
+    frontend = Answers(404, 404, 404, text='{"error": {"code":"model_unloaded"}}')
+    warm_up = WarmUp(frontend)
+    warm_up.run()
+    assert (warm_up.failure, warm_up.curl) == (None, "curl /v1/chat/completions chat")
+    pooling_warm_up = PoolingWarmUp(frontend, choose(), READY)
+    pooling_warm_up.run()
+    assert pooling_warm_up.is_done

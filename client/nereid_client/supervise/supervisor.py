@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from nereid_client.console import complain, continue_without_output, say
+from nereid_client.console import CliError, complain, continue_without_output, say
 from nereid_client.signal_flag import SignalFlag
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.hang_detection import HangWatch
@@ -96,7 +96,10 @@ class Supervisor:
         return 0
 
     def _start_programs(self, log: IO[str]) -> None:
-        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server."""
+        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server.
+
+        Raises: CliError if a program cannot be started.
+        """
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -107,8 +110,14 @@ class Supervisor:
             environment = plan.server.environment
             self._fork_server = start_fork_server(plan.fork_server, environment, log, say)
         for program in (plan.server, plan.frontend_program):
-            # The constructor of SupervisedProgram starts the program.
-            self._programs.append(SupervisedProgram(program, plan.restarts, log))
+            try:
+                # The constructor of SupervisedProgram starts the program.
+                self._programs.append(SupervisedProgram(program, plan.restarts, log))
+            except OSError as error:
+                raise CliError(
+                    f"{program.name} cannot be started: the operating system does not run "
+                    f"{program.command[0]} ({error.strerror})"
+                ) from None
         self._start_warm_up()
 
     def _start_warm_up(self) -> None:
@@ -270,7 +279,12 @@ class Supervisor:
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue
-            program.start()
+            try:
+                program.start()
+            except OSError as error:  # too little memory, or too many processes
+                # The previous child has ended, so `_handle_failures` plans the next attempt.
+                complain(f"nereid: {program.name} cannot be started ({error.strerror})")
+                continue
             if program is self._server:
                 self._watch_for_hangs()
             # If a warm-up is still running, it also waits for the restarted program, so no new

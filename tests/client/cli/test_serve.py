@@ -93,6 +93,18 @@ def test_a_model_that_does_not_load_is_reported_with_its_error(tmp_path):
         assert "RuntimeError: no weights here" in output
 
 
+def test_a_server_program_of_another_kind_of_machine_is_a_wrong_setting(tmp_path):
+    program = tmp_path / "tritonserver"
+    program.write_bytes(b"no program\n")
+    program.chmod(0o755)
+    with serve(tmp_path, f"--tritonserver={program}") as running:
+        assert running.wait() == 2
+        output = "\n".join(running.lines)
+        assert "nereid serve: tritonserver cannot be started: the operating" in output
+        assert f"{program} (Exec format error)" in output
+        assert "Traceback" not in output
+
+
 def test_ctrl_c_while_the_model_loads_stops_cleanly(tmp_path):
     repository = tmp_path / "repository"
     shutil.copytree(ECHO_REPOSITORY, repository)

@@ -1,0 +1,37 @@
+"""A program that the operating system cannot start for a moment is started again."""
+
+import errno
+import time
+from types import SimpleNamespace
+
+from nereid_client.supervise.restart_policy import RestartPolicy
+from nereid_client.supervise.serve_plan import Program
+from nereid_client.supervise.supervised_program import SupervisedProgram
+from nereid_client.supervise.supervisor import Supervisor
+
+
+def test_a_restart_without_memory_for_a_process_is_tried_again(tmp_path, monkeypatch):
+    program_file = tmp_path / "program"
+    program_file.write_text("#!/bin/sh\nexit 3\n")
+    program_file.chmod(0o755)
+    program = Program("the OpenAI frontend", [str(program_file)], {})
+    with (tmp_path / "log").open("w") as log:
+        failing = SupervisedProgram(program, RestartPolicy(max_restarts=2, backoff_s=0.0), log)
+    failing.child.stop(5, time.sleep)
+    supervisor = Supervisor(SimpleNamespace(max_process_memory=0))
+    supervisor._programs = [SimpleNamespace(restart_at=None, failure=lambda: None), failing]
+    supervisor._is_announced = True
+    monkeypatch.setattr(supervisor, "_end_processes_of", lambda program: None)
+    monkeypatch.setattr(supervisor, "_server_failure", lambda: None)
+
+    def fail():
+        failing.restart_at = None
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, "start", fail)
+        assert supervisor._handle_failures() is None
+        supervisor._restart_due_programs()
+    assert supervisor._handle_failures() is None
+    assert failing.restart_at is not None
+    assert failing.restarts.number == 2

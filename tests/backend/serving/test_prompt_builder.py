@@ -88,6 +88,19 @@ def test_a_chat_is_rendered_with_the_special_tokens():
     assert renderer.render([{"role": "user", "content": "a"}]) == "a$"
 
 
+def test_a_template_that_renders_only_lists_of_parts_gets_lists():
+    renderer = renderer_of(
+        "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    assert renderer.render(messages) == "user: a;assistant: bc;"
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert renderer.render([{"role": "user", "content": parts}]) == "user: ab;"
+    continued = renderer.render(messages, continue_final_message=True)
+    assert continued == "user: a;assistant: bc"
+
+
 def test_a_checkpoint_may_have_a_template_for_tools():
     renderer = renderer_of({"default": "plain", "tool_use": "tools"})
     messages = [{"role": "user", "content": "a"}]

@@ -47,14 +47,14 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
     converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
     if any(_has_image(message) for message in messages):
         # Chat templates for images expect that the content of every message is a list of parts.
-        return [{**message, "content": _as_parts(message["content"])} for message in converted]
+        return [{**message, "content": as_parts(message["content"])} for message in converted]
     return converted
 
 
-def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_parts(content: Any) -> Any:  # noqa: ANN401 - the content of a message
     """Return the content of a message as a list of parts.
 
-    Example: "Hi" becomes `[{"type": "text", "text": "Hi"}]`. A list of parts is not changed.
+    Example: "Hi" becomes `[{"type": "text", "text": "Hi"}]`. Any other content is not changed.
     """
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 

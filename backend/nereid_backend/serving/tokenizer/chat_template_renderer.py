@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 from nereid_parsers import TemplateError
 
 from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.chat_messages import as_parts
 
 if TYPE_CHECKING:
     from nereid_parsers.template import RequestTemplate
     from transformers import PreTrainedTokenizerBase
+
+# The content of a message that is rendered to test a chat template.
+_TEST_TEXT = "nereid7text7test"
 
 
 class ChatTemplateRenderer:
@@ -76,6 +80,8 @@ class ChatTemplateRenderer:
         from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
 
         template = self._template_for(tools)
+        if template in self._templates_for_parts:
+            messages = [{**each, "content": as_parts(each.get("content"))} for each in messages]
         template_variables = {
             "documents": None,
             "add_generation_prompt": False,
@@ -119,6 +125,33 @@ class ChatTemplateRenderer:
             "messages: this checkpoint has several chat templates, but none has the name default. "
             "Send the prompt as text_input."
         )
+
+    @cached_property
+    def _templates_for_parts(self) -> "list[RequestTemplate]":
+        """The templates that render the content of a message only if it is a list of parts.
+
+        Example: for a content that is a text, the templates of LLaVA render an empty message.
+        """
+        return [each for each in self._templates.values() if self._reads_only_parts(each)]
+
+    def _reads_only_parts(self, template: "RequestTemplate") -> bool:
+        """Return whether a template renders a list of parts, but not a text."""
+        from nereid_parsers.template import LimitError, RenderRefused
+
+        def renders(content: object) -> bool:
+            variables = {
+                "documents": None,
+                "add_generation_prompt": False,
+                **self._tokenizer.special_tokens_map,
+                "messages": [{"role": "user", "content": content}],
+                "tools": None,
+            }
+            try:
+                return _TEST_TEXT in template.render(variables, continue_final_message=False)
+            except (LimitError, RenderRefused):
+                return False
+
+        return not renders(_TEST_TEXT) and renders(as_parts(_TEST_TEXT))
 
     @cached_property
     def _templates(self) -> "dict[str, RequestTemplate]":

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
-from nereid_backend.grammar.trial_process import Outcome
+from nereid_backend.grammar.trial_process import MAX_TIMEOUT_S, Outcome
 from nereid_backend.grammar.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ _MODULE = "nereid_backend.grammar.trial_process"
 # The largest number of grammars that may wait for their test in a child process.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0
+# The process ends each trial at the time limit. If the process has sent nothing for this number of
+# seconds more, it hangs and is killed. The process also needs this time to load its libraries.
+_EXTRA_S = 60.0
 
 
 class TrialCompiler:
@@ -183,17 +186,35 @@ class TrialCompiler:
         """
         # `recv` raises an error when the process ends.
         with contextlib.suppress(EOFError, OSError):
-            while True:
+            while not self._is_hanging(connection):
                 job_id, outcome, error_text = connection.recv()
                 future = self._pop_future(job_id)
                 if future is not None:
                     if outcome == Outcome.CRASHED:
                         log.warning("A grammar library failed to compile a grammar. %s", error_text)
                     _resolve(future, self._error_for_client(outcome, error_text))
+        process.kill()
         process.wait()
         self._connection = None
         connection.close()
         self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
+
+    def _is_hanging(self, connection: Connection) -> bool:
+        """Wait for a message of the process, and return False. Return True if the process hangs.
+
+        The process hangs if it has sent nothing for too long, although the same job was waiting for
+        the whole time.
+        """
+        limit_s = min(self._timeout_s, MAX_TIMEOUT_S) + _EXTRA_S
+        waiting_before: set[int] = set()
+        while True:
+            with self._lock:
+                waiting = set(self._futures)
+            if waiting & waiting_before:
+                return True
+            if connection.poll(limit_s):
+                return False
+            waiting_before = waiting
 
     def _fail_all(self, message: str) -> None:
         """Store an error in the future of every job that has not ended."""

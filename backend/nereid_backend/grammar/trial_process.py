@@ -35,7 +35,7 @@ from nereid_backend.process_limits import limit_child
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 # The longest time limit of a trial. `wait` raises an OverflowError for more than 24 days.
-_MAX_TIMEOUT_S = 86400.0
+MAX_TIMEOUT_S = 86400.0
 
 
 class Outcome(StrEnum):
@@ -89,7 +89,7 @@ class TrialServer:
         """
         self._connection = connection
         self._compile = compile_grammar
-        self._timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
+        self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
         # The jobs that have no child process yet, the oldest job first.
         self._waiting: deque[_Job] = deque()
         # The jobs that have a child process.

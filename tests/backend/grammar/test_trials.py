@@ -1,6 +1,7 @@
 """Slow grammars are compiled on trial in a process that limits and kills them."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.grammar import trial_compiler
 from nereid_backend.grammar.compile_pool import CompilePool
 from nereid_backend.grammar.quick_grammars import is_quick
+from nereid_backend.grammar.trial_compiler import TrialCompiler
 from nereid_backend.grammar.trial_process import Outcome
 
 SLOW = GrammarSpec("ebnf", "slow")
@@ -138,6 +140,24 @@ def test_a_killed_server_is_noticed_while_its_children_still_compile():
             child.kill()
         process.wait()
         connection.close()
+
+
+def test_a_process_of_the_trials_that_hangs_is_replaced(monkeypatch):
+    monkeypatch.setattr(trial_compiler, "_EXTRA_S", 0.3)
+    trials = TrialCompiler(vocabulary=None, eos_token_ids=(), timeout_s=0.2)
+    processes = []
+
+    def start(child_fd):
+        processes.append(subprocess.Popen(["sleep", "60"], pass_fds=[child_fd]))
+        return processes[-1]
+
+    monkeypatch.setattr(trials, "_start_process", start)
+    for num_processes in (1, 2):
+        with pytest.raises(EngineError, match="the process that compiles grammars has ended"):
+            trials.submit(SLOW).result(timeout=20)
+        assert len(processes) == num_processes
+        assert processes[-1].wait(5) == -signal.SIGKILL
+    trials.close()
 
 
 # ---- the pool ------------------------------------------------------------------------------------

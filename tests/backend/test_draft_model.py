@@ -19,6 +19,7 @@ from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.errors import ConfigError
+from nereid_backend.model.load_draft import check_draft_folder
 from scipy.stats import chi2_contingency, chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -255,6 +256,14 @@ def test_models_with_a_recurrent_state_are_refused(tmp_path_factory, checkpoint)
 def test_contradictory_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig("/m", **settings)
+
+
+@pytest.mark.parametrize("content", ['{"architectures": 5}', "[]", "[" * 100_000])
+def test_a_damaged_config_of_the_draft_model_is_reported_when_the_model_is_loaded(
+    content, tmp_path
+):
+    (tmp_path / "config.json").write_text(content)
+    check_draft_folder(EngineConfig("/m", draft_model=str(tmp_path)))
 
 
 def test_zero_tokens_turn_speculation_off():

@@ -114,11 +114,11 @@ def check_draft_folder(config: EngineConfig) -> None:
         )
     try:
         model_config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        architectures = list(model_config.get("architectures") or [])
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return  # The function that loads the checkpoint reports the damaged file later.
-    if isinstance(model_config, dict):
-        for architecture in model_config.get("architectures") or []:
-            _check_architecture(config.draft_model, str(architecture))
+    for architecture in architectures:
+        _check_architecture(config.draft_model, str(architecture))
 
 
 def _check_architecture(folder: str, architecture: str) -> None:

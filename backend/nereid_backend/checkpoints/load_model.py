@@ -248,8 +248,8 @@ def _loading_error(
         return ModelError(wrong_shape)
     # A damaged file can cause many kinds of exceptions. Example: a missing file causes an OSError.
     return ModelError(
-        f"the weights in {folder} cannot be read ({first_line(error)}). Download the checkpoint "
-        "again."
+        f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). Download "
+        "the checkpoint again."
     )
 
 
@@ -260,9 +260,15 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
     """
     if names:
         raise ModelError(
-            f"{folder} lacks {len(names)} weights, such as {names[0]}, so the model's output "
-            "would be random. Download the checkpoint again."
+            f"{_weights_path(folder)} lacks {len(names)} weights, such as {names[0]}, so the "
+            "model's output would be random. Download the checkpoint again."
         )
+
+
+def _weights_path(folder: Path) -> Path:
+    """Return the path that error messages name: a folder, or the GGUF file that it describes."""
+    link = folder / GGUF_LINK
+    return link.resolve() if link.is_file() else folder
 
 
 def check_unused_weights(folder: Path, names: list[str]) -> None:
@@ -279,9 +285,8 @@ def check_unused_weights(folder: Path, names: list[str]) -> None:
         return
     if is_gguf:
         raise UnsupportedModelError(
-            f"{(folder / GGUF_LINK).resolve()}: the model does not use {len(needed)} weights of "
-            f"the file, such as {needed[0]}, so its output would be wrong. Use the model's "
-            "safetensors files."
+            f"{_weights_path(folder)}: the model does not use {len(needed)} weights of the file, "
+            f"such as {needed[0]}, so its output would be wrong. Use the model's safetensors files."
         )
     raise UnsupportedModelError(
         f"{folder} contains {len(needed)} tensors of quantised weights, such as {needed[0]}, but "

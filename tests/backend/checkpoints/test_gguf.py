@@ -275,8 +275,15 @@ def test_a_tensor_that_the_model_does_not_use_is_refused(tmp_path):
 def test_a_wrong_value_is_an_error_of_the_file(use_panels, tmp_path):
     folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
     file = write_gguf(folder, "llama", "F32", metadata={"attention.head_count_kv": 3})
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match=r"the weights in \S+/F32\.gguf cannot be read"):
         load(file, use_panels=use_panels)
+
+
+def test_a_file_that_lacks_a_layer_is_named(tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "checkpoint")
+    file = write_gguf(folder, "llama", "F32", metadata={"block_count": 3})
+    with pytest.raises(ModelError, match=r"/F32\.gguf lacks 9 weights, such as model\.layers\.2"):
+        load(file)
 
 
 _EMBEDDINGS = GgufTensor(

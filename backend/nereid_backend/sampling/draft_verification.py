@@ -36,11 +36,6 @@ class Position(NamedTuple):
         """The number of output tokens before this position, including draft tokens."""
         return self.sequence.num_output_tokens + len(self.drafts)
 
-    @property
-    def newest_token(self) -> int:
-        """The last token before this position: a draft token, or the last known token."""
-        return self.drafts[-1] if self.drafts else self.sequence.token_ids[-1]
-
     def last_tokens(self, count: int) -> list[int]:
         """Return the last `count` tokens before this position, including draft tokens.
 

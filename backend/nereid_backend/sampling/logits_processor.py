@@ -14,7 +14,7 @@ parameters, its row is not changed.
 from collections import abc
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +55,6 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
-class BadWord(NamedTuple):
-    """A bad word of several tokens. Example: [5, 7, 9] has the beginning [5, 7]."""
-
-    beginning: list[int]
-    last_token: int
-
-
 @dataclass(frozen=True, slots=True)
 class LogitsParams:
     """The sampling parameters by which one request changes the logits, stored in arrays.
@@ -72,9 +65,9 @@ class LogitsParams:
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
         single_token_bad_words: the bad words that consist of one token.
-        longer_bad_words: the bad words that consist of several tokens, grouped by their
-            second-to-last token. A lookup of the newest output token therefore returns all bad
-            words that the next token could complete; see `_longer_bad_words`.
+        longer_bad_words: the bad words that consist of several tokens. Maps the beginning of bad
+            words to their last tokens, [n] int64; see `_longer_bad_words`.
+        beginning_lengths: the distinct lengths of the keys of `longer_bad_words`.
         stops: the stop tokens that min_tokens forbids. Stop tokens outside the vocabulary are
             omitted.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
@@ -85,7 +78,8 @@ class LogitsParams:
     bias_values: NDArray[np.float32]
     allowed: TokenMask | None
     single_token_bad_words: Integers
-    longer_bad_words: dict[int, list[BadWord]]
+    longer_bad_words: dict[tuple[int, ...], Integers]
+    beginning_lengths: list[int]
     stops: Integers
     has_penalties: bool
 
@@ -101,6 +95,7 @@ class LogitsParams:
         allowed_ids = params.allowed_token_ids
         # A bad word is a sequence of tokens. Bad words of one token are forbidden everywhere.
         single_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
+        longer_bad_words = _longer_bad_words(params)
         # Omit stop tokens outside the vocabulary, because the logits have no columns for these
         # tokens.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
@@ -109,8 +104,9 @@ class LogitsParams:
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             allowed=None if allowed_ids is None else mask_of(allowed_ids, vocab_size),
-            single_token_bad_words=np.array(single_tokens, np.int64),
-            longer_bad_words=_longer_bad_words(params),
+            single_token_bad_words=np.unique(np.array(single_tokens, np.int64)),
+            longer_bad_words=longer_bad_words,
+            beginning_lengths=sorted({len(beginning) for beginning in longer_bad_words}),
             stops=np.array(stops, np.int64),
             has_penalties=asks_for_penalties(params),
         )
@@ -127,34 +123,17 @@ class LogitsParams:
         forbidden: list[Integers] = []
         if len(self.single_token_bad_words):
             forbidden.append(self.single_token_bad_words)
-        if self.longer_bad_words:
-            last_tokens = self._last_tokens_of_bad_words(position)
-            if last_tokens:
-                forbidden.append(np.array(last_tokens, np.int64))
+        for length in self.beginning_lengths:
+            # Bad words are forbidden only in the output. Ignore bad words that would begin in the
+            # prompt.
+            if length <= position.num_output_tokens:
+                beginning = tuple(position.last_tokens(length))
+                if beginning in self.longer_bad_words:
+                    forbidden.append(self.longer_bad_words[beginning])
         is_too_short = position.num_output_tokens < self.owner.params.min_tokens
         if is_too_short and len(self.stops):
             forbidden.append(self.stops)
         return forbidden
-
-    def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
-        """Return the tokens that would complete a bad word if they came next.
-
-        A bad word consists of its beginning and its last token. Example: the bad word is [5, 7, 9],
-        and the output ends with [5, 7]. The result is [9].
-        """
-        num_output = position.num_output_tokens
-        if num_output == 0:
-            return []
-        last_tokens = []
-        # The keys of `longer_bad_words` are the second-to-last tokens of the bad words.
-        for bad_word in self.longer_bad_words.get(position.newest_token, ()):
-            length = len(bad_word.beginning)
-            # Bad words are forbidden only in the output. Ignore a bad word that would begin in the
-            # prompt.
-            begins_in_output = length <= num_output
-            if begins_in_output and position.last_tokens(length) == bad_word.beginning:
-                last_tokens.append(bad_word.last_token)
-        return last_tokens
 
 
 class LogitsProcessor:
@@ -253,18 +232,22 @@ class LogitsProcessor:
         logits.index_copy_(0, device_rows, penalised_logits)
 
 
-def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:
-    """Group bad words of several tokens. The key of a group is the words' second-to-last token.
+def _longer_bad_words(params: SamplingParams) -> dict[tuple[int, ...], Integers]:
+    """Group bad words of several tokens by their beginning, which is all tokens except the last.
 
-    Example: the bad words [5, 7, 9], [7, 8] and [4] give
-    {7: [BadWord([5, 7], 9), BadWord([7], 8)]}.
+    A lookup of the newest output tokens therefore returns all tokens that would complete a bad
+    word. A search in the list of bad words would take too long if a request has thousands of them.
+
+    Example: the bad words [5, 7, 9], [5, 7, 8], [7, 8] and [4] give {(5, 7): [8, 9], (7,): [8]}.
     """
-    words: dict[int, list[BadWord]] = {}
+    last_tokens: dict[tuple[int, ...], set[int]] = {}
     for *beginning, last_token in params.bad_words_token_ids:
         if beginning:
-            second_to_last = beginning[-1]
-            words.setdefault(second_to_last, []).append(BadWord(beginning, last_token))
-    return words
+            last_tokens.setdefault(tuple(beginning), set()).add(last_token)
+    return {
+        beginning: np.array(sorted(token_ids), np.int64)
+        for beginning, token_ids in last_tokens.items()
+    }
 
 
 def explain_no_token(position: Position) -> str:

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -164,6 +166,19 @@ def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, 
     )
     found = processed(torch.zeros(1, VOCAB), sequence, drafts=drafts)
     assert found[0].isinf().nonzero().squeeze(1).tolist() == forbidden
+
+
+def test_the_time_of_a_step_does_not_grow_with_the_number_of_bad_words():
+    words = [[a, b, 9, 10 + b] for a in range(VOCAB) for b in range(60)] * 10
+    sequence = make_sequence(output=[5, 6, 9], bad_words_token_ids=[*words, [9, 11]])
+    processor = LogitsProcessor()
+    logits = torch.zeros(1, VOCAB)
+    processed(logits, sequence, processor=processor)  # prepares the words
+    start = time.thread_time()
+    for _ in range(20):
+        found = processed(logits, sequence, processor=processor)
+    assert time.thread_time() - start < 0.1
+    assert found[0].isinf().nonzero().squeeze(1).tolist() == [11, 16]
 
 
 def test_min_tokens_counts_guessed_tokens():

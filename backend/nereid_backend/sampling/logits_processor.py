@@ -12,7 +12,7 @@ parameters, its row is not changed.
 """
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import cast
 
@@ -202,9 +202,20 @@ class LogitsProcessor:
         if logits_params is None or logits_params.owner is not position.sequence:
             # The cache contains no entry for this sequence. There is either no entry at `row`, or
             # the entry of a request that has ended.
-            logits_params = LogitsParams.of(position.sequence, vocab_size)
+            logits_params = self._prepare(position.sequence, vocab_size)
             self._logits_params[row] = logits_params
         return logits_params
+
+    def _prepare(self, sequence: Sequence, vocab_size: int) -> LogitsParams:
+        """Return new `LogitsParams` of a sequence.
+
+        All sequences of a request share the arrays, because long lists take milliseconds to
+        convert, and a request can have 64 sequences.
+        """
+        for other in self._logits_params.values():
+            if other.owner.params is sequence.params:
+                return replace(other, owner=sequence)
+        return LogitsParams.of(sequence, vocab_size)
 
     def _penalise(
         self, logits: Tensor, positions: abc.Sequence[Position], rows: abc.Sequence[int]

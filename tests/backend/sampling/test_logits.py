@@ -168,6 +168,20 @@ def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, 
     assert found[0].isinf().nonzero().squeeze(1).tolist() == forbidden
 
 
+def test_the_sequences_of_a_request_share_the_arrays_of_their_parameters():
+    first = make_sequence(bad_words_token_ids=[[4]], eos=(5,), min_tokens=1, n=3)
+    sequences = first.all_sequences()
+    for row, sequence in enumerate(sequences):
+        sequence.row = row
+    processor = LogitsProcessor()
+    found = processed(torch.zeros(3, VOCAB), *sequences, processor=processor)
+    assert [row.isinf().nonzero().squeeze(1).tolist() for row in found] == [[4, 5]] * 3
+    sequences[1].token_ids.append(9)
+    found = processed(torch.zeros(3, VOCAB), *sequences, processor=processor)
+    assert [row.isinf().sum().item() for row in found] == [2, 1, 2]
+    assert len({id(params.stops) for params in processor._logits_params.values()}) == 1
+
+
 def test_the_time_of_a_step_does_not_grow_with_the_number_of_bad_words():
     words = [[a, b, 9, 10 + b] for a in range(VOCAB) for b in range(60)] * 10
     sequence = make_sequence(output=[5, 6, 9], bad_words_token_ids=[*words, [9, 11]])

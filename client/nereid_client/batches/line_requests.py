@@ -11,6 +11,7 @@ lowest one.
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,12 @@ _MAX_OUTAGES = 5
 _SHORTEST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _READY_CHECK_EVERY_S = 1.0
+# A request during which the process of the model has died is sent at most this number of times.
+_MAX_CRASHES = 2
+# Matches the error message for such a request.
+_PROCESS_DIED = re.compile(r"the (engine|worker) process (ended|closed its connection|was killed)")
 _OVERLOADED = 429
+_FAILED = 500
 _UNAVAILABLE = 503
 _ABORTED = 499
 
@@ -54,6 +60,13 @@ class LineResponse:
     request_id: str
     body: Any
     retry_after_s: float = 0.0
+
+    @property
+    def has_process_died(self) -> bool:
+        """Whether the process of the model has died during the request."""
+        is_error = self.status == _FAILED and isinstance(self.body, dict)
+        message = self.body.get("error", {}).get("message", "") if is_error else ""
+        return _PROCESS_DIED.match(message) is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the response as a JSON object for a line of the result file."""
@@ -137,9 +150,16 @@ class LineSender:
             client: the client that created the batch, as returned by `batch_client`.
         """
         num_outages = 0
+        num_crashes = 0
         wait_s = _SHORTEST_WAIT_S
         while True:
             response = await self._call(path, body, client)
+            if response.has_process_died:
+                num_crashes += 1
+                if num_crashes == _MAX_CRASHES:
+                    return response
+                await asyncio.sleep(_SHORTEST_WAIT_S)
+                continue
             if response.status not in (_OVERLOADED, _UNAVAILABLE):
                 return response
             has_server_failed = response.status == _UNAVAILABLE and not await self._is_ready()

@@ -42,7 +42,7 @@ _SLOW_BFLOAT16 = (
     "dtype: this CPU has no fast kernel for bfloat16, so a step takes about four times as long as "
     "with float32. Set dtype=float32, or install g++ if it is missing."
 )
-# The names that the number of layers has in config.json, depending on the architecture.
+# One of these fields of config.json contains the number of layers, depending on the architecture.
 _LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 # A model whose layers share their weights has at most this number of layers.
 _MAX_SHARED_LAYERS = 1000
@@ -225,7 +225,7 @@ def _check_num_layers(file: Path, num_tensors: int) -> None:
         text_config = config.get("text_config")
     except (ValueError, AttributeError, RecursionError):
         return  # `read_config` reports the damaged file.
-    # Several layers can share their weights, so a few layers more than tensors are possible.
+    # A valid model can have more layers than tensors, because several layers can share one tensor.
     max_layers = max(num_tensors, _MAX_SHARED_LAYERS)
     for name in _LAYER_FIELDS:
         for section in (config, text_config):

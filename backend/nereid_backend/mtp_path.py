@@ -302,9 +302,10 @@ class MtpPath:
         from the large model, or are zeros if they are not stored. The hidden state for a draft
         token is the last output of the MTP layer.
         """
-        # `chunk.sequence` lacks the first token of `target`, so token i of `chunk.sequence` is
-        # token i + 1 of `target`. The token before token i + 1 is token i. Therefore, the hidden
-        # states of the previous tokens start at position `chunk.start` of `target`.
+        # `chunk.sequence` contains the tokens of `target` without the first token. The token at
+        # index i of `chunk.sequence` is therefore at index i + 1 of `target`, and its previous
+        # token is at index i of `target`. As a result, the hidden states of the previous tokens
+        # start at index `chunk.start` of `target`.
         target = self._targets[chunk.sequence]
         num_known_tokens = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known_tokens

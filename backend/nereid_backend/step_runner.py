@@ -283,9 +283,10 @@ class Runner:
 
 
 def _with_all_tokens(logits: Tensor, num_token_ids: int) -> Tensor:
-    """Append a column of -inf to the logits for each token for which the model has no logit.
+    """Extend the logits to at least `num_token_ids` columns. The added columns contain -inf.
 
-    Prompts and sampling parameters may contain such a token, so the logits need a column for it.
+    The model computes no logits for some token ids. Prompts and sampling parameters may contain
+    these token ids, so the logits need a column for each of these token ids.
     """
     num_missing = num_token_ids - logits.shape[1]
     if num_missing <= 0:  # The usual case. Do not copy the logits.

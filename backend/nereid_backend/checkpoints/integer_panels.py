@@ -293,7 +293,7 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
 
 
 def _try_store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store a weight in a layer. Return whether the layer stores integers or dequantised numbers.
+    """Store a weight in a layer. Return True if the layer stores the weight as integers.
 
     If the CPU kernels can read the weight, the class of the layer becomes `GroupedLinear`, which
     stores the integers, and the result is True. Otherwise, the layer stores the dequantised

@@ -67,8 +67,9 @@ def load_with_attention(
 
 def _uses_registered_attention(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Return whether a loaded model calls attention functions of transformers' registry."""
-    # A class of transformers was checked before the model was loaded (`takes_attention_by_name`). A
-    # class in a Python file of the checkpoint can be checked only after the model was loaded.
+    # If the class of the model is part of the library transformers, `takes_attention_by_name` has
+    # already checked the class. If the class is defined in a Python file of the checkpoint, the
+    # class is checked here, because this check requires the loaded model.
     is_class_of_transformers = model_class(config) is not None
     return is_class_of_transformers or model._can_set_attn_implementation()
 
@@ -235,7 +236,8 @@ def _loading_error(
             return _OwnAttentionError()
         reason = first_line(error)
         if isinstance(error, KeyError):
-            # The message of a KeyError is only the key. Example: an unknown type of rope_scaling.
+            # The message of a KeyError contains only the key. Example: if config.json contains the
+            # unknown rope_scaling type "abc", the message is "'abc'".
             reason = (
                 f"the value {reason} is unknown, or a field with this name is missing. Correct "
                 f"the JSON files in {folder}, or install a newer version of transformers."
@@ -246,7 +248,8 @@ def _loading_error(
     wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
     if wrong_shape is not None:
         return ModelError(wrong_shape)
-    # A damaged file can cause many kinds of exceptions. Example: a missing file causes an OSError.
+    # A file is damaged or missing. A damaged file can cause many kinds of exceptions, and a missing
+    # file causes an OSError.
     return ModelError(
         f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). Download "
         "the checkpoint again."
@@ -266,16 +269,21 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 
 
 def _weights_path(folder: Path) -> Path:
-    """Return the path that error messages name: a folder, or the GGUF file that it describes."""
+    """Return the path of the weights for error messages.
+
+    If `folder` contains a link to a GGUF file, return the path of the GGUF file. Otherwise, return
+    `folder`.
+    """
     link = folder / GGUF_LINK
     return link.resolve() if link.is_file() else folder
 
 
 def check_unused_weights(folder: Path, names: list[str]) -> None:
-    """Raise an UnsupportedModelError if the model ignores weights without which it is wrong.
+    """Raise an UnsupportedModelError if the model ignores weights that a correct output requires.
 
-    In a GGUF file, every tensor is needed. In other checkpoints, extra tensors are usual, but not
-    scales: they show that the weights are quantised, although config.json does not say so.
+    Every tensor of a GGUF file is required. Other checkpoints often contain extra tensors, which
+    the model may ignore. However, the model must not ignore the tensors of quantised weights, such
+    as scales. The model ignores scales if config.json does not describe the quantisation.
 
     `names` contains the names of the weights in `folder` that the model does not use.
     """

@@ -30,8 +30,9 @@ _MODULE = "nereid_backend.grammar.trial_process"
 # The largest number of grammars that may wait for their test in a child process.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0
-# The process ends each trial at the time limit. If the process has sent nothing for this number of
-# seconds more, it hangs and is killed. The process also needs this time to load its libraries.
+# If the process has an unfinished job and has sent nothing for the time limit of a trial plus this
+# number of seconds, the process is considered to be hanging and is killed. The additional seconds
+# also allow the process to load its libraries.
 _EXTRA_S = 60.0
 
 
@@ -200,10 +201,10 @@ class TrialCompiler:
         self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
 
     def _is_hanging(self, connection: Connection) -> bool:
-        """Wait for a message of the process, and return False. Return True if the process hangs.
+        """Wait until the process sends a message or hangs. Return whether the process hangs.
 
-        The process hangs if it has sent nothing for too long, although the same job was waiting for
-        the whole time.
+        The process is considered to be hanging if it has sent nothing for too long, although the
+        same job was unfinished for the whole time.
         """
         limit_s = min(self._timeout_s, MAX_TIMEOUT_S) + _EXTRA_S
         waiting_before: set[int] = set()

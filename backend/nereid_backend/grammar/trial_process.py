@@ -34,7 +34,8 @@ from nereid_backend.process_limits import limit_child
 # does not wait for the end of a long compilation.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
-# The longest time limit of a trial. `wait` raises an OverflowError for more than 24 days.
+# The longest time limit of a trial, in seconds. If the timeout that is passed to `wait` is longer
+# than 24 days, `wait` raises an OverflowError.
 MAX_TIMEOUT_S = 86400.0
 
 

@@ -48,8 +48,8 @@ _HARMLESS_SETTINGS = frozenset(
 # The largest accepted ratio between the size of an adapter in its file and its size in memory.
 # Example: the file contains float32 numbers, and the memory contains bfloat16 numbers.
 _FILE_TO_MEMORY_RATIO = 2
-# The time limit for the search of one regular expression of adapter_config.json in the name of a
-# layer. The search usually takes microseconds.
+# The time limit for matching the name of one layer against one regular expression. The regular
+# expressions come from adapter_config.json. A match usually takes microseconds.
 _PATTERN_SECONDS = 1
 # PEFT can initialise an adapter with these methods, which also change the weights of the model.
 # Such an adapter does not fit the original weights.

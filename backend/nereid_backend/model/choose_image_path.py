@@ -302,9 +302,10 @@ def _candidates(
     """
 
     def add_packed(path: ForwardPath) -> ForwardPath:
-        """Return a path that processes all sequences of a step together. This path is the fastest.
+        """Add the support for images to `path`, and return `path`.
 
-        Raise an UnfitError if the forward path for texts is not `packed`.
+        A single forward pass then computes all sequences of a step, with or without images. This
+        candidate is therefore the fastest. Raise an UnfitError if `path` is not a PackedPath.
         """
         if not isinstance(path, PackedPath):
             raise UnfitError(f"the forward path of texts is {spec.name}")
@@ -312,17 +313,17 @@ def _candidates(
         return path
 
     def add_single(path: ForwardPath) -> ForwardPath:
-        """Return a path that processes sequences with images one after another.
+        """Return a SplitPath that computes sequences with images one after another.
 
-        For these sequences, the path uses the model's own attention and cache.
+        For these sequences, the SplitPath uses the model's own attention and cache.
         """
         single_path = SinglePath(checkpoint, uses_cache=True)
         return SplitPath(path, single_path, features, attention)
 
     def add_generated(path: ForwardPath) -> ForwardPath:
-        """Return a path that calls transformers' `generate` for sequences with images.
+        """Return a SplitPath that calls transformers' `generate` for sequences with images.
 
-        This path is very slow, because `generate` is called again for each new token.
+        This candidate is very slow, because `generate` is called again for each new token.
         """
         return SplitPath(path, GeneratedPath(checkpoint), features, attention)
 

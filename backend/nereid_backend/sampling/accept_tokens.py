@@ -145,7 +145,7 @@ def _accept(
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
             error = sampled_tokens.errors[index]
-            # If the logits are valid, the parameters of the request forbid every token.
+            # If the error is not NOT_FINITE, the parameters of the request forbid every token.
             return Sampled(token_ids=[], logprobs=[], error=error, is_refused=error != NOT_FINITE)
         token_ids.append(sampled_tokens.token_ids[index])
         logprobs.append(sampled_tokens.logprobs[index])

@@ -147,8 +147,8 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
                 PIL.ImageOps.exif_transpose(decoded, in_place=True)
                 return _to_rgb(decoded)
     except (RequestError, MemoryError):
-        # The caller reports a lack of memory. The images of a request need it together, so no
-        # single image is the cause.
+        # A MemoryError is not converted to an error about this image, because all images of the
+        # request use the memory together. The caller handles the MemoryError for the whole request.
         raise
     except PIL.Image.DecompressionBombError as error:
         raise RequestError(

@@ -179,9 +179,9 @@ class FileStore:
     def delete_expired(self, now: float) -> None:
         """Delete files that have expired or are damaged, and uploads that were interrupted."""
         for file_id in _names(self._files):
-            # If a file cannot be read at the moment, `_read_or_raise` raises an OSError, for
-            # example because this process has too many open files. Such a file must not be deleted,
-            # because it has perhaps not expired.
+            # If a file cannot be read at the moment, for example because this process has too many
+            # open files, `_read_or_raise` raises an OSError. Such a file must not be deleted,
+            # because the file may not have expired yet.
             with suppress(OSError):
                 if self._read_or_raise(file_id) is None:
                     self.delete(file_id)

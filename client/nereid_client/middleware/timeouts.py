@@ -222,7 +222,11 @@ class _ObservedResponse:
         self._record(message)
 
     def _record(self, message: Message) -> None:
-        """Record whether the response has started or ended, whether it is a stream, and events."""
+        """Update the state of the response after `message` has been sent.
+
+        The state describes whether the response has started, whether the response is a stream, and
+        whether the response has ended. For a stream, the body of the last message is also stored.
+        """
         if message["type"] == "http.response.start":
             self._has_started = True
             media_type = Headers(raw=message["headers"]).get("content-type", "")

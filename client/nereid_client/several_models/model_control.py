@@ -302,10 +302,11 @@ class ModelControl:
             state.is_loading = True
 
     async def _find_loaded_models(self, states: Iterable[ModelState]) -> None:
-        """Query the server for each model that may be unloaded, and set `is_loaded`.
+        """Update `is_loaded` of each model whose `is_loaded` is False or None.
 
-        A server that has crashed loads its first models again, without a request to load them. A
-        model that is being loaded or unloaded is skipped.
+        The new value comes from the server. The old value can be wrong, because a server that has
+        crashed loads its first models again, without a request to load them. A model that is being
+        loaded or unloaded is skipped.
         """
         for state in states:
             if not state.is_loaded and not state.lock.locked():

@@ -269,11 +269,11 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
 
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that the names of models and adapters are unique, also in the model repository.
+    """Check that every name of a model or adapter is unique.
 
-    In the model repository, a language model is an ensemble with several steps, each of which is
-    also a model: the model "chat" has the steps "chat-tokenizer", "chat-executor" and
-    "chat-postprocessor".
+    The names of the models in Triton's model repository must also be unique. In the repository, a
+    language model is an ensemble with several steps, and each step is also a model. Example: the
+    model "chat" has the steps "chat-tokenizer", "chat-executor" and "chat-postprocessor".
 
     Args:
         specs: the models.

@@ -163,7 +163,8 @@ class WorkerPool:
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
         if self._is_draining:
-            # `nereid serve` waits until no requests run, so those of ended workers must not count.
+            # `nereid serve` waits until the database contains no running requests. Therefore, the
+            # requests of a worker that has ended must be deleted from the database.
             if worker.process.poll() is not None and _remove_socket(worker.place):
                 _delete_requests_and_responses(worker.place)
             return None

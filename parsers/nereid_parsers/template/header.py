@@ -236,7 +236,7 @@ def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
     prompt_tokens = tokens(generation_prompt)
 
     def is_missing(num_tokens: int) -> bool:
-        """Return whether the prefix of `num_tokens` tokens does not occur in `rendering`."""
+        """Return whether the text of the first `num_tokens` tokens is missing from `rendering`."""
         return "".join(prompt_tokens[:num_tokens]) not in rendering
 
     # If a prefix is missing, all longer prefixes are missing, too. Therefore, a binary search finds

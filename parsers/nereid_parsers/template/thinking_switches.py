@@ -90,8 +90,9 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     compared_values = [value for value in constants if isinstance(value, str | int)]
     takes_words = "effort" in name or "mode" in name  # such as `reasoning_effort`
     usual_values: tuple[Any, ...] = _EFFORTS if takes_words else (True, False)
-    # Duplicates are removed by their texts. If the values themselves were compared, True would be
-    # removed as a duplicate of 1, because Python treats 1 and True as equal.
+    # If two values have the same text (`repr`), only one of the two values is kept. If the values
+    # themselves were compared, True would be removed as a duplicate of 1, because Python treats 1
+    # and True as equal.
     value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
     return list(value_by_text.values())[:_MAX_VALUES]
 

@@ -169,10 +169,13 @@ def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
 
 
 def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
-    """Return whether the name of the function follows the arguments, as in `<f>{"a": 1}</f>`.
+    """Return whether the text after the arguments of a tool call repeats the function's name.
 
-    The rendered name, such as "zqFirstTool", would become a part of the closing markers. The parser
-    would then expect "zqFirstTool" after every tool call.
+    Example: in the tool call `<f>{"a": 1}</f>`, the text `</f>` repeats the name `f`.
+
+    Such a format is not supported. The name in the rendered tool call, such as "zqFirstTool", would
+    become a part of the closing marker. The parser would then expect "zqFirstTool" after every tool
+    call, even if the tool call has another name.
     """
     markup = call_format.markup
     texts_after_calls = (

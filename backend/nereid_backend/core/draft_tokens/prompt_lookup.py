@@ -87,10 +87,10 @@ class PromptLookup:
         start = index.ends.get(last_ngram)
         if start is None:
             return []
-        # If fewer than `num_drafts` tokens follow the earlier n-gram, the n-gram is close to the
-        # end of the sequence. The sequence then probably repeats the following tokens several
-        # times.
         following_tokens = token_ids[start : start + num_drafts]
+        # If the earlier n-gram is close to the end of the sequence, `following_tokens` has fewer
+        # than `num_drafts` tokens. In this case, the sequence is probably a repetition of these
+        # tokens. Therefore, the draft repeats them until it has `num_drafts` tokens.
         return list(islice(cycle(following_tokens), num_drafts))
 
     def forget(self, sequence: Sequence) -> None:

@@ -111,7 +111,9 @@ def build_library(
                 "aot_inductor.package_constants_in_so": False,  # leave out the weights
                 # Compiled code calls these operators of Nereid as C functions, without Python.
                 "aot_inductor.custom_ops_to_c_shims": shims_of(model.device, is_native),
-                # A precompiled header takes longer to build than it saves for a few models.
+                # Every compilation of a model saves a little time if a precompiled header exists.
+                # If only a few models are compiled, building this header takes more time than the
+                # compilations save together.
                 "aot_inductor.precompile_headers": False,
                 # Torch finds the instruction sets in the processor's features. Do not also build a
                 # test program for each of them.

@@ -135,7 +135,10 @@ def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> C
 
 
 def _check_default_prompt(root: Path, spec: CheckpointSpec) -> None:
-    """Raise a ModelError if the default prompt does not exist, as sentence-transformers does."""
+    """Raise a ModelError if no prompt of the checkpoint has the name of the default prompt.
+
+    The library sentence-transformers also refuses such a checkpoint.
+    """
     name = spec.default_prompt_name
     if name is not None and name not in spec.prompts:
         known = ", ".join(spec.prompts) or "none"

@@ -51,9 +51,10 @@ class RequestStatistics:
             self._note_ended(sequence, "stop" if is_stopped else update.finish_reason)
 
     def note_unfinished(self, stream: Stream, reason: str) -> None:
-        """Count the sequences of a stream that have not ended, because the whole stream now ends.
+        """Record that all unfinished sequences of a stream have ended.
 
-        The engine's later updates of these sequences are ignored.
+        This method is called when the whole stream ends. Later updates from the engine for these
+        sequences are ignored.
 
         Args:
             stream: the stream.

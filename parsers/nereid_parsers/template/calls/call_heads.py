@@ -191,7 +191,10 @@ def _head_pattern(before_name: str, after_name: str) -> str:
 
 
 def pattern_of_text(rendered: str) -> str:
-    r"""Return the pattern of a rendered text, with fields for the name, the number and the id.
+    r"""Replace the name, the number and the id in the text of a tool call with fields.
+
+    The result is a pattern with the fields `{name}`, `{number}` and `{id}`. In this example,
+    "\ue010" is the placeholder character for the number of the tool call:
 
     >>> pattern_of_text('<call n="\ue010">')
     '<call n="{number}">'

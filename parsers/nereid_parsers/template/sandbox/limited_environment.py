@@ -238,7 +238,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return [self.budget.check(item) for item in value] if isinstance(value, Iterator) else value
 
     def _convert_for_json(self, value: Any) -> list[Any]:  # noqa: ANN401
-        """Convert a value that is not JSON to a list, if the value is an iterator.
+        """Convert an iterator to a list, so that the filter `tojson` can write its items.
+
+        `tojson` calls this method with each value that JSON cannot represent.
 
         Raises:
             TypeError: The value is not an iterator. For example, the template has written a

@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -239,10 +240,20 @@ class BatchStore:
         self.files.publish(file, folder)
 
     def delete_expired(self, now: float) -> None:
-        """Delete the ended batches whose time `expires_at` is more than KEEP_S seconds ago."""
+        """Delete the ended batches whose time `expires_at` is more than KEEP_S seconds ago.
+
+        Also delete each folder without a batch that is older than WINDOW_S seconds. `create` leaves
+        such a folder if the process is killed, and the folder would count towards the limit.
+        """
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)
+        for batch_id in self._ids():
+            folder = self.folder(batch_id)
+            with suppress(FileNotFoundError):
+                is_old = folder.stat().st_mtime < now - WINDOW_S
+                if is_old and not (folder / "batch.json").exists():
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _ids(self) -> set[str]:
         try:

@@ -168,6 +168,17 @@ def test_a_batch_that_cannot_be_saved_leaves_no_file(store, monkeypatch):
     assert {path.name for path in store.folder(batch.id).iterdir()} == names
 
 
+def test_the_folder_of_a_batch_whose_creation_was_interrupted_is_deleted_after_a_day(store):
+    batch = create(store, num_lines=1)
+    interrupted = create(store, num_lines=1)
+    (store.folder(interrupted.id) / "batch.json").unlink()
+    store.delete_expired(time.time())
+    assert store.folder(interrupted.id).exists()  # another process may be creating the batch
+    store.delete_expired(time.time() + 2 * 24 * 3600)
+    assert not store.folder(interrupted.id).exists()
+    assert store.find(batch.id, "") is not None
+
+
 def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypatch):
     file = upload(store, num_lines=1)
 

@@ -105,8 +105,11 @@ class BatchRunner:
                     await self._clean_up_folder()
             except OSError as error:
                 _log.error("Batches cannot run, because their folder has an error: %s", error)
+            # In Python 3.11, `asyncio.wait_for` ignores the cancellation of this task if `_wake_up`
+            # is set at the same moment. `close` would then wait forever.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake_up.wait(), _CHECK_EVERY_S)
+                async with asyncio.timeout(_CHECK_EVERY_S):
+                    await self._wake_up.wait()
 
     def _try_to_lock(self) -> bool:
         """Lock the folder of the batches, unless another process has locked the folder.

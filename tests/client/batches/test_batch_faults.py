@@ -191,6 +191,12 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypat
     assert store.files.find(file.id, "") == file
 
 
+async def test_a_runner_that_is_woken_while_it_is_closed_ends(store):
+    async with asyncio.timeout(5), running(store, num_slots=1) as runner:
+        await asyncio.sleep(0.1)  # The runner now waits for its next check.
+        runner.wake_up()
+
+
 async def test_batches_continue_after_files_were_deleted_although_the_clock_was_set_back(
     store, monkeypatch
 ):

@@ -69,7 +69,7 @@ def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -
         hidden_size=args.hidden,
         intermediate_size=4 * args.hidden,
         num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32,
+        num_attention_heads=max(12, args.hidden // 64),  # as MiniLM-L6, BERT base and BERT large
         max_position_embeddings=512,
         num_labels=1,
         initializer_range=0.05,

@@ -74,6 +74,16 @@ def test_a_damaged_chat_template_json_is_an_error_of_the_checkpoint(content, tmp
         load_tokenizer(str(folder))
 
 
+@pytest.mark.parametrize("stored", [5, {"default": 5}, [{"name": "default", "template": None}]])
+def test_a_template_with_a_wrong_type_is_an_error_of_the_checkpoint(stored, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": stored}))
+    with pytest.raises(ModelError, match=r"chat_template in .*chat_template.json must be a text"):
+        load_tokenizer(str(folder))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

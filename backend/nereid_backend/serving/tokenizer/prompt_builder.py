@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.fast_imports import importing
@@ -20,6 +20,9 @@ from nereid_backend.text.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# The type of the default value of a boolean field.
+_Default = TypeVar("_Default", bool, None)
 
 _BOOLEAN_TEXTS = {"true": True, "false": False}
 
@@ -48,10 +51,11 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
     _block_torch_import()
-    with importing():  # The imports in this block are faster.
+    with importing():  # makes the import of transformers faster
         from transformers import AutoTokenizer
 
-    if not Path(model).is_dir():
+    folder = Path(model)
+    if not folder.is_dir():
         raise ModelError(
             f"model: {model} is not a folder. Set model to the folder of a checkpoint."
         )
@@ -63,26 +67,25 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         # A broken file can cause any exception. Some messages of transformers have several lines.
         reason = " ".join(str(error).split())
         raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {reason}") from error
-    if not isinstance(tokenizer.chat_template, str | dict | None):
-        raise ModelError(
-            f"model: chat_template in {model}/tokenizer_config.json must be a text or a list of "
-            f"templates, but it is {tokenizer.chat_template!r}. Correct the file."
-        )
-    template = _read_json_template(Path(model))
+    _check_template(tokenizer.chat_template, folder / "tokenizer_config.json")
+    template = _read_json_template(folder)
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
 
 
-def _read_json_template(folder: Path) -> Any:  # noqa: ANN401 - a text, or a dict of texts by name
-    """Return the chat template in chat_template.json; None if the file is missing or has none.
+def _read_json_template(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template in chat_template.json.
 
-    Many checkpoints for images have their chat template only in this file. transformers reads the
-    file for a processor, but not for a tokenizer. A template in a .jinja file has precedence.
+    Return None if the file contains no template, or if the folder contains a template in a .jinja
+    file, which has precedence. If chat_template.json contains several templates, the result maps
+    the names of the templates to their texts.
 
     Raises:
         ModelError: the file is damaged.
     """
+    # Many checkpoints for images have their chat template only in this file. transformers reads the
+    # file for a processor, but not for a tokenizer.
     path = folder / "chat_template.json"
     jinja_files = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*")]
     if jinja_files or not path.is_file():
@@ -93,7 +96,21 @@ def _read_json_template(folder: Path) -> Any:  # noqa: ANN401 - a text, or a dic
             template = {item["name"]: item["template"] for item in template}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model: {path} cannot be read: {error!r}") from error
-    return template
+    _check_template(template, path)
+    return template  # type: ignore[no-any-return]
+
+
+def _check_template(template: object, path: Path) -> None:
+    """Raise a ModelError if the chat template in the file `path` has a wrong type.
+
+    A chat template is a text, a dict of texts by name, or None.
+    """
+    sources = template.values() if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(source, str) for source in sources):
+        raise ModelError(
+            f"model: chat_template in {path} must be a text or a list of templates, but it is "
+            f"{shown(template)}. Correct the file."
+        )
 
 
 def _block_torch_import() -> None:
@@ -308,7 +325,7 @@ def _continues_final_message(body: Mapping[str, Any]) -> bool:
     return continues
 
 
-def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+def read_flag(body: Mapping[str, Any], name: str, *, default: _Default) -> bool | _Default:
     """Return the boolean value of a request field, or `default` if the field is missing.
 
     The texts "true" and "false" are accepted, too, because Triton request parameters can be texts.

@@ -302,17 +302,21 @@ class MtpPath:
         from the large model, or are zeros if they are not stored. The hidden state for a draft
         token is the last output of the MTP layer.
         """
-        # `chunk.sequence` contains the tokens of `target` without the first token. The token at
-        # index i of `chunk.sequence` is therefore at index i + 1 of `target`, and its previous
-        # token is at index i of `target`. As a result, the hidden states of the previous tokens
-        # start at index `chunk.start` of `target`.
         target = self._targets[chunk.sequence]
         num_known_tokens = len(target.token_ids) - 1
         is_draft_token = chunk.start >= num_known_tokens
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
+        # The sequence of the MTP layer lacks the first token of the large model's sequence:
+        #
+        #     position            0  1  2
+        #     `target`            a  b  c
+        #     `chunk.sequence`    b  c
+        #
+        # The token before b is a, which has the same position in `target` as b in `chunk.sequence`.
+        start_in_target = chunk.start
         hidden_states = self._zeros(chunk.num_tokens)
-        self.hidden.take(target, chunk.start, hidden_states)
+        self.hidden.take(target, start_in_target, hidden_states)
         return hidden_states
 
     def _zeros(self, num_tokens: int) -> Tensor:

@@ -286,26 +286,23 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
         return True
     decoded = weight.decode()
     if isinstance(decoded, IntegerWeight):
-        return _try_store_integers(layer, decoded)
+        _check_shape(decoded.values.shape, layer)
+        if _fits_panels(decoded):
+            _store_integers(layer, decoded)
+            return True
+        decoded = decoded.dequantise(layer.weight.dtype)
     _check_shape(decoded.shape, layer)
     layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)
     return False
 
 
-def _try_store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
-    """Store a weight in a layer. Return True if the layer stores the weight as integers.
+def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> None:
+    """Store the integers, scales and zeros of a weight in a layer.
 
-    If the CPU kernels can read the weight, the class of the layer becomes `GroupedLinear`, which
-    stores the integers, and the result is True. Otherwise, the layer stores the dequantised
-    numbers, and the result is False.
+    The CPU kernels must be able to read the weight; see `_fits_panels`.
 
-    Mutates: `layer`.
+    Mutates: `layer`. Its class becomes `GroupedLinear`, which stores integers.
     """
-    _check_shape(weight.values.shape, layer)
-    if not _fits_panels(weight):
-        numbers = weight.dequantise(layer.weight.dtype)
-        layer.weight = nn.Parameter(numbers, requires_grad=False)
-        return False
     grouped = change_class(layer, GroupedLinear)
     # `GroupedLinear` stores integers with either 4 or 8 bits. Integers of at most 4 bits are stored
     # with 4 bits, and larger integers with 8 bits.
@@ -313,7 +310,6 @@ def _try_store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
     grouped.set_quantised(
         weight.values, weight.scales, weight.zeros, weight.group_size, bits=panel_bits
     )
-    return True
 
 
 def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:

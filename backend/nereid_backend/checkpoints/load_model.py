@@ -201,8 +201,8 @@ def _from_pretrained(
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except ModelError:
-        # transformers reads quantised weights through `LazyWeight`, which raises a ModelError
-        # itself if a weight cannot be read.
+        # `arguments` can contain quantised weights as `LazyWeight` objects. If a weight cannot be
+        # read, its object raises a ModelError while transformers loads the weight.
         raise
     except Exception as error:
         attention = arguments["attn_implementation"]
@@ -226,33 +226,40 @@ def _loading_error(
         config: the config of the checkpoint.
         attention: the name of the attention implementation.
     """
-    if isinstance(error, ValueError | KeyError | ImportError):
-        # If a class does not use the attention interface, transformers raises a general exception,
-        # such as a ValueError. This exception is recognised by its message, which contains the name
-        # of the refused implementation. Example of a name: "nereid_paged_0". This package has
-        # generated the name, so no other message contains it.
-        has_refused_attention = attention in str(error)
-        if has_refused_attention:
-            return _OwnAttentionError()
-        reason = first_line(error)
-        if isinstance(error, KeyError):
-            # The message of a KeyError contains only the key. Example: if config.json contains the
-            # unknown rope_scaling type "abc", the message is "'abc'".
-            reason = (
-                f"the value {reason} is unknown, or a field with this name is missing. Correct "
-                f"the JSON files in {folder}, or install a newer version of transformers."
-            )
-        return UnsupportedModelError(
-            f"the model type {config.model_type} is not supported: {reason}"
+    if not isinstance(error, ValueError | KeyError | ImportError):
+        # A file is damaged or missing. A damaged file can cause many kinds of exceptions, and a
+        # missing file causes an OSError.
+        wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
+        return ModelError(
+            wrong_shape
+            or f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). "
+            "Download the checkpoint again."
         )
-    wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
-    if wrong_shape is not None:
-        return ModelError(wrong_shape)
-    # A file is damaged or missing. A damaged file can cause many kinds of exceptions, and a missing
-    # file causes an OSError.
-    return ModelError(
-        f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). Download "
-        "the checkpoint again."
+    # If a class does not use the attention interface, transformers raises a general exception, such
+    # as a ValueError. The message of this exception contains the name of the refused
+    # implementation, such as "nereid_paged_0". This package has generated the name, so no other
+    # message contains the name.
+    has_refused_attention = attention in str(error)
+    if has_refused_attention:
+        return _OwnAttentionError()
+    return UnsupportedModelError(
+        f"the model type {config.model_type} is not supported: {_unsupported_reason(error, folder)}"
+    )
+
+
+def _unsupported_reason(error: Exception, folder: Path) -> str:
+    """Return the reason why transformers does not support a model: the first line of `error`.
+
+    The message of a KeyError contains only the key. Example: if config.json contains the unknown
+    rope_scaling type "abc", the message is "'abc'". For a KeyError, the result is therefore a
+    sentence that contains the key and `folder`.
+    """
+    reason = first_line(error)
+    if not isinstance(error, KeyError):
+        return reason
+    return (
+        f"the value {reason} is unknown, or a field with this name is missing. Correct the JSON "
+        f"files in {folder}, or install a newer version of transformers."
     )
 
 
@@ -287,20 +294,22 @@ def check_unused_weights(folder: Path, names: list[str]) -> None:
 
     `names` contains the names of the weights in `folder` that the model does not use.
     """
-    is_gguf = (folder / GGUF_LINK).is_file()
-    needed = [name for name in names if is_gguf or name.endswith(QUANTISED_SUFFIXES)]
-    if not needed:
+    if (folder / GGUF_LINK).is_file():
+        if names:
+            raise UnsupportedModelError(
+                f"{_weights_path(folder)}: the model does not use {len(names)} weights of the "
+                f"file, such as {names[0]}, so its output would be wrong. Use the model's "
+                "safetensors files."
+            )
         return
-    if is_gguf:
+    quantised = [name for name in names if name.endswith(QUANTISED_SUFFIXES)]
+    if quantised:
         raise UnsupportedModelError(
-            f"{_weights_path(folder)}: the model does not use {len(needed)} weights of the file, "
-            f"such as {needed[0]}, so its output would be wrong. Use the model's safetensors files."
+            f"{folder} contains {len(quantised)} tensors of quantised weights, such as "
+            f"{quantised[0]}, but its config.json has no quantization_config that describes them, "
+            "so the weights would be wrong. Use a checkpoint whose config.json has this field, or "
+            "one that is not quantised."
         )
-    raise UnsupportedModelError(
-        f"{folder} contains {len(needed)} tensors of quantised weights, such as {needed[0]}, but "
-        "its config.json has no quantization_config that describes them, so the weights would be "
-        "wrong. Use a checkpoint whose config.json has this field, or one that is not quantised."
-    )
 
 
 def describe_wrong_shape(
@@ -320,11 +329,13 @@ def describe_wrong_shape(
         config: the config of the checkpoint.
         loading_class: the class of the model; None if transformers has no class for the model.
     """
-    is_shape_error = "ignore_mismatched_sizes" in str(error)
-    has_unquantised_files = (
-        not (folder / GGUF_LINK).is_file() and quantisation_settings(config) is None
-    )
-    if loading_class is None or not is_shape_error or not has_unquantised_files:
+    # If a shape differs, the message of transformers contains the argument's name
+    # `ignore_mismatched_sizes`.
+    if loading_class is None or "ignore_mismatched_sizes" not in str(error):
+        return None
+    # The tensors of a quantised checkpoint do not have the shapes of the model's weights.
+    is_gguf = (folder / GGUF_LINK).is_file()
+    if is_gguf or quantisation_settings(config) is not None:
         return None
     with torch.device("meta"):
         weights = loading_class(config).state_dict()

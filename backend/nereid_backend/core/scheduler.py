@@ -350,10 +350,10 @@ class Scheduler:
     def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> RequestUpdate | None:
         """Apply the step's result to the sequence of `chunk`, and return an update for the client.
 
-        The update reports the sampled tokens, or the error if no token could be sampled. The result
-        is None if the sequence ended while the step was running, or if the step samples no token
-        for the chunk (`sampled` is None). The full blocks of the sequence are added to the prefix
-        cache.
+        The sampled tokens are appended to the sequence, and the full blocks of the sequence are
+        added to the prefix cache. If no token could be sampled, the sequence ends with an error
+        instead. The result is None if the sequence ended while the step was running, or if the step
+        samples no token for the chunk (`sampled` is None).
 
         Mutates: the sequence. The tokens of the chunk count as computed, sampled tokens are
             appended, and blocks before an attention window are freed.
@@ -368,11 +368,13 @@ class Scheduler:
         # they are verified. The conditional expression takes less time than `min`.
         num_known = len(sequence.token_ids)
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
-        update = None
         if sampled is not None:
-            update = self._append(sequence, sampled)  # also adds the blocks to the cache
-        elif self.cache is not None:
-            self.cache.add(sequence)
+            # This call also adds the full blocks to the cache before the sequence can end.
+            update = self._append(sequence, sampled)
+        else:
+            update = None
+            if self.cache is not None:
+                self.cache.add(sequence)
         if self._has_windows:
             # This call does nothing if the sequence has ended and has released its blocks.
             self._tables.free_blocks_before_window(sequence)

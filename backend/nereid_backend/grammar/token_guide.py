@@ -97,14 +97,12 @@ class TokenGuide:
             for token_id in token_ids:
                 self._accept_token(token_id)
             return
-        # Without a thinking budget, only the grammar restricts the tokens. Most tokens arrive in
-        # the phase GRAMMAR and are in `grammar_bits`, which contains neither stop tokens nor
-        # forbidden special tokens. For such a token, `_accept_token` would only advance the
-        # matcher and append the token to the recent tokens. The first branch of the loop performs
-        # these two operations itself, because calling `_accept_token` would take twice the time.
-        grammar_bits = self._rules.grammar_bits
+        # `text_bits` contains neither stop tokens nor forbidden special tokens.
+        text_bits = self._rules.grammar_bits
         for token_id in token_ids:
-            if self._phase is Phase.GRAMMAR and _has_bit(grammar_bits, token_id):
+            if self._phase is Phase.GRAMMAR and _has_bit(text_bits, token_id):
+                # Most tokens are text that the grammar describes. For such a token, `_accept_token`
+                # would only do what the next two lines do, but would take twice the time.
                 self._raise_if_forbidden(token_id, matcher.accept(token_id))
                 self._recent_ids.append(token_id)
             else:

@@ -185,37 +185,43 @@ class TrialCompiler:
 
         A separate thread runs this method. After the end of the process, the remaining jobs fail.
         """
-        # `recv` raises an error when the process ends.
-        with contextlib.suppress(EOFError, OSError):
-            while not self._is_hanging(connection):
-                job_id, outcome, error_text = connection.recv()
-                future = self._pop_future(job_id)
-                if future is not None:
-                    if outcome == Outcome.CRASHED:
-                        log.warning("A grammar library failed to compile a grammar. %s", error_text)
-                    _resolve(future, self._error_for_client(outcome, error_text))
+        while (message := self._receive(connection)) is not None:
+            job_id, outcome, error_text = message
+            future = self._pop_future(job_id)
+            if future is not None:
+                if outcome == Outcome.CRASHED:
+                    log.warning("A grammar library failed to compile a grammar. %s", error_text)
+                _resolve(future, self._error_for_client(outcome, error_text))
         process.kill()
         process.wait()
         self._connection = None
         connection.close()
         self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
 
-    def _is_hanging(self, connection: Connection) -> bool:
-        """Wait until the process sends a message or hangs. Return whether the process hangs.
+    def _receive(self, connection: Connection) -> tuple[int, str, str] | None:
+        """Wait for a message of the process. Return None if the process has ended or hangs.
 
         The process is considered to be hanging if it has sent nothing for too long, although the
-        same job was unfinished for the whole time.
+        same job was unfinished for the whole time. A message contains the id of a job, its outcome
+        and an error text.
         """
         limit_s = min(self._timeout_s, MAX_TIMEOUT_S) + _EXTRA_S
-        waiting_before: set[int] = set()
         while True:
-            with self._lock:
-                waiting = set(self._futures)
-            if waiting & waiting_before:
-                return True
-            if connection.poll(limit_s):
-                return False
-            waiting_before = waiting
+            unfinished_before = self._unfinished_jobs()
+            try:
+                if connection.poll(limit_s):
+                    message: tuple[int, str, str] = connection.recv()
+                    return message
+            except (EOFError, OSError):  # The process has ended.
+                return None
+            is_hanging = bool(unfinished_before & self._unfinished_jobs())
+            if is_hanging:
+                return None
+
+    def _unfinished_jobs(self) -> set[int]:
+        """Return the ids of the jobs that have not ended."""
+        with self._lock:
+            return set(self._futures)
 
     def _fail_all(self, message: str) -> None:
         """Store an error in the future of every job that has not ended."""

@@ -162,7 +162,9 @@ class Trials:
     def _one_pass_trial(self, layers: list[LayerSpec]) -> Trial:
         """Return test sequences, and the logits of one forward pass over each whole sequence.
 
-        One test sequence is longer than the windows of the attention layers `layers`.
+        One test sequence is longer than the windows of the attention layers `layers`. The logits
+        are compared with the logits of token-by-token generation. The comparison is skipped if the
+        model cannot generate token by token.
 
         Raises:
             UnfitError: if one forward pass gives other logits than token-by-token generation.
@@ -173,7 +175,7 @@ class Trials:
         except UnfitError:
             raise
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-            # The model cannot generate token by token, so there are no logits to compare with.
+            # The model cannot generate token by token.
             log.info("Token-by-token generation is not checked: %s", first_line(error))
         return trial
 

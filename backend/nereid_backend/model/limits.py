@@ -87,16 +87,11 @@ class BlockShape:
         # at some length, so a sequence can have more than `num_blocks * block_size` tokens.
         if self.num_sequence_blocks(max_tokens) <= num_blocks:
             return max_tokens
-        # Find how many of the lengths 0, 1, 2, ... (in units of `block_size` tokens) fit. A binary
-        # search is possible, because a longer sequence never needs fewer blocks.
-        lengths = range(max(0, num_blocks) + 1)
-        num_fitting_lengths = bisect_right(
-            lengths,
-            num_blocks,
-            key=lambda length: self.num_sequence_blocks(length * self.block_size),
-        )
-        longest_length = max(0, num_fitting_lengths - 1)  # the lengths begin with 0
-        return longest_length * self.block_size
+        # A binary search is possible, because a longer sequence never needs fewer blocks.
+        max_len = max(0, num_blocks) * self.block_size
+        lengths = range(0, max_len + 1, self.block_size)  # in tokens, such as 0, 16, 32, ...
+        num_fitting = bisect_right(lengths, num_blocks, key=self.num_sequence_blocks)
+        return lengths[max(0, num_fitting - 1)]
 
 
 def plan_memory(

@@ -47,7 +47,7 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
     # If prepack is on, the CPU kernels compute directly with the integers of a quantised
     # checkpoint. Otherwise, the integers are converted to floating-point numbers.
     keeps_integers = config.prepack and device.type == "cpu"
-    number_bytes = _number_bytes(folder, config.dtype, device)  # of one floating-point number
+    number_bytes = _bytes_per_number(folder, config.dtype, device)
     needed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=keeps_integers)
     # The main memory is checked even if the model runs on a GPU, because the weights are first read
     # into the main memory.
@@ -142,19 +142,26 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bo
     return counts.integer_bytes + others * number_bytes
 
 
-def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
-    """Return the size of one unquantised number in bytes. `dtype` is the setting dtype.
+def _bytes_per_number(folder: Path, dtype_setting: str, device: torch.device) -> int:
+    """Return the size of one floating-point number of the weights in bytes: 2 or 4.
 
-    Example: the size is 2 for bfloat16. For "auto", config.json contains the data type.
+    `dtype_setting` is the name of a data type, such as "bfloat16", or "auto".
     """
-    dtype_name = dtype
-    if dtype == "auto":
-        dtype_name = _dtype_in_config(folder)
-        # As in `load_checkpoint`, a data type that is slow on the CPU is replaced by float32.
-        is_slow = dtype_name == "float16" or not has_fast_bfloat16()
-        if device.type == "cpu" and is_slow:
-            dtype_name = "float32"
+    dtype_name = _automatic_dtype(folder, device) if dtype_setting == "auto" else dtype_setting
     return _HALF_BYTES if dtype_name in ("bfloat16", "float16") else _FULL_BYTES
+
+
+def _automatic_dtype(folder: Path, device: torch.device) -> str:
+    """Return the name of the data type that `load_checkpoint` chooses for the setting dtype=auto.
+
+    This is the data type in config.json, unless the CPU is slow with this type. For a slow type,
+    the result is "float32".
+    """
+    dtype_name = _dtype_in_config(folder)
+    is_slow_on_cpu = dtype_name == "float16" or (
+        dtype_name == "bfloat16" and not has_fast_bfloat16()
+    )
+    return "float32" if device.type == "cpu" and is_slow_on_cpu else dtype_name
 
 
 def _dtype_in_config(folder: Path) -> str:

@@ -228,14 +228,15 @@ class RowsPath:
             Logits, [num_logits, vocab_size].
         """
         output_positions = range(prompt_len, chunk.num_tokens)
+        # The logits of the last tokens are needed. Each pass computes the logits of at least one
+        # token, so `parts` can have more rows than needed.
         num_prompt_logits = max(1, chunk.num_logits - len(output_positions))
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
         parts = [self._continue_state(prompt)]
         for position in output_positions:
-            (logits,) = self._decode([chunk._replace(start=position, num_tokens=1)])
+            token = chunk._replace(start=position, num_tokens=1, num_logits=1)
+            (logits,) = self._decode([token])
             parts.append(logits)  # one row
-        # Each pass returns the logits of at least one token, even if none of these logits is
-        # needed. Only the last `num_logits` rows are needed.
         return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue_state(self, chunk: Chunk) -> Tensor:

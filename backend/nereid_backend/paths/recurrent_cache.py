@@ -130,13 +130,16 @@ class SequenceStates:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_tokens: list[int],
     ) -> None:
-        """Store the states of the sequences in `rows`.
+        """Store the states of several sequences, which have no stored states yet.
 
-        `cache` contains the states. `num_tokens` contains, for each state, the number of tokens
-        that the state covers. Call `take` or `delete` before, so that this object contains no older
-        states of these sequences.
+        The caller has removed any older states of these sequences with `take` or `delete`.
+
+        Args:
+            rows: the row numbers (`Sequence.row`) of the sequences.
+            cache: contains the states of the sequences, in the order of `rows`.
+            num_tokens: for each state, the number of tokens that the state covers.
         """
-        assert self._num_tokens.keys().isdisjoint(rows), "the older states were removed"
+        assert self._num_tokens.keys().isdisjoint(rows), "an older state is still stored"
         # This object stores the merged states of only one batch. The states of the previous batch
         # are split, because they may belong to sequences that still run.
         self._split_batch_cache()

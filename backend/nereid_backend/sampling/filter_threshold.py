@@ -48,7 +48,7 @@ def filter_threshold(
     total = _total_kept(kept, floor)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
-    is_certain = floor.is_certain & _removes_all_unexamined(probs, threshold)
+    is_certain = floor.is_certain & _removes_all_tokens_outside(probs, threshold)
     return FilterThreshold(threshold, is_certain)
 
 
@@ -86,21 +86,24 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
 
 
 def _is_total_known(probs: Tensor, threshold: Tensor, top_k: Tensor) -> Tensor:
-    """For each row, return whether the total probability after min_p and top_k is known.
+    """For each row, return whether the total probability of the kept tokens is known.
 
-    If min_p and top_k are off, the total is known, because it is 1. The total is also known if
-    min_p and top_k remove all tokens outside `probs`. Example: `probs` contains 64 tokens, min_p is
-    off and top_k is 100. The total is not known, because `probs` contains only 64 of the 100 tokens
-    that top_k keeps.
+    The kept tokens are the tokens that min_p and top_k keep. Their total is known in two cases: if
+    min_p and top_k are off, the total is 1; if min_p and top_k remove all tokens outside `probs`,
+    the total is a sum of numbers in `probs`. Example: `probs` contains 64 tokens, min_p is off and
+    top_k is 100. The total is not known, because `probs` contains only 64 of the 100 kept tokens.
 
-    `threshold` is the smallest probability that min_p and top_k keep. If `threshold` is 0, either
-    both filters are off, or top_k exceeds the width of `probs`.
+    Args:
+        probs: [n, width], the largest probabilities of each row in descending order.
+        threshold: [n, 1], the smallest probability that min_p and top_k keep; 0 if it is unknown,
+            because top_k exceeds `width`, or if no token is removed.
+        top_k: [n, 1]; 0 turns the filter off.
 
-    Shapes: probs [n, width] in descending order, threshold [n, 1], top_k [n, 1]. The result is
-    [n, 1] bool.
+    Returns:
+        [n, 1] bool.
     """
     are_both_off = (threshold == 0) & (top_k <= 0)
-    return are_both_off | _removes_all_unexamined(probs, threshold)
+    return are_both_off | _removes_all_tokens_outside(probs, threshold)
 
 
 def _kth_largest(probs: Tensor, top_k: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
     return probs.gather(1, nucleus_size - 1)
 
 
-def _removes_all_unexamined(probs: Tensor, threshold: Tensor) -> Tensor:
+def _removes_all_tokens_outside(probs: Tensor, threshold: Tensor) -> Tensor:
     """Return, for each row, whether the filters remove all tokens outside `probs`, [n, 1] bool.
 
     The tokens that were not examined are at most as likely as the last examined token. They are

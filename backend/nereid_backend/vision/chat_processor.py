@@ -49,13 +49,13 @@ _DEFAULT_RATE = 16_000
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """A prompt that the processor has rendered and tokenised.
+    """A prompt that the processor has rendered and tokenised. It can contain media.
 
     Attributes:
-        token_ids: the tokens of the prompt. Each image is represented by placeholder tokens, one
-            for each of its feature vectors.
-        images: the prepared images; None if the prompt contains no image.
-        text: the rendered prompt, with one placeholder for each image.
+        token_ids: the tokens of the prompt. Each image, video or audio file is represented by
+            placeholder tokens, one for each of its feature vectors.
+        images: the prepared images, videos and audio files; None if the prompt contains no media.
+        text: the rendered prompt, with one placeholder for each image, video or audio file.
     """
 
     token_ids: list[int]
@@ -216,7 +216,7 @@ class ChatProcessor:
     def prepare_rendered(
         self, text: str, media: list[Medium], *, add_special_tokens: bool | None = None
     ) -> ImagePrompt:
-        """Convert the rendered text of a chat and the chat's media to an `ImagePrompt`.
+        """Convert the rendered text of a chat and the chat's media to a prompt.
 
         Args:
             text: the rendered text. It contains one placeholder for each medium, unless the
@@ -240,13 +240,14 @@ class ChatProcessor:
         if not kinds:
             return ImagePrompt(token_ids, None, text)
         arguments = self._model_arguments(outputs, token_ids)
-        images = ImageInputs(
+        # An object of `ImageInputs` contains the arguments for all media, not only for images.
+        media_inputs = ImageInputs(
             arguments,
             arguments_digest(arguments),
-            self._first_image_token(token_ids, arguments),
+            self._first_media_token(token_ids, arguments),
             kinds,
         )
-        return ImagePrompt(token_ids, images, text)
+        return ImagePrompt(token_ids, media_inputs, text)
 
     def _model_arguments(self, outputs: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
         """Return the outputs of the processor that describe the media, such as the pixels.
@@ -386,8 +387,8 @@ class ChatProcessor:
             "do_sample_frames": False,
         }
 
-    def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
-        """Return the index of the first image token, or 0 if no image token is found."""
+    def _first_media_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
+        """Return the index of the first placeholder token for media; 0 if no token is found."""
         for name in TOKEN_TYPES:
             types = arguments.get(name)
             if isinstance(types, Tensor) and types.any():

@@ -39,8 +39,6 @@ _TOO_SLOW = (
     "{field}: the download of the images took longer than the limit (image_url_timeout_s). Send "
     "the images as data URLs, such as data:image/png;base64,..."
 )
-# A video or an audio file is a data URL with one of these beginnings.
-_VIDEO_OR_AUDIO = (b"data:video/", b"data:audio/")
 # A small compressed body can contain a huge file. Therefore the request asks for a body without
 # compression, and a body is never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
@@ -60,6 +58,10 @@ class _Budget:
 
     num_bytes: int
     deadline_s: float  # in the time of `time.monotonic`
+
+    def check_time(self, field: str) -> None:
+        """Raise a RequestError if no time remains. `field` is the name of the next image."""
+        self.remaining_s(field)
 
     def remaining_s(self, field: str) -> float:
         """Return the remaining time in seconds. Raise a RequestError if no time remains."""
@@ -115,17 +117,18 @@ class ImageSources:
         """
         # The function `check_numbers` later checks the limits of videos and audio files. The number
         # of images is checked here, so that a request with too many images downloads nothing.
-        num_images = sum(not item[:11].lower().startswith(_VIDEO_OR_AUDIO) for item in media)
+        num_images = sum(not _is_video_or_audio(item) for item in media)
         if num_images > limits.max_images:
             raise RequestError(
                 f"messages: the request has {num_images} images, but the limit is "
                 f"{limits.max_images}. Send fewer images."
             )
-        # The number of bytes and the time that remain for reading all files of the request.
+        # All files of the request together may have at most `max_total_bytes` bytes, and all
+        # downloads together may take at most `_timeout_s` seconds.
         budget = _Budget(max_total_bytes, time.monotonic() + self._timeout_s)
         result = []
         for number, item in enumerate(media, 1):
-            if item[:8].lower().startswith((b"http:", b"https:", b"file:")):
+            if _is_remote_or_file_url(item):
                 content = self._read_url(item, f"messages: image {number}", limits, budget)
                 result.append(base64.b64encode(content))
             else:
@@ -256,7 +259,7 @@ class ImageSources:
             limit: the largest number of bytes of the file.
             budget: the time that remains for all images of the request.
         """
-        budget.remaining_s(field)  # This call raises a RequestError if no time remains.
+        budget.check_time(field)
         if not self._folder:
             raise RequestError(
                 f"{field}: the URL has the scheme file, but this server reads no local files. Send "
@@ -264,12 +267,8 @@ class ImageSources:
             )
         content = None
         if url.netloc in ("", "localhost"):
-            # Read at most `limit + 1` bytes. If the file has more than `limit` bytes, the file is
-            # refused below.
-            # In a Python model of the Triton server, Python's encoding of file names is ASCII. The
-            # conversion lets the file's name contain other characters, too.
-            path = os.fsdecode(unquote(url.path).encode())
-            content = _read_in_folder(path, self._folder, limit + 1)
+            # One byte more than `limit` is read, so that a larger file is detected below.
+            content = _read_in_folder(_file_path(url), self._folder, limit + 1)
         if content is None:
             raise RequestError(
                 f"{field}: the file does not exist, or is not a regular file in the folder of the "
@@ -278,6 +277,26 @@ class ImageSources:
         if len(content) > limit:
             raise _too_large(field, limit)
         return content
+
+
+def _is_video_or_audio(item: bytes) -> bool:
+    """Return whether an item is a data URL of a video or of an audio file."""
+    # Only the beginning of the item is copied, because an item can have many megabytes.
+    return item[:11].lower().startswith((b"data:video/", b"data:audio/"))
+
+
+def _is_remote_or_file_url(item: bytes) -> bool:
+    """Return whether an item is the URL of a file. Data URLs and base64 texts contain the file."""
+    return item[:6].lower().startswith((b"http:", b"https:", b"file:"))
+
+
+def _file_path(url: SplitResult) -> str:
+    """Return the path in a file URL. Example: file:///images/a%20b.png returns "/images/a b.png".
+
+    In a Python model of the Triton server, Python's encoding of file names is ASCII. The result can
+    nevertheless contain other characters, because their bytes are escaped for this encoding.
+    """
+    return os.fsdecode(unquote(url.path).encode())
 
 
 def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:

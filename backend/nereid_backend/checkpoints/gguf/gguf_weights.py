@@ -96,16 +96,17 @@ class GgufWeight:
         """
         # A bias or the weight of a norm has the shape [columns] and is treated as one row.
         num_rows = self.shape[-2] if len(self.shape) > 1 else 1
-        num_columns = self.shape[-1]
-        # `num_heads` is None if llama.cpp and transformers store the rows in the same order. A bias
-        # has one number for each row of the weight.
-        order = None if self.num_heads is None else _row_order(self.shape[0], self.num_heads)
         blocks = self._read_blocks()
+        weight: Tensor | IntegerWeight
         if self.has_integers:
-            integers = BLOCK_TYPES[self.tensor.kind.name].decode(blocks, num_rows)
-            return integers if order is None else integers.reordered(order)
-        floats = self._decode_floats(blocks, num_rows, num_columns).view(self.shape)
-        return floats if order is None else floats[order]
+            weight = BLOCK_TYPES[self.tensor.kind.name].decode(blocks, num_rows)
+        else:
+            weight = self._decode_floats(blocks, num_rows, self.shape[-1]).view(self.shape)
+        if self.num_heads is None:  # llama.cpp and transformers store the rows in the same order.
+            return weight
+        # The first dimension is reordered: the rows of a weight, or the numbers of a bias.
+        order = _row_order(self.shape[0], self.num_heads)
+        return weight.reordered(order) if isinstance(weight, IntegerWeight) else weight[order]
 
     @property
     def shape(self) -> tuple[int, ...]:

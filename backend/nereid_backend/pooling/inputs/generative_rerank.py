@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.pooling.loading.checkpoint_spec import AnswerTokens
 
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -61,7 +62,7 @@ class GenerativeReranker:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        answers: tuple[int, int | None] | None,
+        answer_tokens: AnswerTokens | None,
         template_kwargs: dict[str, Any],
         *,
         has_parts: bool = False,
@@ -70,9 +71,9 @@ class GenerativeReranker:
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
-            answers: the token ids of "yes" and "no" in the checkpoint's files. The second id is
-                None if the score is the logit of "yes" alone. If the files contain no token ids,
-                `answers` is None, and the ids of "yes" and "no" in the vocabulary are used.
+            answer_tokens: the token ids of "yes" and "no" in the checkpoint's files. Only the files
+                of checkpoints for sentence-transformers contain these ids. None means the ids of
+                "yes" and "no" in the vocabulary, and a prompt format for other checkpoints.
             template_kwargs: the variables of the chat template.
             has_parts: whether the content of a message must be a list of parts. Templates of
                 vision-language models expect such a list.
@@ -83,12 +84,10 @@ class GenerativeReranker:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._has_parts = has_parts
-        self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
-        # Only the files of checkpoints for sentence-transformers contain the two token ids.
-        is_for_sentence_transformers = answers is not None
-        self._format = self._choose_format(
-            is_for_sentence_transformers=is_for_sentence_transformers
-        )
+        self._format = self._choose_format(is_for_sentence_transformers=answer_tokens is not None)
+        if answer_tokens is None:
+            answer_tokens = AnswerTokens(self._token_id("yes"), self._token_id("no"))
+        self.yes, self.no = answer_tokens
         # For the format PAIR, the tokenizer truncates the texts on its own `truncation_side`. For
         # all other formats, the method `tokens` removes the end of the document.
         is_pair = self._format is _Format.PAIR

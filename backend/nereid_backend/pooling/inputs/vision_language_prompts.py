@@ -84,17 +84,21 @@ class ChatPrompts:
 
     def _prepare_pair(self, pair: tuple[str, str | bytes], instruction: str | None) -> ImagePrompt:
         """Convert a pair of a query and a document to a prompt. The document may be an image."""
-        assert self._reranker is not None
+        assert self._reranker is not None, "only requests to a reranker contain pairs"
         query, document = pair
-        # If the document is an image, the messages are first built with the text `mark` in place of
-        # the document. Then `mark` is replaced by a placeholder for the image. `mark` is random, so
-        # that a query cannot contain this text.
-        mark = secrets.token_hex()
-        image = document if isinstance(document, bytes) else None
-        text = document if isinstance(document, str) else mark
+        # The reranker accepts only texts. Therefore, `image_mark` represents an image in the
+        # messages of the reranker, and `_parts` then replaces `image_mark` by a part for the image.
+        # The text is random, so that no query contains it.
+        image_mark = secrets.token_hex()
+        if isinstance(document, bytes):
+            text, image = image_mark, document
+        else:
+            text, image = document, None
         messages, variables = self._reranker.messages(query, text, instruction)
-        split = [{**message, "content": _parts(message["content"], mark)} for message in messages]
-        return self._prepare(split, image, variables)
+        messages_with_parts = [
+            {**message, "content": _parts(message["content"], image_mark)} for message in messages
+        ]
+        return self._prepare(messages_with_parts, image, variables)
 
     def _prepare(
         self, messages: list[dict[str, Any]], image: bytes | None, variables: dict[str, Any]
@@ -118,7 +122,7 @@ class ChatPrompts:
                 return self._processor.prepare_with_media(messages, [], variables)
             text = self._processor.render(messages, variables)
         except RequestError as error:
-            # An input of a pooling model has no field `messages`.
+            # The client has sent the field `input`, not the field `messages`.
             raise RequestError(f"input: {str(error).removeprefix('messages: ')}") from error
         # The image process expects images in base64, because it also prepares the images of chat
         # requests, which clients send in base64.

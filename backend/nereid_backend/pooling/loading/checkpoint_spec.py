@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -22,6 +22,19 @@ IMAGE_CAUSAL = "image_causal"  # a vision-language model that reranks by answeri
 RETRIEVAL = "retrieval"  # a model with one vector for each token of a page
 # The class name of a RETRIEVAL model ends with this text.
 RETRIEVAL_HEAD = "ForRetrieval"
+
+
+class AnswerTokens(NamedTuple):
+    """The tokens whose logits give the score of a generative reranker.
+
+    Attributes:
+        yes: the token id of "yes".
+        no: the token id of "no". The score is the logit of "yes" minus the logit of "no". If `no`
+            is None, the score is the logit of "yes" alone.
+    """
+
+    yes: int
+    no: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +60,7 @@ class CheckpointSpec:
         normalizes: whether the vector is scaled to length 1. None means the default for the model.
         activation: the activation of scores: "none", "sigmoid" or "softmax".
         answer_tokens: for a generative reranker, the token ids of "yes" and "no" in the
-            checkpoint's files. None means that the files contain no token ids. If the second id is
-            None, the score is the logit of "yes" alone.
+            checkpoint's files. None means that the files contain no token ids.
         template_kwargs: the variables of the chat template.
         splade: the SPLADE pooling: "max" or "sum", and the number of times that log1p is applied.
         late_interaction: for a checkpoint with only multi-vector output, the rules for queries and
@@ -74,7 +86,7 @@ class CheckpointSpec:
     vector_modules: tuple[ModuleSpec, ...] = ()
     normalizes: bool | None = None
     activation: str = "none"
-    answer_tokens: tuple[int, int | None] | None = None
+    answer_tokens: AnswerTokens | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     splade: tuple[str, int] = ("max", 1)
     late_interaction: LateInteraction = field(default_factory=LateInteraction)

@@ -2,7 +2,7 @@
 """Loads the weights of an embedding, rerank or classification checkpoint."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -80,16 +80,23 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
     except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
         # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
         # contains values that the model's code cannot use.
-        loading_class = getattr(transformers, spec.architecture, None)
-        wrong_shape = describe_wrong_shape(error, spec.folder, spec.config, loading_class)
-        if wrong_shape is not None:
-            raise ModelError(wrong_shape) from error
-        raise ModelError(
-            f"the weights in {spec.folder} cannot be read ({first_line(error)}). Download the "
-            "checkpoint again."
-        ) from error
-    _check_report(spec, report)
+        raise ModelError(_describe_damage(spec, error)) from error
+    _check_missing_weights(spec, report["missing_keys"])
+    _check_unused_weights(spec, report["unexpected_keys"])
     return model  # type: ignore[no-any-return]
+
+
+def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
+    """Return the message for a checkpoint that transformers cannot load, because it is damaged.
+
+    `error` is the exception of transformers' `from_pretrained`.
+    """
+    loading_class = getattr(transformers, spec.architecture, None)
+    wrong_shape = describe_wrong_shape(error, spec.folder, spec.config, loading_class)
+    return wrong_shape or (
+        f"the weights in {spec.folder} cannot be read ({first_line(error)}). Download the "
+        "checkpoint again."
+    )
 
 
 @contextmanager
@@ -107,39 +114,33 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
-    """Raise an error if the checkpoint lacks weights, or has weights that the model does not use.
+def _check_missing_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:
+    """Raise a ModelError if the checkpoint lacks weights that the model needs.
 
-    Args:
-        spec: the description of the checkpoint.
-        report: transformers' report about loading. `missing_keys` contains the weights that the
-            checkpoint lacks. `unexpected_keys` contains the weights that the model does not use.
-
-    Raises:
-        ModelError: weights are missing.
-        UnsupportedModelError: weights are unused, and transformers has no class for the model.
+    `names` contains the names of the model's weights that are not in the checkpoint. Constant
+    tensors, such as "position_ids", may be missing, because the model computes them.
     """
-    # The checkpoint may lack constant tensors, such as "position_ids", because the model computes
-    # them.
-    missing = sorted(
-        name for name in report["missing_keys"] if not name.endswith(_SUFFIXES_OF_CONSTANTS)
-    )
+    missing = sorted(name for name in names if not name.endswith(_SUFFIXES_OF_CONSTANTS))
     if missing:
         raise ModelError(
             f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
             f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
             "choose another task."
         )
-    check_unused_weights(spec.folder, sorted(report["unexpected_keys"]))
+
+
+def _check_unused_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:
+    """Raise an UnsupportedModelError if the output is wrong because the model ignores weights.
+
+    `names` contains the names of the weights in the checkpoint that the model does not use.
+    """
+    check_unused_weights(spec.folder, sorted(names))
     if hasattr(transformers, spec.architecture):
         return  # The unused weights belong to a head that this task does not need.
     # transformers has no class for this architecture, so another class has loaded the weights. If
     # that class leaves weights unused, its outputs may be wrong, because the architecture may need
     # these weights.
-    unexpected = report.get("unexpected_keys", ())
-    # Three kinds of weights may stay unused: poolers, constant tensors, and the projection of a
-    # ColBERT checkpoint.
-    unused = sorted(name for name in unexpected if not _may_stay_unused(spec, name))
+    unused = sorted(name for name in names if not _may_stay_unused(spec, name))
     if unused:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
@@ -178,20 +179,21 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     if spec.loader == RETRIEVAL:
         return _retrieval_loading_function(spec)
     auto_class = _AUTO[spec.loader]
+    # With trust_remote_code=True, an auto class would run Python files of the checkpoint.
+    load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
     has_head = spec.loader != BASE
+    if has_head and reads_folder:
+        return load_with_auto_class
     # An auto class cannot leave out the pooler of a model without a head, and cannot load weights
     # from a dict. The class of the model can do both.
-    needs_model_class = not has_head or not reads_folder
-    model_class = _model_class(auto_class, spec) if needs_model_class else None
+    model_class = _model_class(auto_class, spec)
     if model_class is None:
-        # If `auto_class` does not support the config, `from_pretrained` raises a ValueError that
-        # lists the supported configs. An auto class can run Python files of the checkpoint, which
-        # `trust_remote_code=False` prevents. A model class cannot run Python files of the
-        # checkpoint.
-        return partial(auto_class.from_pretrained, trust_remote_code=False)
-    if has_head:
-        return model_class.from_pretrained  # type: ignore[no-any-return]
-    return _loading_function_without_head(spec, model_class)
+        # The auto class does not support the config. Its `from_pretrained` therefore raises a
+        # ValueError that lists the supported configs.
+        return load_with_auto_class
+    if not has_head:
+        return _loading_function_without_head(spec, model_class)
+    return model_class.from_pretrained  # type: ignore[no-any-return]
 
 
 def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from nereid_backend.pooling.loading.checkpoint_spec import (
     IMAGE_CAUSAL,
     SEQUENCE,
     TOKENS,
+    AnswerTokens,
     CheckpointSpec,
 )
 from nereid_backend.pooling.loading.checkpoint_task import (
@@ -208,7 +209,9 @@ def _describe_generative_reranker(
     logit_score = find_config(modules, "LogitScore")
     if logit_score is not None:
         no_id = logit_score.get("false_token_id")
-        answer_tokens = (int(logit_score["true_token_id"]), None if no_id is None else int(no_id))
+        answer_tokens = AnswerTokens(
+            yes=int(logit_score["true_token_id"]), no=None if no_id is None else int(no_id)
+        )
     return replace(
         base,
         kinds=("score",),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the token ids of one choice of a request to text and JSON deltas.
 
-token ids --Detokenizer--> text --StopStrings--> text to send --message--> fields of the delta
+token ids --Detokenizer--> text --StopStrings--> text to send --Message--> fields of the delta
 """
 
 from dataclasses import dataclass, field
@@ -105,9 +105,9 @@ class Choice:
         context: StreamContext,
         index: int,
         decode: Decode,
-        message: Message,
+        message_parser: Message,
         token_texts: TokenText,
-        check: Check | None = None,
+        validate_message: Check | None = None,
     ) -> None:
         """Initialise a choice that has no tokens yet.
 
@@ -115,10 +115,10 @@ class Choice:
             context: the data of the request that the postprocessor needs.
             index: the index of the choice in its request.
             decode: converts token ids to text.
-            message: parses the text into reasoning, content and tool calls.
+            message_parser: parses the text into reasoning, content and tool calls.
             token_texts: the texts of single tokens, for log-probabilities.
-            check: a function that validates the complete message, if the choice ends with a stop
-                token of the model. None for no validation.
+            validate_message: a function that validates the complete message, if the choice ends
+                with a stop token of the model. None for no validation.
         """
         self.context = context
         self._index = index
@@ -129,11 +129,9 @@ class Choice:
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
-        # Parses the text that `_stop_search` returns.
-        self._message = message
-        # Collects the parsed message, and validates the complete message. None if the message is
-        # not validated.
-        self._checked_message = CheckedMessage(check) if check is not None else None
+        self._message_parser = message_parser
+        # Collects the parsed message for `validate_message`.
+        self._checked_message = CheckedMessage(validate_message) if validate_message else None
         # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
@@ -178,7 +176,7 @@ class Choice:
         if ends_with_stop_token and self.stop_string is None:
             # A stop token has no text, but it counts as an output token.
             num_output_tokens += 1
-            if self._message.is_reasoning:
+            if self._message_parser.is_reasoning:
                 self._totals.num_reasoning_tokens += 1
         self._record_tokens(num_output_tokens, delta)
         if delta.ending is not None:
@@ -236,7 +234,7 @@ class Choice:
         """
         # The search for stop strings and the count of reasoning tokens need the text of each single
         # token. Otherwise, decoding all tokens together is faster.
-        needs_single_tokens = bool(self.context.stop) or self._message.reads_reasoning
+        needs_single_tokens = bool(self.context.stop) or self._message_parser.reads_reasoning
         if not needs_single_tokens:
             self._add_text(self._detokenizer.feed(token_ids))
             return len(token_ids)
@@ -251,14 +249,14 @@ class Choice:
 
     def _add_text_of_token(self, token_id: int, *, can_stop: bool) -> None:
         """Add the text of one token. If the token belongs to reasoning, count the token."""
-        was_reasoning = self._message.is_reasoning
+        was_reasoning = self._message_parser.is_reasoning
         text = self._detokenizer.feed([token_id])
         if can_stop:
             self._add_text_before_stop(text)
         else:
             self._add_text(text)
         # The tokens of the marker that ends the reasoning count as reasoning tokens, too.
-        if was_reasoning or self._message.is_reasoning:
+        if was_reasoning or self._message_parser.is_reasoning:
             self._totals.num_reasoning_tokens += 1
 
     def _add_text_before_stop(self, text: str) -> None:
@@ -281,7 +279,7 @@ class Choice:
     def _add_text(self, text: str) -> None:
         """Add a text to the next response and to the parsed message."""
         self._unsent.text += text
-        self._message.feed(text)
+        self._message_parser.feed(text)
 
     def _record_tokens(self, num_output_tokens: int, delta: SequenceDelta) -> None:
         """Record the first `num_output_tokens` tokens of `delta` and their log-probabilities.
@@ -307,14 +305,14 @@ class Choice:
         Args:
             ending: the reasons why the engine has ended the sequence.
         """
-        self._message.finish()
+        self._message_parser.finish()
         if self.stop_string is None:
             reasons = _EndReasons(ending.finish_reason, ending.stop_reason)
         else:
             reasons = _EndReasons("stop", self.stop_string)
         has_stopped = reasons.finish_reason == "stop"
         self._has_model_ended = has_stopped and self.stop_string is None
-        if has_stopped and self._message.has_calls:
+        if has_stopped and self._message_parser.has_calls:
             reasons = reasons._replace(finish_reason="tool_calls")
         self._end_reasons = reasons
 
@@ -345,7 +343,7 @@ class Choice:
         Raises:
             EngineError: the message is complete, and does not match a strict schema of the request.
         """
-        new_part = self._message.take()
+        new_part = self._message_parser.take()
         if self._checked_message is not None:
             # Store each part, because only the complete message can be validated. A message that
             # ends early, for example at a length limit, need not match the schema.

@@ -83,9 +83,7 @@ class ChatTemplateRenderer:
         if template in self._templates_for_parts:
             messages = [{**each, "content": as_parts(each.get("content"))} for each in messages]
         template_variables = {
-            "documents": None,
-            "add_generation_prompt": False,
-            **self._tokenizer.special_tokens_map,
+            **self._default_variables(),
             **variables,
             "messages": messages,
             "tools": tools,
@@ -139,19 +137,24 @@ class ChatTemplateRenderer:
         from nereid_parsers.template import LimitError, RenderRefused
 
         def renders(content: object) -> bool:
-            variables = {
-                "documents": None,
-                "add_generation_prompt": False,
-                **self._tokenizer.special_tokens_map,
-                "messages": [{"role": "user", "content": content}],
-                "tools": None,
-            }
+            messages = [{"role": "user", "content": content}]
+            variables = {**self._default_variables(), "messages": messages}
             try:
                 return _TEST_TEXT in template.render(variables, continue_final_message=False)
             except (LimitError, RenderRefused):
+                # A chat with such a content would fail with the same error.
                 return False
 
         return not renders(_TEST_TEXT) and renders(as_parts(_TEST_TEXT))
+
+    def _default_variables(self) -> dict[str, Any]:
+        """Return the variables that every chat template gets, such as "bos_token" and "tools"."""
+        return {
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._tokenizer.special_tokens_map,
+            "tools": None,
+        }
 
     @cached_property
     def _templates(self) -> "dict[str, RequestTemplate]":

@@ -67,10 +67,11 @@ class RequestPrompts:
         """Return the prompt of a chat request or a text request that contains images.
 
         Args:
-            request: the server's request. If it has a text, the text must contain one placeholder
-                for each image.
+            request: the server's request. For a completion, its tensor `text_input` contains the
+                text, with one placeholder for each image.
             body: the body of a chat; None for a completion.
-            fields: the request's fields, such as {"temperature": 0.5, "max_tokens": 100}.
+            fields: the fields of the chat or of the completion, such as {"temperature": 0.5,
+                "max_tokens": 100}.
             images: the return value of `take_images`.
 
         Raises:
@@ -83,20 +84,13 @@ class RequestPrompts:
         limits.check_text(text)
         limits.check_values_and_depth(fields)
         num_kept = read_num_kept(fields, limits.max_model_len)
-        add_special_tokens = None
-        if fields.get("add_special_tokens") is not None:
-            add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
+        add_special_tokens = read_flag(fields, "add_special_tokens", default=None)
         token_ids, packed_images = self._images.prepare(
             text, images, add_special_tokens=add_special_tokens
         )
-        num_tokens = len(token_ids)
-        limits.check_token_ids(num_tokens)
-        if num_kept is not None and num_tokens > num_kept:
-            raise RequestError(
-                f"truncate_prompt_tokens: the prompt has {num_tokens} tokens, but only {num_kept} "
-                "may be kept, and a prompt with images cannot be truncated. Send a shorter prompt "
-                "or leave the field out."
-            )
+        limits.check_token_ids(len(token_ids))
+        if num_kept is not None:
+            _check_num_kept(num_kept, len(token_ids))
         return Prompt(token_ids, text, packed_images)
 
     def _text_with_placeholders(
@@ -159,6 +153,19 @@ class RequestPrompts:
                 return Prompt(given_ids, text=None)
         raise RequestError(
             "a request must have exactly one of text_input, input_ids and chat_request."
+        )
+
+
+def _check_num_kept(num_kept: int, num_tokens: int) -> None:
+    """Raise a RequestError if a prompt with images would have to be truncated.
+
+    `num_kept` is the value of the field truncate_prompt_tokens.
+    """
+    if num_tokens > num_kept:
+        raise RequestError(
+            f"truncate_prompt_tokens: the prompt has {num_tokens} tokens, but only {num_kept} may "
+            "be kept, and a prompt with images cannot be truncated. Send a shorter prompt or leave "
+            "the field out."
         )
 
 

@@ -27,8 +27,8 @@ from nereid_backend.errors import (
 if TYPE_CHECKING:
     from nereid_backend.config import EngineConfig
     from nereid_backend.engine.engine import Engine
-    from nereid_backend.field_checks import CheckedSamplingParams as SamplingParams
     from nereid_backend.pooling.embedder import Embedder, Reranker
+    from nereid_backend.request_field_checks import CheckedSamplingParams as SamplingParams
 
 __all__ = [
     "CapacityError",
@@ -61,7 +61,7 @@ _LAZY_NAMES = {
     "Engine": ("nereid_backend.engine.engine", "Engine"),
     "EngineConfig": ("nereid_backend.config", "EngineConfig"),
     "Reranker": ("nereid_backend.pooling.embedder", "Reranker"),
-    "SamplingParams": ("nereid_backend.field_checks", "CheckedSamplingParams"),
+    "SamplingParams": ("nereid_backend.request_field_checks", "CheckedSamplingParams"),
 }
 
 

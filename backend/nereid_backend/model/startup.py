@@ -37,7 +37,7 @@ from nereid_backend.model.activation_memory import measure_activations
 from nereid_backend.model.adaptable_layers import find_adaptable_layers
 from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
 from nereid_backend.model.choose_path import ChosenPath, choose_path
-from nereid_backend.model.forward_swap import ForwardSwap, use_fast_forward
+from nereid_backend.model.compiled_forward_swap import ForwardSwap, use_fast_forward
 from nereid_backend.model.images_only import choose_images_only
 from nereid_backend.model.layer_groups import block_shape, choose_layer_groups, describe_windows
 from nereid_backend.model.limits import (

@@ -25,7 +25,7 @@ from pydantic_core import ArgsKwargs
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.sampling_params import MAX_SEQUENCES, SamplingParams
 from nereid_backend.errors import RequestError, first_line
-from nereid_backend.field_checks import CheckedSamplingParams
+from nereid_backend.request_field_checks import CheckedSamplingParams
 from nereid_backend.serving import tensor_names
 
 UInt8Array = npt.NDArray[np.uint8]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 from nereid_backend.vision.read_image import ImageLimits, decode_base64
 from nereid_backend.vision.read_wav import (
     Samples,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 from nereid_backend.vision.read_image import IMAGE_DATA_URL, ImageLimits
 
 DEFAULT_FPS = 2.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
 from nereid_backend.vision.refused_parts import refused_part

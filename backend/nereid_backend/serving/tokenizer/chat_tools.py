@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
 
 _FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.fast_imports import importing
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
 from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplateRenderer
 from nereid_backend.serving.tokenizer.chat_tools import read_tools

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits

@@ -13,7 +13,7 @@ from typing import Any
 from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from nereid_backend.errors import ModelError, RequestError
-from nereid_backend.field_checks import CheckedSamplingParams, shown
+from nereid_backend.request_field_checks import CheckedSamplingParams, shown
 from nereid_backend.serving.tokenizer.request_fields import (
     CACHE_RETENTIONS,
     ENGINE_FIELDS,

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from nereid_backend.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import to_request_error
+from nereid_backend.request_field_checks import to_request_error
 from nereid_backend.serving.tokenizer import unsupported_fields
 
 Seconds = Annotated[float, Field(ge=0)]

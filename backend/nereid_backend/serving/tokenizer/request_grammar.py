@@ -13,8 +13,8 @@ from nereid_parsers.format import ReasoningGate, Sections
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
 from nereid_backend.grammar.request_spec import grammar_spec, schema_spec
+from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.output_format import OutputFormat, read_output_format
 
 # The largest size of a grammar. A larger grammar is refused before a grammar library reads it.

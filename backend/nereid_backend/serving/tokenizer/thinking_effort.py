@@ -14,7 +14,7 @@ from nereid_parsers.format import ReasoningGate, Sections
 
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 
 # Chat templates use one of these variables to enable or disable reasoning.
 _SWITCHES = ("enable_thinking", "thinking")

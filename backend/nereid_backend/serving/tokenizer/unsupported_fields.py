@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.field_checks import shown
+from nereid_backend.request_field_checks import shown
 
 
 @dataclass(frozen=True, slots=True)

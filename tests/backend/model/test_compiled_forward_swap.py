@@ -6,7 +6,7 @@ from backend.tiny_models import VOCAB_SIZE
 from nereid_backend import ConfigError, Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
 from nereid_backend.linear import native_linear
-from nereid_backend.model import forward_swap
+from nereid_backend.model import compiled_forward_swap
 from nereid_backend.paths.compiled_forward import library_files
 from nereid_backend.paths.compiled_forward.library_files import TraceError
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward
@@ -33,9 +33,9 @@ class Compilation:
 def compilation(request, tmp_path, monkeypatch):
     """A machine that compiles all models in the background, and has compiled none yet."""
     monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(forward_swap, "MIN_WEIGHTS_BYTES", 0)
+    monkeypatch.setattr(compiled_forward_swap, "MIN_WEIGHTS_BYTES", 0)
     if not request.node.get_closest_marker("long"):
-        monkeypatch.setattr(forward_swap, "BackgroundCompilation", Compilation)
+        monkeypatch.setattr(compiled_forward_swap, "BackgroundCompilation", Compilation)
 
 
 def use_library(monkeypatch, run):
@@ -51,7 +51,7 @@ def use_library(monkeypatch, run):
             steps.append(len(batch.input_ids[0]))
             return run(self._model, batch, attention)
 
-    monkeypatch.setattr(forward_swap, "load_library", lambda model, _: Library(model))
+    monkeypatch.setattr(compiled_forward_swap, "load_library", lambda model, _: Library(model))
     return steps
 
 
@@ -133,7 +133,9 @@ def test_a_failure_is_logged_once_and_serving_continues(
     use_library(monkeypatch, run)
     Compilation.last.outcome = outcome
     assert engine.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == expected
-    [record] = [record for record in caplog.records if record.name == forward_swap.__name__]
+    [record] = [
+        record for record in caplog.records if record.name == compiled_forward_swap.__name__
+    ]
     assert record.levelname == "WARNING"
     message = record.getMessage()
     assert message.startswith(f"The forward pass is not compiled: {reason}")
@@ -187,7 +189,7 @@ def test_a_machine_that_cannot_compile_says_so_in_one_line(
             raise value
         return value
 
-    monkeypatch.setattr(forward_swap, name, replacement)
+    monkeypatch.setattr(compiled_forward_swap, name, replacement)
     lines = []
     engine = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append)
     engine.close()
@@ -195,7 +197,9 @@ def test_a_machine_that_cannot_compile_says_so_in_one_line(
 
 
 def test_a_model_that_cannot_be_traced_is_not_compiled_again(checkpoint, monkeypatch, tmp_path):
-    monkeypatch.setattr(forward_swap, "library_folder", lambda *_, **__: tmp_path / "library")
+    monkeypatch.setattr(
+        compiled_forward_swap, "library_folder", lambda *_, **__: tmp_path / "library"
+    )
     library_files.write_trace_error(tmp_path / "library", TraceError("odd code"))
     lines = []
     Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"), lines.append).close()
@@ -211,7 +215,7 @@ def test_a_model_that_cannot_be_traced_is_not_compiled_again(checkpoint, monkeyp
 def test_nothing_is_compiled_for_small_models_or_if_it_is_turned_off(
     checkpoint, monkeypatch, settings, min_bytes
 ):
-    monkeypatch.setattr(forward_swap, "MIN_WEIGHTS_BYTES", min_bytes)
+    monkeypatch.setattr(compiled_forward_swap, "MIN_WEIGHTS_BYTES", min_bytes)
     monkeypatch.delattr(Compilation, "last", raising=False)
     lines = []
     Engine(EngineConfig(str(checkpoint("llama")), **settings), lines.append).close()
@@ -221,8 +225,8 @@ def test_nothing_is_compiled_for_small_models_or_if_it_is_turned_off(
 
 def test_a_library_on_disk_is_used_from_the_start(checkpoint, monkeypatch):
     uses = []
-    monkeypatch.setattr(forward_swap, "has_library", lambda _: True)
-    monkeypatch.setattr(forward_swap, "use_compiled_forward", lambda *_: uses.append(1))
+    monkeypatch.setattr(compiled_forward_swap, "has_library", lambda _: True)
+    monkeypatch.setattr(compiled_forward_swap, "use_compiled_forward", lambda *_: uses.append(1))
     engine = Engine(EngineConfig(str(checkpoint("llama")), kv_cache_memory="4MiB"))
     engine.close()
     assert uses == [1]

@@ -267,7 +267,7 @@ class CallReader:
         Return CALL_BODY, or the state after the header if the header already ends the tool call or
         shows that it is content, for example because the request does not offer the function.
         """
-        if match.variant.omits_marker:  # Such as `<function=f>` without `<tool_call>`.
+        if match.variant.lacks_opening_marker:  # Such as `<function=f>` without `<tool_call>`.
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
         self._begin_body(match)

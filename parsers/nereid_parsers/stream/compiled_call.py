@@ -48,32 +48,34 @@ class CompiledCall:
 
     Attributes:
         call: The declaration.
-        omits_marker: Whether the model has omitted the opening marker that the format declares.
-            Such a tool call is accepted only if the request offers the function.
+        lacks_opening_marker: Whether the model has omitted the opening marker that the format
+            declares. Such a tool call is accepted only if the request offers the function.
         closing_markers: The parts of the closing marker, such as `</function>` and `</tool_call>`.
-        markers_after_broken: A lexer that finds the marker after arguments that are not valid JSON.
+        end_of_invalid_arguments: A lexer that finds the marker after arguments that are not valid.
     """
 
-    def __init__(self, call: Call, section: ToolSection, *, omits_marker: bool = False) -> None:
+    def __init__(
+        self, call: Call, section: ToolSection, *, lacks_opening_marker: bool = False
+    ) -> None:
         """Compile the declaration of a tool call, such as `<call><f={name}>..</f></call>`.
 
         Args:
             call: The declaration: opening marker, header, body with the arguments, closing marker.
             section: The declaration of the markers around all tool calls of a message.
-            omits_marker: Whether `call` is the declared tool call without its opening marker.
+            lacks_opening_marker: Whether `call` is the declared tool call without its opening
+                marker, because the model has omitted this marker.
         """
         self.call = call
-        self.omits_marker = omits_marker
+        self.lacks_opening_marker = lacks_opening_marker
         self.closing_markers = marker_parts(call.close)
-        self.markers_after_broken = Lexer(_markers_after_call(call, section))
+        # Finds a marker such as `</call>`, at which invalid arguments end.
+        self.end_of_invalid_arguments = Lexer(_markers_after_call(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(escape_braces(call.open) + call.head)
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
         self._tags = _compile_tags(call, section, self._head_pattern)
-        # Compares the first visible characters of the body, see `body_start_mismatch`.
-        self._first_chars_mismatch = (
-            self._tags.start_mismatch if self._tags else _compile_body_start(call).mismatch
-        )
+        # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
+        self._body_start = _compile_body_start(call) if self._tags is None else self._tags
 
     @property
     def is_unmarked(self) -> bool:
@@ -134,7 +136,7 @@ class CompiledCall:
         pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
             return NEED_MORE
-        return self._first_chars_mismatch(text, pos, is_final)
+        return self._body_start.start_mismatch(text, pos, is_final)
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Create the reader that parses the arguments of a tool call.
@@ -285,7 +287,7 @@ class _BodyStart:
     complete: re.Pattern[str]
     incomplete: re.Pattern[str]
 
-    def mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+    def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
         """Return None if `text[pos:]` matches `complete`. Otherwise return NEED_MORE or NO_MATCH.
 
         Examples for a JSON array of tool calls: `[{` gives None, `[1` gives NO_MATCH, and `[` gives

@@ -29,10 +29,10 @@ class CompiledCalls:
 
     Attributes:
         all: All declared variants, in the order in which the parser tries them.
-        by_trigger: The variants that start with a marker, as in `<call><function=sum>`. The keys
-            are the markers, here `<call>`.
-        by_head: The variants that start with the header, because the model has omitted the marker,
-            as in `<function=sum>`. The keys are the first literals of the headers, here
+        by_marker: The variants that start with a marker, as in `<call><function=sum>`. The keys are
+            the markers, here `<call>`.
+        by_header: The variants that start with the header, because the model has omitted the
+            marker, as in `<function=sum>`. The keys are the first literals of the headers, here
             `<function=`.
         unmarked: The variants for which the format declares no marker, as in `{"name": "sum"}`.
         section_opens: The opening markers of the tool section, which contains all tool calls.
@@ -40,8 +40,8 @@ class CompiledCalls:
     """
 
     all: tuple[CompiledCall, ...] = ()
-    by_trigger: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
-    by_head: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
+    by_marker: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
+    by_header: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
     unmarked: tuple[CompiledCall, ...] = ()
     section_opens: tuple[str, ...] = ()
     section_closes: tuple[str, ...] = ()
@@ -53,19 +53,20 @@ class CompiledCalls:
         Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
         """
         # A tool call without a marker starts with one of these texts, for example `{`.
-        first_texts = [text for variant in self.unmarked for text in variant.body_openings()]
-        # If several lines of this dict contain the same text, the last of these lines determines
-        # the meaning of the text. Some texts are both an opening and a closing marker. In content,
-        # such a text opens a tool call, because there is no tool call that the text could close.
-        # Therefore, the lines of the opening markers are last.
-        return {
-            **dict.fromkeys(self.by_head, MarkerKind.CALL_HEAD),
-            **dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS),
-            **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
-            **dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS),
-            **dict.fromkeys(self.by_trigger, MarkerKind.OPEN_CALL),
-            **marker_kinds(self.section_opens, MarkerKind.OPEN_SECTION),
-        }
+        unmarked_openings = [text for variant in self.unmarked for text in variant.body_openings()]
+        # If several of these dicts contain the same text, the last of the dicts determines the
+        # meaning of the text. The dicts of the opening markers are last, so a text that is both an
+        # opening and a closing marker opens a tool call. In content, no tool call can be closed.
+        return (
+            dict.fromkeys(self.by_header, MarkerKind.CALL_HEAD)
+            | dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS)
+            | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
+            | dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS)
+            | dict.fromkeys(self.by_marker, MarkerKind.OPEN_CALL)
+            # `marker_kinds` adds the spellings of each marker, which differ in their white space.
+            # The keys of `by_header` and `by_marker` already contain all spellings.
+            | marker_kinds(self.section_opens, MarkerKind.OPEN_SECTION)
+        )
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
@@ -75,8 +76,8 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     this text:
 
         attribute   example of a tool call              first text
-        by_trigger  `<call><function=sum>..</call>`     `<call>`, the declared marker
-        by_head     `<function=sum>..</call>`           `<function=`, because `<call>` is missing
+        by_marker   `<call><function=sum>..</call>`     `<call>`, the declared marker
+        by_header   `<function=sum>..</call>`           `<function=`, because `<call>` is missing
         unmarked    `{"name": "sum", ..}`               `{`, because no marker is declared
 
     Args:
@@ -87,16 +88,16 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
-    by_head = _group_by_trigger(_variants_without_marker(tools))
-    for marker in by_trigger:  # A text that is both a marker and a header is treated as a marker.
-        by_head.pop(marker, None)
+    by_marker = _group_by_trigger(_variants_in_content(variants, tools))
+    by_header = _group_by_trigger(_variants_without_marker(tools))
+    for marker in by_marker:  # A text that is both a marker and a header is treated as a marker.
+        by_header.pop(marker, None)
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []
     return CompiledCalls(
         all=tuple(variants),
-        by_trigger=by_trigger,
-        by_head=by_head,
+        by_marker=by_marker,
+        by_header=by_header,
         unmarked=tuple(unmarked),
         section_opens=tools.opens,
         section_closes=tools.closes,
@@ -128,7 +129,7 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
         if has_marker and _does_head_identify_call(call):
-            yield CompiledCall(replace(call, open=""), tools, omits_marker=True)
+            yield CompiledCall(replace(call, open=""), tools, lacks_opening_marker=True)
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:

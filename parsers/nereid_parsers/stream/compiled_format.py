@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections
+from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections, Wrapper
 from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.compiled_calls import CompiledCalls, compile_calls
 from nereid_parsers.stream.compiled_header import CompiledHeader
@@ -14,6 +14,7 @@ from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible
 from nereid_parsers.stream.pattern_matching import looks_like_markup
 from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
+_Kinds = dict[str, MarkerKind]  # Maps each marker to its meaning.
 _NO_MARKERS = Lexer(())  # A lexer that finds no marker in any text.
 
 
@@ -122,36 +123,91 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     The result contains the markers that the parser searches for in each part of a message, with the
     meaning of each marker. Example: `</think>` ends the reasoning.
     """
-    reasoning = layout.reasoning
-    wrapper = layout.content  # The markers around the content, or None.
     calls = compile_calls(layout.tools, allows_unmarked=True)
-    interrupting_markers = _interrupting_markers(reasoning, calls) if reasoning else []
-    interrupts = marker_kinds(interrupting_markers, MarkerKind.INTERRUPT)
-    opens = marker_kinds(reasoning.opens, MarkerKind.OPEN_REASONING) if reasoning else {}
-    closes = marker_kinds(reasoning.closes, MarkerKind.CLOSE_REASONING) if reasoning else {}
-    wrapper_opens = marker_kinds((wrapper.open,), MarkerKind.WRAP_CONTENT) if wrapper else {}
-    wrapper_closes = marker_kinds((wrapper.close,), MarkerKind.WRAP_CONTENT) if wrapper else {}
     ends = marker_kinds(fmt.ends, MarkerKind.END)
-    # A marker such as `<|end_message|>` may be in several of these dicts. In each union, the last
-    # dict that contains the marker decides the meaning of the marker.
-    if wrapper is None or looks_like_markup(wrapper.open):
-        content_only_kinds = ends | wrapper_opens | wrapper_closes
-        content_words = {}
-    else:  # Words open the content, so that they are a part of the content at any later place.
-        content_only_kinds = ends | wrapper_closes
-        content_words = marker_kinds((wrapper.open,), MarkerKind.CONTENT_WORDS)
-    content_kinds = calls.kinds | closes | opens | content_words | content_only_kinds
-    reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
+    reasoning_kinds = _kinds_in_reasoning(layout, calls, ends)
+    content_only_kinds = _kinds_in_content_only(layout.content, ends)
+    content_kinds = _kinds_in_content(layout, calls, content_only_kinds)
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(reasoning_kinds),
         reasoning_kinds=reasoning_kinds,
-        reasoning_closes=Lexer(closes),
+        reasoning_closes=Lexer(_closing_kinds(layout.reasoning)),
         content_markers=Lexer(content_kinds),
         content_kinds=content_kinds,
         content_only_markers=Lexer(content_only_kinds),
         calls=calls,
     )
+
+
+def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, ends: _Kinds) -> _Kinds:
+    """Return the meaning of each marker that the parser searches for inside the reasoning.
+
+    Example: `{"<|end|>": END, "<call>": INTERRUPT, "<think>": OPEN_REASONING, "</think>":
+    CLOSE_REASONING}`. The argument `ends` contains the markers that end a message.
+    """
+    reasoning = layout.reasoning
+    interrupting_markers = _interrupting_markers(reasoning, calls) if reasoning else ()
+    content_opens = (layout.content.open,) if layout.content else ()
+    # If several of these dicts contain a marker, the last of the dicts determines its meaning.
+    # Example: a marker that closes the reasoning and ends the message only closes the reasoning.
+    return (
+        ends
+        | marker_kinds(interrupting_markers, MarkerKind.INTERRUPT)
+        | marker_kinds(content_opens, MarkerKind.WRAP_CONTENT)
+        | _opening_kinds(reasoning)
+        | _closing_kinds(reasoning)
+    )
+
+
+def _kinds_in_content_only(wrapper: Wrapper | None, ends: _Kinds) -> _Kinds:
+    """Return the meaning of each marker that the parser searches for in the state CONTENT_ONLY.
+
+    In this state, the rest of the message is content. Examples of the markers around the content:
+
+        markers                   markers in the result
+        `<answer>`, `</answer>`   `<answer>`, `</answer>` and `ends`
+        `Answer:`, `</answer>`    `</answer>` and `ends`, because words are a part of the content
+
+    Args:
+        wrapper: The markers around the content, or None.
+        ends: The markers that end a message.
+    """
+    if wrapper is None:
+        return ends
+    is_tag = looks_like_markup(wrapper.open)
+    markers = (wrapper.open, wrapper.close) if is_tag else (wrapper.close,)
+    return ends | marker_kinds(markers, MarkerKind.WRAP_CONTENT)
+
+
+def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds: _Kinds) -> _Kinds:
+    """Return the meaning of each marker that the parser searches for outside the reasoning.
+
+    Example: `{"<call>": OPEN_CALL, "</think>": CLOSE_REASONING, "<think>": OPEN_REASONING,
+    "<|end|>": END}`. The argument `content_only_kinds` contains the markers that end a message or
+    enclose the content.
+    """
+    wrapper = layout.content
+    words = (wrapper.open,) if wrapper and not looks_like_markup(wrapper.open) else ()
+    # If several of these dicts contain a marker, the last of the dicts determines its meaning.
+    # Example: a marker that opens and closes the reasoning only opens the reasoning.
+    return (
+        calls.kinds
+        | _closing_kinds(layout.reasoning)
+        | _opening_kinds(layout.reasoning)
+        | marker_kinds(words, MarkerKind.CONTENT_WORDS)
+        | content_only_kinds
+    )
+
+
+def _opening_kinds(reasoning: Reasoning | None) -> _Kinds:
+    """Return the markers that open the reasoning, such as `<think>`, with their meaning."""
+    return marker_kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
+
+
+def _closing_kinds(reasoning: Reasoning | None) -> _Kinds:
+    """Return the markers that close the reasoning, such as `</think>`, with their meaning."""
+    return marker_kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
 
 
 def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[str]:

@@ -97,7 +97,7 @@ def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
     If the model has omitted the declared marker of a tool call, only the name of an offered
     function shows that the text is a tool call. If there is a marker, any name is accepted.
     """
-    if not variant.omits_marker:
+    if not variant.lacks_opening_marker:
         return True
     return not tools.is_known or name in tools
 
@@ -130,7 +130,7 @@ class CallStarts:
 
     def at_marker(self, marker: str) -> ExpectedCall:
         """Return the tool call that may start with `marker`, for example `<call>`."""
-        return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
+        return ExpectedCall(self._calls.by_marker[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
         """Return the tool call that may start with its header, without the opening marker.
@@ -149,7 +149,7 @@ class CallStarts:
         is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
         if not offers_tools and not is_special_token:
             return None
-        return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
+        return ExpectedCall(self._calls.by_header[marker], marker, is_confirmed=True)
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
         """Return the tool call that may start with `opening`, such as `{`, instead of a marker.

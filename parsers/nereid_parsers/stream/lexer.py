@@ -9,25 +9,39 @@ from nereid_parsers.stream.pattern_matching import tag_parts
 from nereid_parsers.stream.text_buffer import TextBuffer
 
 _Search = Callable[[str, int], re.Match[str] | None]
-# A prefix of a marker is matched by nested groups, one for each character. Python's `re` module
-# raises a RecursionError for a few hundred nested groups.
-_MAX_NESTED_GROUPS = 64
+# Python's `re` module raises a RecursionError for a regex with a few hundred nested groups.
+_MAX_NESTED_GROUPS = 63
 
 
 def marker_prefix_regex(marker: str) -> str:
     r"""Return a regex that matches an incomplete `marker`, such as `<th`, at the end of a text.
 
-    Example: `marker_prefix_regex("<a>")` returns `"<(?:a)?\Z"`. This regex matches the last
-    character of `x<`, and the last two characters of `x<a`.
+    Example: `marker_prefix_regex("<a>")` returns `"(?:<(?:a)?\Z)"`. This regex matches the last
+    character of `x<`, and the last two characters of `x<a`. If the marker has only one character,
+    the regex matches this character.
     """
+    longest_prefix = marker[:-1] or marker
     regexes = []
-    # The regexes of a longer marker match at least 1, 65, 129 .. characters of the marker.
-    for start in range(0, max(len(marker) - 1, 1), _MAX_NESTED_GROUPS):
-        regex = ""
-        for char in reversed(marker[start + 1 : min(start + _MAX_NESTED_GROUPS, len(marker) - 1)]):
-            regex = f"(?:{re.escape(char)}{regex})?"
-        regexes.append(f"{re.escape(marker[: start + 1])}{regex}\\Z")
-    return regexes[0] if len(regexes) == 1 else f"(?:{'|'.join(regexes)})"
+    # One regex cannot match all prefixes of a long marker, because the number of nested groups is
+    # limited. The first regex matches the prefixes of 1 to 64 characters, and the second regex
+    # matches the prefixes of 65 to 128 characters.
+    for start in range(0, len(longest_prefix), _MAX_NESTED_GROUPS + 1):
+        optional_start = start + 1
+        required_chars = longest_prefix[:optional_start]
+        optional_chars = longest_prefix[optional_start : optional_start + _MAX_NESTED_GROUPS]
+        regexes.append(rf"{re.escape(required_chars)}{_optional_chars_regex(optional_chars)}\Z")
+    return f"(?:{'|'.join(regexes)})"
+
+
+def _optional_chars_regex(chars: str) -> str:
+    """Return a regex that matches the longest possible prefix of `chars`, which may be empty.
+
+    Example: `_optional_chars_regex("ab")` returns `"(?:a(?:b)?)?"`.
+    """
+    regex = ""
+    for char in reversed(chars):
+        regex = f"(?:{re.escape(char)}{regex})?"
+    return regex
 
 
 def spaced_marker_regex(marker: str) -> str:
@@ -96,9 +110,9 @@ def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
     The function receives a text and the position at which the search starts, and returns the match
     or None. If there are no markers, the result is None instead of a function.
 
-    Example: for the marker `<a>` and the regexes `<a>` and `<(?:a)?\Z`, the compiled regex is
-    `(?=[<])(?:<a>|<(?:a)?\Z)`. The look-ahead `(?=[<])` makes the search faster, because it rejects
-    most positions with one test of a character.
+    Example: for the marker `<a>` and the regexes `<a>` and `(?:<(?:a)?\Z)`, the compiled regex is
+    `(?=[<])(?:<a>|(?:<(?:a)?\Z))`. The look-ahead `(?=[<])` makes the search faster, because the
+    look-ahead rejects most positions with one test of a character.
 
     Args:
         markers: The markers. Each match starts with the first character of a marker.

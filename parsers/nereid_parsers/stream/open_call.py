@@ -197,7 +197,7 @@ class OpenCall:
         Returns:
             Whether the tool call has ended, because a marker was found.
         """
-        arguments_end, marker = self.variant.markers_after_broken.find(self._buffer)
+        arguments_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)

@@ -46,11 +46,11 @@ _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
-_MAX_GAPS_IN_SPELLINGS = 12  # the largest number of spaces and gaps of a marker with spellings
+_MAX_PLACES_IN_SPELLINGS = 12  # The largest number of spaces and tag boundaries in a marker.
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 # Matches the boundary between a tag and the adjacent text, including white space. Example: the
 # space in `<a> b` is matched.
-_TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
+_TAG_BOUNDARY = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
 # The field `{rest}` matches the rest of a line, which may be empty. All other fields match at least
@@ -210,28 +210,28 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def marker_spellings(marker: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker. They differ only in the white space inside the marker.
+    r"""Return the spellings of a marker, which differ only in the white space inside the marker.
 
     The first spelling is the marker itself. There are three kinds of other spellings:
 
-        all spaces are omitted or written as `Ġ`   `<invokename="`, `<invokeĠname="`
-        other white space next to a tag            `<|start|> assistant`, `<|start|>\nassistant`
+        other white space before or after a tag    `<|start|> assistant`, `<|start|>\nassistant`
         more white space instead of a space        `<invoke  name="`, `<invoke \nname="`
+        all spaces are omitted or written as `Ġ`   `<invokename="`, `<invokeĠname="`
 
     A single tag without white space, such as `<think>`, has no other spelling. A marker with very
     many spaces has no other spelling either, because its spellings would need much memory.
     """
-    spellings = [marker]
-    if marker.startswith("<"):  # The spaces between ordinary words are required.
-        spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
-    gaps = list(_TAG_GAP.finditer(marker))
+    tag_boundaries = list(_TAG_BOUNDARY.finditer(marker))
     spaces = list(_WHITESPACE_IN_MARKER.finditer(marker))
-    if len(gaps) + len(spaces) > _MAX_GAPS_IN_SPELLINGS:
+    if len(tag_boundaries) + len(spaces) > _MAX_PLACES_IN_SPELLINGS:
         return (marker,)
-    for gap in gaps:
-        spellings += _with_replacements(marker, gap, ("", " ", "\n"))
+    spellings = [marker]
+    for boundary in tag_boundaries:
+        spellings += _with_replacements(marker, boundary, ("", " ", "\n"))
     for space in spaces:
         spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
+    if marker.startswith("<"):  # The spaces between ordinary words are required.
+        spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
 
 
@@ -354,7 +354,7 @@ def tag_parts(marker: str) -> list[str]:
 
     Example: `"<|close|>call<|sep|>"` gives `["<|close|>", "call", "<|sep|>"]`.
     """
-    return _TAG_GAP.split(marker)
+    return _TAG_BOUNDARY.split(marker)
 
 
 def marker_parts(marker: str) -> tuple[str, ...]:

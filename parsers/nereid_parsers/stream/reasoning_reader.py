@@ -271,7 +271,7 @@ class ReasoningReader:
         """
         buffer = self._buffer
         calls = self._format.calls
-        variants = calls.by_trigger.get(marker)  # The ways to write a tool call with this marker.
+        variants = calls.by_marker.get(marker)  # The ways to write a tool call with this marker.
         call_start = buffer.pos
         if variants is None:  # The marker precedes all tool calls, so a call must start after it.
             variants = calls.all

@@ -12,6 +12,8 @@ from nereid_parsers.template.parse_renderings import ONE_CALL_PROOF, Proof, pars
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import ToolFindings
 
+_SOURCES = (Source("inferred from the chat template"),)
+
 
 class Findings(NamedTuple):
     """The findings about reasoning, content and tool calls in the output of a model.
@@ -55,15 +57,14 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
         findings: The findings of all comparisons.
     """
     undecided = turn.prober.undecided
-    checked = check_format(_make_format(turn, findings), turn, findings)
+    checked = _check_findings(turn, findings)
     wrong_call = _wrongly_parsed_call(checked.proofs)
     if wrong_call is not None:
         undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_call.text!r}."
         )
-        without_calls = _without_calls(findings)
-        checked = check_format(_make_format(turn, without_calls), turn, without_calls)
+        checked = _check_findings(turn, _without_calls(findings))
     undecided += [_describe_wrong_parts(proof) for proof in checked.proofs if proof.differs]
     return checked
 
@@ -107,35 +108,51 @@ def _describe_wrong_parts(proof: Proof) -> str:
     )
 
 
-def _make_format(turn: ModelTurn, findings: Findings) -> Format:
-    """Build the `Format` with which the parser reads the output, based on the findings.
+def _check_findings(turn: ModelTurn, findings: Findings) -> CheckedFormat:
+    """Build a `Format` from the findings, and parse rendered messages to check this `Format`.
 
-    If the findings contradict each other, return a format in which all output is content. Such a
-    format does not need the texts that open the model's answer (`Format.turn`).
+    If the findings contradict each other, the result is a format in which all output is content.
 
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
 
     Args:
         turn: The text around the model's answers in rendered conversations.
-        findings: The findings. `findings.reasoning.part` declares the markers of reasoning, and
-            `findings.tools.part` declares the form of tool calls.
+        findings: The findings of all comparisons.
 
     Raises:
         LimitError: A marker of the format is too long.
     """
-    reasoning = findings.reasoning.part
-    ends = _ends_of_format(turn, findings)
-    # In a prompt that ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer.
-    turn_starts = turn_markers(turn, reasoning_markers=_markers_without_space(reasoning))
-    sources = (Source("inferred from the chat template"),)
     try:
-        layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)
-        fmt = Format("inferred", layout, ends=ends, turn=turn_starts, sources=sources)
-        check_marker_lengths(fmt)
-        return fmt
+        fmt = _make_format(turn, findings)
     except FormatError as error:
         turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
-        return Format("plain", Sections(), ends=ends, sources=sources)
+        # This format has no reasoning, so the texts that open the model's answer (`Format.turn`)
+        # are not needed.
+        ends = _ends_of_format(turn, findings)
+        fmt = Format("plain", Sections(), ends=ends, sources=_SOURCES)
+    return check_format(fmt, turn, findings)
+
+
+def _make_format(turn: ModelTurn, findings: Findings) -> Format:
+    """Build the `Format` with which the parser reads the output, based on the findings.
+
+    Raises:
+        FormatError: The findings contradict each other.
+        LimitError: A marker of the format is too long.
+    """
+    reasoning = findings.reasoning.part  # The declared markers of reasoning, or None.
+    tools = findings.tools.part  # The declared form of tool calls, or None.
+    # In a prompt that ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer.
+    turn_starts = turn_markers(turn, reasoning_markers=_markers_without_space(reasoning))
+    fmt = Format(
+        "inferred",
+        Sections(reasoning=reasoning, content=findings.wrapper, tools=tools),
+        ends=_ends_of_format(turn, findings),
+        turn=turn_starts,
+        sources=_SOURCES,
+    )
+    check_marker_lengths(fmt)
+    return fmt
 
 
 def _markers_without_space(reasoning: Reasoning | None) -> list[str]:

@@ -90,10 +90,10 @@ def format_for_checkpoint(
     file_format = _format_of_files(text)
     if reasoning is not None:
         named = get_format(reasoning=reasoning)
-        return _combine_with_files(named, reasoning, file_format, _replace_reasoning)
+        return _combine_with_files(named, reasoning, file_format, _prefer_named_reasoning)
     if tools is not None:
         named = get_format(tools=tools)
-        return _combine_with_files(named, tools, file_format, _replace_tools)
+        return _combine_with_files(named, tools, file_format, _prefer_named_tools)
     return file_format
 
 
@@ -115,7 +115,7 @@ def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
 def _combine_with_files(
     named: Format,
     name: str,
-    file_format: ChosenFormat,
+    from_files: ChosenFormat,
     combine_sections: Callable[[Sections, Sections], Sections],
 ) -> ChosenFormat:
     """Combine the format that the user chose and the format from the files of the checkpoint.
@@ -127,18 +127,18 @@ def _combine_with_files(
     Args:
         named: The registered format that the user chose.
         name: The name of this format, as the user wrote it.
-        file_format: The format from the files of the checkpoint.
-        combine_sections: The function that combines the layouts of `named` and of `file_format`.
+        from_files: The format from the files of the checkpoint, and the reason for this format.
+        combine_sections: The function that combines the layouts of the two formats.
     """
-    why_named = f"The user chose the format {name!r}."
-    from_files = file_format.format
-    if not isinstance(named.layout, Sections) or not isinstance(from_files.layout, Sections):
-        why_whole = "It is used completely, because formats of this kind cannot be combined."
-        return ChosenFormat(named, "chosen", f"{why_named} {why_whole}")
-    sections = combine_sections(named.layout, from_files.layout)
-    combined = _join_formats(named, from_files, sections)
-    why = f"{why_named} The source of the other parts: {file_format.why}"
-    return ChosenFormat(combined, "chosen", why, file_format.analysis)
+    why = f"The user chose the format {name!r}."
+    file_format = from_files.format
+    if not isinstance(named.layout, Sections) or not isinstance(file_format.layout, Sections):
+        why += " It is used completely, because formats of this kind cannot be combined."
+        return ChosenFormat(named, "chosen", why)
+    sections = combine_sections(named.layout, file_format.layout)
+    combined = _join_formats(named, file_format, sections)
+    why += f" The source of the other parts: {from_files.why}"
+    return ChosenFormat(combined, "chosen", why, from_files.analysis)
 
 
 def _join_formats(named: Format, from_files: Format, sections: Sections) -> Format:
@@ -163,11 +163,11 @@ def _join_formats(named: Format, from_files: Format, sections: Sections) -> Form
     )
 
 
-def _replace_reasoning(named: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` with the reasoning markers of `named`.
+def _prefer_named_reasoning(named: Sections, from_files: Sections) -> Sections:
+    """Combine the layouts of two formats. The user chose the format `named` for its reasoning.
 
-    If `named` also declares markers around the content or a tool section, the result contains these
-    markers or this tool section.
+    The reasoning part is that of `named`, even if `named` declares no reasoning. Each of the parts
+    `content` and `tools` is that of `named`, or that of `from_files` if `named` lacks the part.
     """
     return Sections(
         reasoning=named.reasoning,
@@ -176,12 +176,12 @@ def _replace_reasoning(named: Sections, from_files: Sections) -> Sections:
     )
 
 
-def _replace_tools(named: Sections, from_files: Sections) -> Sections:
-    """Return a copy of `from_files` in which `named.tools` declares the tool calls.
+def _prefer_named_tools(named: Sections, from_files: Sections) -> Sections:
+    """Combine the layouts of two formats. The user chose the format `named` for its tool calls.
 
-    If `named` also declares markers around the content, the result contains these markers. The
-    reasoning part of `named` is used only if the files declare no reasoning, because the user did
-    not choose this part.
+    Each of the parts `content` and `tools` is that of `named`, or that of `from_files` if `named`
+    lacks the part. The reasoning part is that of `from_files`, or that of `named` if `from_files`
+    declares no reasoning, because the user did not choose the reasoning part of `named`.
     """
     return Sections(
         reasoning=from_files.reasoning or named.reasoning,

@@ -303,13 +303,10 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     """Return the text, such as `<|out|>turn<|of|>`, that ends every message and contains words.
 
     The text consists of markers, with a single word between two markers. Return "" if no such text
-    ends every message. In the second example, the words and markers after `<|out|>` are the header
-    of the next message, so they do not end a message.
+    ends every message, or if a part of the text opens the model's turn.
 
-    >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
+    >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", header="<|in|>")
     '<|out|>turn<|of|>'
-    >>> _turn_end_with_words("<|out|>bot<|sep|>", "<|out|>bot<|sep|>", "bot<|sep|>")
-    ''
 
     Args:
         after_content: The text after the content of an answer.
@@ -320,10 +317,12 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
+    # If the header is `bot<|sep|>`, only the first marker of `<|out|>bot<|sep|>` ends a message.
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
     next_header = header.strip()
-    contains_next_header = bool(next_header) and next_header in after_first_marker
-    return "" if contains_next_header else turn_end
+    if next_header and next_header in after_first_marker:
+        return ""
+    return turn_end
 
 
 def _shared_first_marker(text: str, other: str) -> str:

@@ -239,10 +239,12 @@ def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
         """Return whether the text of the first `num_tokens` tokens is missing from `rendering`."""
         return "".join(prompt_tokens[:num_tokens]) not in rendering
 
-    # If a prefix is missing, all longer prefixes are missing, too. Therefore, a binary search finds
-    # the first prefix that is missing. Trying all prefixes takes too long for a long prompt.
-    first_missing = bisect_left(range(1, len(prompt_tokens) + 1), True, key=is_missing) + 1
-    prefix = "".join(prompt_tokens[: first_missing - 1])
+    # If a prefix is missing, all longer prefixes are missing, too. Therefore, a binary search can
+    # count the prefixes that occur. If n prefixes occur, the longest of them has n tokens. Trying
+    # all prefixes takes too long for a long prompt.
+    prefix_lengths = range(1, len(prompt_tokens) + 1)
+    max_length = bisect_left(prefix_lengths, True, key=is_missing)
+    prefix = "".join(prompt_tokens[:max_length])
     return prefix if prefix.strip() else ""
 
 

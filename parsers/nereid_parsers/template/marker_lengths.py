@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from nereid_parsers.format import Format
@@ -17,19 +18,24 @@ def check_marker_lengths(fmt: Format) -> None:
     The parser compiles the markers to regular expressions, which takes very long for a long text.
     The texts that open the model's turn (`Format.turn`) are not compiled, so they may be longer.
     """
-    _check_lengths((asdict(fmt.layout), fmt.ends))
+    for marker in _texts_in([asdict(fmt.layout), fmt.ends]):
+        if len(marker) > _MAX_MARKER:
+            raise LimitError(
+                f"a marker has {len(marker)} characters, but the limit is {_MAX_MARKER}: "
+                f"{marker[:_SHOWN_CHARS]!r}"
+            )
 
 
-def _check_lengths(value: object) -> None:
-    """Raise LimitError if `value` is a text that is too long, or contains such a text.
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield all strings in nested dicts, lists and tuples. The keys of the dicts are omitted.
 
-    >>> _check_lengths({"open": "<think>", "also_open": ("<a>",)})
+    >>> list(_texts_in({"open": "<think>", "also_open": ("<a>", "<b>"), "is_shown": True}))
+    ['<think>', '<a>', '<b>']
     """
-    if isinstance(value, str) and len(value) > _MAX_MARKER:
-        raise LimitError(
-            f"a marker has {len(value)} characters, but the limit is {_MAX_MARKER}: "
-            f"{value[:_SHOWN_CHARS]!r}"
-        )
-    if isinstance(value, dict | list | tuple):
-        for member in value.values() if isinstance(value, dict) else value:
-            _check_lengths(member)
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from _texts_in(member)

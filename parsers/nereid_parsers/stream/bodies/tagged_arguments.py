@@ -290,7 +290,13 @@ class TaggedReader(StepReader):
         self.writer.end("there is text between the arguments")
 
     def finish(self) -> None:
-        """If the message ends inside a tool call, write the stored text and end this tool call.
+        """If the message ends inside a tool call, write the stored text and end this tool call."""
+        if self.writer.is_open:
+            self._write_last_text()
+        super().finish()  # Ends the tool call, with a description of the fault.
+
+    def _write_last_text(self) -> None:
+        """Write the last text of the arguments, because the message ends inside the tool call.
 
         Only complete arguments are closed. If the message ends inside a value, the arguments stay
         incomplete, so that the client can recognise that they are cut off:
@@ -300,12 +306,10 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
-        # `_next_step` is the method that reads the next text. At the end of the message, this
-        # method shows whether the message has ended between two arguments or inside a value.
+        # The method that would read the next text shows where the message has ended.
         is_between_arguments = self._next_step == self._read_tag_or_end
-        is_in_stored_value = self._next_step == self._store_value and bool(self._value.pieces)
-        if self.writer.is_open and is_between_arguments:
+        is_in_stored_value = self._next_step == self._store_value
+        if is_between_arguments:
             self._close_arguments()
-        elif self.writer.is_open and is_in_stored_value:
+        elif is_in_stored_value and self._value.pieces:
             self.writer.write(self._value.to_json())
-        super().finish()  # Ends the tool call, with a description of the fault.

@@ -54,7 +54,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
         # starts. Therefore, the marker becomes a part of the header.
         before_name = _TextBeforeName(marker="", head_start=markup.item_open)
-    head = _head_pattern(before_name.head_start, after_name)
+    head = pattern_of_text(before_name.head_start + FIRST_TOOL + after_name)
     return tuple(
         Call(
             body,
@@ -174,30 +174,17 @@ def has_number_or_id(text: str) -> bool:
     return COUNTER_MARK in text or ID_MARK in text
 
 
-def _head_pattern(before_name: str, after_name: str) -> str:
-    r"""Return the pattern of the text before the arguments, such as `<call id={id} name={name}>`.
-
-    The fields `{name}`, `{number}` and `{id}` replace the name, the number and the id of the tool
-    call. In this example, "\ue011" is the placeholder character for the id:
-
-    >>> _head_pattern("<call id=\ue011 name=", ">")
-    '<call id={id} name={name}>'
-
-    Args:
-        before_name: The rendered text between the opening marker and the name.
-        after_name: The rendered text between the name and the arguments. It may repeat the name.
-    """
-    return pattern_of_text(before_name + FIRST_TOOL + after_name)
-
-
 def pattern_of_text(rendered: str) -> str:
     r"""Replace the name, the number and the id in the text of a tool call with fields.
 
     The result is a pattern with the fields `{name}`, `{number}` and `{id}`. In this example,
     "\ue010" is the placeholder character for the number of the tool call:
 
-    >>> pattern_of_text('<call n="\ue010">')
-    '<call n="{number}">'
+    The fields replace the name FIRST_TOOL and the placeholder characters for the number and the id.
+    In this example, "\ue010" is the placeholder for the number of the tool call:
+
+    >>> pattern_of_text(f'<call n="\ue010" name="{FIRST_TOOL}">')
+    '<call n="{number}" name="{name}">'
     """
     pattern = escape_braces(rendered)
     for rendered_text, field in _FIELDS.items():

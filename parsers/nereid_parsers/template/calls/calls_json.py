@@ -21,8 +21,8 @@ from nereid_parsers.template.calls.json_keys import find_path, infer_keys
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
-# Only this many brackets before the name of a function are tried as the start of the JSON, because
-# each attempt may read the whole text.
+# Only the last 100 brackets before the name of a function are tried as the start of the JSON,
+# because each attempt may read the whole text.
 _MAX_JSON_STARTS = 100
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -223,7 +223,8 @@ def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
 def _find_json_call(text: str, name: str) -> _JsonInText | None:
     """Find the first JSON object or array that contains a call of the function `name`.
 
-    Return None if there is no such object or array.
+    Return None if there is no such object or array. The name is an invented word, such as
+    "zqFirstTool", so its first occurrence in the text is in the tool call.
 
     >>> found = _find_json_call('<call>{"name": "f"}</call>', "f")
     >>> found.before, found.value, found.after
@@ -232,9 +233,10 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
     before_name, found_name, _ = text.partition(name)
     if not found_name:
         return None
-    # The JSON starts at one of the brackets before the name.
-    possible_starts = [index for index, char in enumerate(before_name) if char in "{["]
-    for start in possible_starts[-_MAX_JSON_STARTS:]:
+    # The JSON starts at one of the brackets before the name. Only the last brackets are tried,
+    # because in a tool call, few brackets precede the name. Earlier brackets belong to other text.
+    brackets = [index for index, char in enumerate(before_name) if char in "{["]
+    for start in brackets[-_MAX_JSON_STARTS:]:
         found = _decode_json(text, start)
         if found is not None and _contains_call(found.value, name):
             return found

@@ -164,14 +164,12 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
-    Examples of an argument with a string and with a number, and the opening tag in the result:
+    Examples of an argument with a string and with a number, and the opening tags in the result:
 
-        <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
         <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
+        <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
         <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">
-
-    In the last example, the result also declares the tags of numbers, `<json k="{key}">` and
-    `</json>`, as an alternative.
+                                                                       or <json k="{key}">
 
     Args:
         texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
@@ -192,30 +190,30 @@ def _infer_value_tags(
         return replace(string_tags, open=open_with_type)
     number_close = _close_of_number(around_number.after_value, after_string, string_close)
     number_tags = TaggedArguments(_open_pattern(around_number), number_close)
-    return string_tags if number_tags == string_tags else replace(string_tags, also=(number_tags,))
+    if number_tags == string_tags:
+        return string_tags
+    return replace(string_tags, also=(number_tags,))
 
 
 def _close_of_number(after_number: str, after_string: str, string_close: str) -> str:
-    """Return the closing tag of a number. It may differ from the closing tag of a string.
+    """Return the closing tag of a number, such as `</json>`.
 
-    In the second example, quotes enclose the string, but not the number.
-
-    >>> _close_of_number("</json></call>", "</text></call>", "</text>")
+    >>> _close_of_number("</json></call>", "</text></call>", string_close="</text>")
     '</json>'
-    >>> _close_of_number("</arg></call>", '"</arg></call>', '"</arg>')
-    '</arg>'
 
     Args:
-        after_number: The text from the end of a number to the end of a tool call. The closing text
-            of the tool call, such as `</call>`, is the common end of `after_number` and
-            `after_string`.
-        after_string: The text from the end of a string to the end of a tool call.
-        string_close: The closing tag of a string.
+        after_number: The text from the end of a number to the end of a tool call.
+        after_string: The text from the end of a string to the end of a tool call. The closing text
+            of the tool call, such as `</call>`, is equal in `after_number` and `after_string`.
+        string_close: The closing tag of a string, with the closing quote if a template encloses
+            strings in quotes: `"</arg>`.
     """
     number_close = drop_common_suffix(after_number, after_string)
-    if number_close:
+    if number_close:  # The closing tags of numbers and strings differ.
         return number_close
-    closing_quote = after_string.removesuffix(after_number)  # "" if the closing tags are equal.
+    # `after_string` ends with the whole `after_number`, as `"</arg></call>` ends with
+    # `</arg></call>`. The rest is the closing quote of the string, or "" if there are no quotes.
+    closing_quote = after_string.removesuffix(after_number)
     return string_close.removeprefix(closing_quote)
 
 

@@ -62,6 +62,7 @@ class ModelState:
             the model again.
         is_changed: whether a client has changed the weights or the adapters of the loaded model.
             Only a client can then unload the model, because unloading undoes the change.
+        num_running_changes: the number of calls that are changing the weights or the adapters now.
         num_requests: the number of requests that use the model now.
         last_used: the time.monotonic() at which the last request ended or the model was loaded.
         lock: held while the model is loaded or unloaded.
@@ -72,9 +73,20 @@ class ModelState:
     is_loading: bool = False
     is_unloaded_by_client: bool = False
     is_changed: bool = False
+    num_running_changes: int = 0
     num_requests: int = 0
     last_used: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def must_stay_loaded(self) -> bool:
+        """Whether the frontend must not unload the model now.
+
+        A request uses the model, the model is being loaded, unloaded or changed, or a client has
+        changed the model.
+        """
+        is_used = self.num_requests > 0 or self.num_running_changes > 0 or self.lock.locked()
+        return is_used or self.is_changed
 
 
 class ModelControl:
@@ -160,18 +172,23 @@ class ModelControl:
 
     @contextmanager
     def changing(self, model: str) -> Iterator[None]:
-        """Keep a model loaded while a client changes its weights or its adapters, and afterwards.
+        """Keep a model loaded while the `with` block changes its weights or its adapters.
 
-        If the block fails, because the server refuses the change, the model can be unloaded again.
+        After the block, the model stays loaded until a client unloads it. If the block raises a
+        BackendError, the server has refused the change, and the model may be unloaded again.
         """
         state = self._states[model]
-        was_changed = state.is_changed
-        state.is_changed = True
+        state.num_running_changes += 1
+        is_refused = False
         try:
             yield
         except BackendError:
-            state.is_changed = was_changed
+            is_refused = True
             raise
+        finally:
+            state.num_running_changes -= 1
+            if not is_refused:  # a cancelled call may have changed the model, too
+                state.is_changed = True
 
     async def load(self, spec: ModelSpec) -> None:
         """Load a model. The route `/v1/models/{model_id}/load` calls this method.
@@ -371,9 +388,8 @@ def _used_memory(states: Iterable[ModelState]) -> int:
 
 
 def _can_be_unloaded(state: ModelState) -> bool:
-    """Return whether a model can be unloaded now: it is loaded, unchanged, and not in use."""
-    is_used = state.num_requests > 0 or state.lock.locked()
-    return bool(state.is_loaded) and not state.is_changed and not is_used
+    """Return whether a model is loaded, and may be unloaded to free memory for another model."""
+    return bool(state.is_loaded) and not state.must_stay_loaded
 
 
 def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: int) -> str:
@@ -396,7 +412,6 @@ def _is_idle(state: ModelState) -> bool:
     unloaded, or if a client has changed it.
     """
     limit_s = state.spec.entry.idle_unload_s
-    is_used = state.num_requests > 0 or state.lock.locked()
-    if not limit_s or is_used or state.is_changed or state.is_loaded is False:
+    if not limit_s or state.must_stay_loaded or state.is_loaded is False:
         return False
     return time.monotonic() > state.last_used + limit_s

@@ -278,6 +278,20 @@ async def test_a_model_that_a_client_has_changed_is_only_unloaded_by_a_client():
     await use(control, repository)
 
 
+async def test_a_refused_change_does_not_release_a_model_that_another_client_changes():
+    control, repository = with_budget(3, a=2, b=2)
+    await use(control, repository)
+    refused = control.changing("a")
+    refused.__enter__()
+    with control.changing("a"):
+        error = BackendError("INVALID_ARGUMENT", "path: there is no such folder")
+        assert not refused.__exit__(BackendError, error, None)
+        with pytest.raises(ApiError, match="or changed weights use a 2 GiB"):
+            await use(control, repository, name="b")
+    with pytest.raises(ApiError, match="or changed weights use a 2 GiB"):
+        await use(control, repository, name="b")
+
+
 async def test_a_model_that_fails_to_load_frees_its_memory():
     control, repository = with_budget(3, a=2, b=2)
     repository.failure = "no such file"

@@ -262,8 +262,7 @@ def _add_cors(app: FastAPI, origins: Sequence[str]) -> None:
 
 async def _on_frontend_error(request: Request, error: Exception) -> Response:
     """Return the response for an error that the frontend raised on purpose."""
-    if not isinstance(error, FrontendError):  # never true: the check is for the type checker
-        raise error
+    assert isinstance(error, FrontendError)  # Starlette calls this function for no other error
     api_error = to_api_error(error)
     request.app.state.metrics.count_refusal(api_error)
     if api_error.status >= 500:
@@ -279,25 +278,27 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
 
 async def _on_field_error(request: Request, error: Exception) -> Response:
     """Return the response for a FieldError that was raised outside of pydantic's validation."""
-    if not isinstance(error, FieldError):  # never true: the check is for the type checker
-        raise error
+    assert isinstance(error, FieldError)  # Starlette calls this function for no other error
     return await _on_frontend_error(request, from_field_error(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Return the response for an exception of Starlette, for example for an unknown path."""
-    if not isinstance(error, HTTPException):  # never true: the check is for the type checker
-        raise error
-    route = f"{request.method} {request.url.path}"
+    assert isinstance(error, HTTPException)  # Starlette calls this function for no other error
+    method, path = request.method, request.url.path
     headers = dict(error.headers or {})
-    if error.status_code == 405:
-        headers["Allow"] = ", ".join(_allowed_methods(request))
-    messages = {
-        404: f"{route} is not a route of this server. GET /openapi.json lists all routes.",
-        405: f"The path {request.url.path} does not allow the method {request.method}. "
-        f"Use {headers.get('Allow')}.",
-    }
-    message = messages.get(error.status_code, f"{route} failed: {error.detail}")
+    match error.status_code:
+        case 404:
+            message = (
+                f"{method} {path} is not a route of this server. GET /openapi.json lists all "
+                "routes."
+            )
+        case 405:
+            allowed = ", ".join(_allowed_methods(request))
+            headers["Allow"] = allowed
+            message = f"The path {path} does not allow the method {method}. Use {allowed}."
+        case _:
+            message = f"{method} {path} failed: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 

@@ -310,11 +310,19 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
 
     If the requests of several clients wait, the clients start requests in turn.
 
-    The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
-    large body, other requests run for as long as the parser needed for the body.
-
     Raises: ApiError 400 if the body is compressed or is not a JSON object.
     """
+    _refuse_compression(request)
+    contexts = contexts_of(request)
+    client = current_client.get().share  # the client's name in fair scheduling
+    await contexts.turns.wait(client)
+    if len(raw) <= _LARGE_BODY_BYTES:
+        return parse_json_object(raw)
+    return await _parse_large_body(raw, contexts.large_bodies)
+
+
+def _refuse_compression(request: Request) -> None:
+    """Raise an ApiError 400 if a request has a Content-Encoding other than "identity"."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(
@@ -322,12 +330,21 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
             "The request body must not be compressed, but the request has the Content-Encoding "
             f"{shown(encoding)}. Send the JSON itself, without this header.",
         )
-    contexts = contexts_of(request)
-    client = current_client.get().share  # the client's name in fair scheduling
-    await contexts.turns.wait(client)
-    if len(raw) <= _LARGE_BODY_BYTES:
-        return parse_json_object(raw)
-    async with contexts.large_bodies:
+
+
+async def _parse_large_body(raw: bytes, lock: asyncio.Lock) -> dict[str, Any]:
+    """Parse a large body. Large bodies are parsed one at a time, with a pause after each body.
+
+    The parser blocks the event loop. The pause is as long as the parser needed for the body, and
+    other requests run during the pause.
+
+    Args:
+        raw: the body.
+        lock: held while a large body is parsed, and during the pause.
+
+    Raises: ApiError 400 if the body is not a JSON object.
+    """
+    async with lock:
         started = time.perf_counter()
         try:
             return parse_json_object(raw)

@@ -177,14 +177,28 @@ class FileStore:
         return sum(_counted_bytes(path) for path in paths)
 
     def delete_expired(self, now: float) -> None:
-        """Delete files that have expired or are damaged, and uploads that were interrupted."""
+        """Delete files that have expired or are damaged, and uploads that were interrupted.
+
+        Args:
+            now: the current Unix time, in seconds.
+        """
+        self._delete_expired_files(now)
+        self._delete_interrupted_uploads(now)
+
+    def _delete_expired_files(self, now: float) -> None:
+        """Delete each file whose time `expires_at` has passed or whose metadata is damaged."""
         for file_id in _names(self._files):
-            # If a file cannot be read at the moment, for example because this process has too many
-            # open files, `_read_or_raise` raises an OSError. Such a file must not be deleted,
-            # because the file may not have expired yet.
-            with suppress(OSError):
-                if self._read_or_raise(file_id) is None:
-                    self.delete(file_id)
+            try:
+                file = self._read_metadata(file_id)
+            except OSError:
+                # For a moment, the metadata cannot be read, for example because this process has
+                # too many open files. The file may not have expired yet.
+                continue
+            if file is None or file.expires_at <= now:  # damaged or expired
+                self.delete(file_id)
+
+    def _delete_interrupted_uploads(self, now: float) -> None:
+        """Delete each upload that has received no bytes for `_UPLOAD_TIME_S` seconds."""
         for name in _names(self._uploads):
             folder = self._uploads / name
             with suppress(FileNotFoundError):
@@ -194,21 +208,20 @@ class FileStore:
     def _read(self, file_id: str) -> StoredFile | None:
         """Return a file, or None if it has expired, is damaged or cannot be read."""
         try:
-            return self._read_or_raise(file_id)
+            file = self._read_metadata(file_id)
         except OSError:
             return None
+        return file if file is not None and file.expires_at > time.time() else None
 
-    def _read_or_raise(self, file_id: str) -> StoredFile | None:
-        """Return a file, or None if it has expired, is damaged or does not exist.
+    def _read_metadata(self, file_id: str) -> StoredFile | None:
+        """Return the metadata of a file, or None if the metadata is missing or damaged.
 
-        Raises: OSError if the file exists, but cannot be read.
+        Raises: OSError if the metadata exists, but cannot be read.
         """
         try:
-            fields = json.loads((self._files / file_id / "metadata.json").read_bytes())
-            file = StoredFile(**fields)
+            return StoredFile(**json.loads((self._files / file_id / "metadata.json").read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
-        return file if file.expires_at > time.time() else None
 
 
 class Upload:

@@ -83,7 +83,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     else:
         several.check_settings(repository, environment)
         folder = _state_folder() / f"models-{settings.port}"
-        several.write_repository(folder, repository)
+        several.replace_repository(folder, repository)
         repository = folder
     if fork_server_address:
         environment[ADDRESS_VARIABLE] = fork_server_address

@@ -201,16 +201,28 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
     if adapter in pooling_names:
         return None  # no adapter has the name of a pooling model, so the server is not queried
-    control = contexts_of(request).control
-    for context in contexts_of(request).all:
+    contexts = contexts_of(request)
+    for context in contexts.all:
         try:
             if await context.adapters.has(adapter):
                 return context
         except BackendError:
-            is_loaded = control is None or await control.is_loaded(context.settings.ensemble)
-            if is_loaded or not await context.backend.is_live():
+            # A model that is not loaded cannot list its adapters, so the next model is queried.
+            if not await _is_unloaded_on_live_server(context, contexts.control):
                 raise
     return None
+
+
+async def _is_unloaded_on_live_server(context: Context, control: ModelControl | None) -> bool:
+    """Return whether a language model is not loaded although the server answers.
+
+    Args:
+        context: the context of the language model.
+        control: loads and unloads models. None if all models are always loaded.
+    """
+    if control is None or await control.is_loaded(context.settings.ensemble):
+        return False
+    return await context.backend.is_live()
 
 
 async def _wrong_model_error(

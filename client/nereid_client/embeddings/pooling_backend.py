@@ -181,18 +181,24 @@ class PoolingModels:
             TimeoutError: the model did not answer in time.
         """
         if target.model not in self._known:
+            if self._residence is not None:
+                await self._residence.prepare(target.model)
             self._known[target.model] = await self._query(target)
         return self._known[target.model]
 
     async def _query(self, target: PoolingTarget) -> ServedModel:
-        """Load a model, and request its name and properties. Raise the same errors as `find`."""
-        if self._residence is not None:
-            await self._residence.prepare(target.model)
+        """Request the name and the properties of a loaded model.
+
+        Raises:
+            BackendError: the model has no checkpoint (NOT_FOUND), or the call failed.
+            TimeoutError: the model did not answer within `_INFO_TIMEOUT_S` seconds.
+        """
         call = PoolingCall(target.model, f"info-{target.model}", {"return_info": [True]})
         async with asyncio.timeout(_INFO_TIMEOUT_S):
             outputs = await self.backend.infer(call)
         info = json.loads(outputs.strings["info"][0])
-        if info["task"] == "none":
+        has_checkpoint = info["task"] != "none"
+        if not has_checkpoint:
             raise BackendError("NOT_FOUND", info["reason"])
         name = target.names[0] if target.names else info["name"]
         return ServedModel(target.kind, name, info, target.model)

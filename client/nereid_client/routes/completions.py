@@ -23,6 +23,7 @@ from nereid_client.request_context import (
     validate,
 )
 from nereid_client.streaming import sse
+from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.streaming.completion_stream import (
     CompletionOptions,
     completion,
@@ -43,23 +44,47 @@ async def completions(request: Request) -> Response:
     max_prompts = context_of(request).settings.max_prompts
     # The limit on the size of the body is max_prompts times the limit on the size of one prompt.
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
+    # `select_language_model` sets the context that `context_of` returns from now on.
     await select_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)
     generations = await _generations(request, body)
     let_clients_abort_by_given_id(request, body)
     frame = frame_for(request, body, "cmpl")
     options = _options(body, await _echoed_prompts(request, body))
-    backend = context_of(request).backend
-    if not body.stream:
-        work = _generate_all(backend, generations)
-        totals = await sse.unless_disconnected(request.receive, work)
-        return JSONResponse(completion(frame, options, totals))
-    deltas = _stream(backend, generations)
-    # Wait for the first delta before the response starts. If the backend fails before this delta,
-    # the response can still have the HTTP status of the error.
+    respond = _streamed_response if body.stream else _whole_response
+    return await respond(request, frame, options, generations)
+
+
+async def _streamed_response(
+    request: Request,
+    frame: CompletionFrame,
+    options: CompletionOptions,
+    generations: Sequence[Generation],
+) -> Response:
+    """Return a stream of server-sent events that contain the deltas of all choices.
+
+    The response starts after the first delta. If the backend fails before this delta, the response
+    can still have the HTTP status of the error.
+    """
+    deltas = _stream(context_of(request).backend, generations)
     first = await sse.first_of(request, deltas)
     events = completion_events(frame, options, first, deltas)
     return sse.EventStream(events, also_close=deltas)
+
+
+async def _whole_response(
+    request: Request,
+    frame: CompletionFrame,
+    options: CompletionOptions,
+    generations: Sequence[Generation],
+) -> Response:
+    """Generate all choices, and return the completion as one JSON object.
+
+    Raises: BackendError if a generation fails, Disconnected if the client closes the connection.
+    """
+    work = _generate_all(context_of(request).backend, generations)
+    totals = await sse.unless_disconnected(request.receive, work)
+    return JSONResponse(completion(frame, options, totals))
 
 
 async def _echoed_prompts(request: Request, body: CompletionRequest) -> list[str]:

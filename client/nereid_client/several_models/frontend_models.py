@@ -29,26 +29,32 @@ def create_contexts(
     Args:
         settings: the settings of the frontend.
         metrics: counts the tokens of each client.
-        make_backend: creates the backend of the only language model. Only tests use this argument.
+        make_backend: creates the backend of the only language model. If this argument is given, the
+            file is ignored. None means that the Triton server is the backend.
 
     Raises: SettingsError if the file of the models is wrong.
     """
-    if make_backend is not None:
-        return _one_context(settings, metrics, make_backend())
-    if not settings.models_file:
-        backend = TritonBackend(settings.grpc_url, settings.ensemble)
-        return _one_context(settings, metrics, backend)
+    if settings.models_file and make_backend is None:
+        return _contexts_of_file(settings, metrics)
+    backend = (
+        TritonBackend(settings.grpc_url, settings.ensemble)
+        if make_backend is None
+        else make_backend()
+    )
+    return Contexts((Context(settings, ClientBackend(backend, metrics)),))
+
+
+def _contexts_of_file(settings: Settings, metrics: RequestMetrics) -> Contexts:
+    """Return the contexts of the language models that the file `settings.models_file` describes.
+
+    Raises: SettingsError if the file is wrong.
+    """
     models = read_models_file(Path(settings.models_file), default_settings(os.environ))
     calls = TritonCalls(settings.grpc_url)
     control = ModelControl(models.specs, calls, models.memory_budget)
     llms = [spec for spec in models.specs if spec.kind == "llm"]
     contexts = [_context(settings, metrics, spec, control) for spec in llms]
     return Contexts(tuple(contexts), control)
-
-
-def _one_context(settings: Settings, metrics: RequestMetrics, backend: Backend) -> Contexts:
-    """Return the `Contexts` object of a frontend that serves one language model."""
-    return Contexts((Context(settings, ClientBackend(backend, metrics)),))
 
 
 def _context(

@@ -5,12 +5,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from nereid_client.embeddings.pooling_backend import PoolingTarget
 from nereid_client.errors import ApiError, BackendError
 from nereid_client.several_models.model_memory import format_bytes
+from nereid_client.several_models.model_state import ModelState
 from nereid_client.several_models.models_file import ModelSpec
 
 _IDLE_CHECK_EVERY_S = 0.5
@@ -50,45 +50,6 @@ class Repository(Protocol):
         ...
 
 
-@dataclass
-class ModelState:
-    """The state of one model.
-
-    Attributes:
-        is_loaded: whether the model is loaded. None means that the frontend does not know, for
-            example after a request failed because the server was not available.
-        is_loading: whether the model is being loaded. Its memory is then reserved.
-        is_unloaded_by_client: whether a client has unloaded the model. Requests then do not load
-            the model again.
-        is_changed: whether a client has changed the weights or the adapters of the loaded model.
-            Only a client can then unload the model, because unloading undoes the change.
-        num_running_changes: the number of calls that are changing the weights or the adapters now.
-        num_requests: the number of requests that use the model now.
-        last_used: the time.monotonic() at which the last request ended or the model was loaded.
-        lock: held while the model is loaded or unloaded.
-    """
-
-    spec: ModelSpec
-    is_loaded: bool | None = None
-    is_loading: bool = False
-    is_unloaded_by_client: bool = False
-    is_changed: bool = False
-    num_running_changes: int = 0
-    num_requests: int = 0
-    last_used: float = field(default_factory=time.monotonic)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def must_stay_loaded(self) -> bool:
-        """Whether the frontend must not unload the model now.
-
-        A request uses the model, the model is being loaded, unloaded or changed, or a client has
-        changed the model.
-        """
-        is_used = self.num_requests > 0 or self.num_running_changes > 0 or self.lock.locked()
-        return is_used or self.is_changed
-
-
 class ModelControl:
     """Loads and unloads the models of a file models.toml.
 
@@ -106,7 +67,7 @@ class ModelControl:
     ) -> None:
         self._repository = repository
         self._memory_budget = memory_budget
-        # This lock is held while models are unloaded to free memory for another model.
+        # This lock is held while memory for a model is freed and reserved.
         self._memory_lock = asyncio.Lock()
         self._states = {spec.triton_name: ModelState(spec) for spec in specs}
         self._idle_task: asyncio.Task[None] | None = None
@@ -259,14 +220,16 @@ class ModelControl:
         started = time.monotonic()
         needs_more_memory = not state.is_loaded  # unloaded, or in an unknown state
         if self._memory_budget is not None and needs_more_memory:
-            await self._reserve_memory(state, self._memory_budget)
+            async with self._memory_lock:
+                await self._free_memory_for(state, self._memory_budget)
+                state.is_loading = True  # the memory of the model is now reserved
         try:
             await self._repository.load_model(state.spec.triton_name)
         except asyncio.CancelledError:
             state.is_loaded = None  # the server may still finish loading
             raise
         finally:
-            state.is_loading = False  # `_reserve_memory` has set it to True
+            state.is_loading = False
         state.is_loaded = True
         state.is_changed = False
         state.last_used = time.monotonic()
@@ -282,7 +245,9 @@ class ModelControl:
 
         Raises: BackendError.
         """
-        state.is_loaded = False  # further requests wait for the lock
+        # From now on, a new request waits for `state.lock` in `_load_for_request`, so the number of
+        # running requests can only decrease.
+        state.is_loaded = False
         try:
             while state.num_requests:
                 await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
@@ -292,31 +257,26 @@ class ModelControl:
             raise
         _log.info("Unloaded the model %s", state.spec.name)
 
-    async def _reserve_memory(self, state: ModelState, budget: int) -> None:
-        """Reserve memory for a model that will be loaded. If necessary, unload idle models first.
+    async def _free_memory_for(self, state: ModelState, budget: int) -> None:
+        """Unload idle models until the memory budget has enough free memory for another model.
 
-        The idle models are unloaded in the order in which their last requests ended.
-
-        Mutates: `is_loading` of `state`, which becomes True. The memory of a model counts while
-            the model is loading or loaded.
+        The idle models are unloaded in the order in which their last requests ended. The caller
+        must hold `_memory_lock`.
 
         Args:
             state: the model that will be loaded.
             budget: the largest memory of all models together, in bytes.
 
-        Raises: BackendError if the models with running requests leave too little memory.
+        Raises: BackendError if the models that must stay loaded leave too little memory.
         """
-        needed_bytes = _memory_of(state)
-        async with self._memory_lock:
-            others = [other for other in self._states.values() if other is not state]
-            await self._find_loaded_models(others)
-            while _used_memory(others) + needed_bytes > budget:
-                candidates = [other for other in others if _can_be_unloaded(other)]
-                if not candidates:
-                    raise BackendError("UNAVAILABLE", _too_little_memory(state, others, budget))
-                longest_idle = min(candidates, key=lambda other: other.last_used)
-                await self._unload_for_memory(longest_idle)
-            state.is_loading = True
+        others = [other for other in self._states.values() if other is not state]
+        await self._find_loaded_models(others)
+        while _used_memory(others) + state.memory_bytes > budget:
+            candidates = [other for other in others if other.can_be_unloaded]
+            if not candidates:
+                raise BackendError("UNAVAILABLE", _too_little_memory(state, others, budget))
+            longest_idle = min(candidates, key=lambda other: other.last_used)
+            await self._unload_for_memory(longest_idle)
 
     async def _find_loaded_models(self, states: Iterable[ModelState]) -> None:
         """Update `is_loaded` of each model whose `is_loaded` is False or None.
@@ -351,18 +311,19 @@ class ModelControl:
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():
-                if _is_idle(state):
+                if state.is_idle:
                     await self._unload_idle(state)
 
     async def _unload_idle(self, state: ModelState) -> None:
-        """Unload an idle model. If this fails, log why, and retry after `idle_unload_s` seconds.
+        """Unload an idle model. If the server refuses, the idle time of the model begins again.
 
-        If the frontend does not know whether the model is loaded, the idle time begins again. The
-        server may have loaded the model a moment ago, because loading can take long.
+        If the frontend does not know whether the model is loaded, query the server instead. The
+        idle time then also begins again, because the server may have just loaded the model.
         """
         async with state.lock:
             if state.is_loaded is None:
-                state.is_loaded = await self._is_ready(state) or None
+                if await self._is_ready(state):
+                    state.is_loaded = True
                 state.last_used = time.monotonic()
                 return
             try:
@@ -372,29 +333,14 @@ class ModelControl:
                 state.last_used = time.monotonic()
 
 
-def _memory_of(state: ModelState) -> int:
-    """Return the estimated memory of a model in bytes."""
-    return state.spec.memory.total if state.spec.memory is not None else 0
-
-
-def _uses_memory(state: ModelState) -> bool:
-    """Return whether the memory of a model currently counts towards the memory budget."""
-    return state.is_loading or state.is_loaded is not False
-
-
 def _used_memory(states: Iterable[ModelState]) -> int:
     """Return the total estimated memory, in bytes, of the models that currently use memory."""
-    return sum(_memory_of(state) for state in states if _uses_memory(state))
-
-
-def _can_be_unloaded(state: ModelState) -> bool:
-    """Return whether a model is loaded, and may be unloaded to free memory for another model."""
-    return bool(state.is_loaded) and not state.must_stay_loaded
+    return sum(state.memory_bytes for state in states if state.uses_memory)
 
 
 def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: int) -> str:
     """Return the error message for a model that does not fit into the memory budget."""
-    used = [other.spec for other in others if _uses_memory(other)]
+    used = [other.spec for other in others if other.uses_memory]
     sizes = ", ".join(f"{spec.name} {spec.memory.describe()}" for spec in used if spec.memory)
     memory = state.spec.memory
     assert memory is not None  # every model has an estimate if there is a budget
@@ -403,15 +349,3 @@ def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: 
         f"models with running requests or changed weights use {sizes}. Try again later, or raise "
         "memory_budget."
     )
-
-
-def _is_idle(state: ModelState) -> bool:
-    """Return whether a model has been idle for longer than its setting `idle_unload_s`.
-
-    Return False if the model has no such setting, if it is unloaded, if it is being loaded or
-    unloaded, or if a client has changed it.
-    """
-    limit_s = state.spec.entry.idle_unload_s
-    if not limit_s or state.must_stay_loaded or state.is_loaded is False:
-        return False
-    return time.monotonic() > state.last_used + limit_s

@@ -18,7 +18,7 @@ Requests without the field `model` use the first language model.
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -152,7 +152,8 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
     memory_budget = _pop_memory_budget(values, path)  # only the tables of the models are left
     specs = [_read_model(name, table, path, defaults) for name, table in values.items()]
     models = ModelsFile(specs)
-    _check_names(models.specs, path)
+    _check_request_names(models.specs, path)
+    _check_repository_names(models.specs, path)
     _check_has_language_model(models.specs, path)
     return models if memory_budget is None else _with_estimated_memory(models, memory_budget, path)
 
@@ -268,37 +269,50 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
     return spec.model_copy(update={"settings": settings, "memory": memory})
 
 
-def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that every name of a model or adapter is unique.
+def _check_request_names(specs: list[ModelSpec], path: Path) -> None:
+    """Check that each name in a request selects at most one model or adapter.
 
-    The names of the models in Triton's model repository must also be unique. In the repository, a
-    language model is an ensemble with several steps, and each step is also a model. Example: the
-    model "chat" has the steps "chat-tokenizer", "chat-executor" and "chat-postprocessor".
-
-    Args:
-        specs: the models.
-        path: the path of the file, for the error.
-
-    Raises: SettingsError.
+    Raises: SettingsError that names the file at `path` and the repeated name.
     """
     names = [
         name
         for spec in specs
         for name in (*spec.names, *adapter_names(spec.settings.get("lora_adapters", "")))
     ]
-    repeated_names = [name for at, name in enumerate(names) if name in names[:at]]
-    if repeated_names:
-        raise SettingsError(f"the file {path} has the name {repeated_names[0]!r} twice.")
-    # Each character that is not allowed in the model repository is replaced by "-", so two
-    # different names can become equal. A model can also have the name of another model's step, such
-    # as "chat-tokenizer".
-    triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
-    if len(set(triton_names)) < len(triton_names):
+    repeated_name = _first_repeated(names)
+    if repeated_name is not None:
+        raise SettingsError(f"the file {path} has the name {repeated_name!r} twice.")
+
+
+def _check_repository_names(specs: list[ModelSpec], path: Path) -> None:
+    """Check that all models have different names in the model repository.
+
+    In the model repository, each model has a name such as "org-chat" for "org/chat". The steps of a
+    language model are also models: "org-chat-tokenizer", "org-chat-executor" and
+    "org-chat-postprocessor".
+
+    Raises: SettingsError that names the file at `path`.
+    """
+    names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
+    if _first_repeated(names) is not None:
         raise SettingsError(
             f"the names of the models in the file {path} are too similar. Two names must differ "
             "in at least one letter, digit, '_', '-' or '.', and a name must not be the name of "
             "another model with a suffix such as '-tokenizer'."
         )
+
+
+def _first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that has already appeared, or None if all names are different.
+
+    Example: ["a", "b", "c", "b", "a"] returns "b".
+    """
+    previous: set[str] = set()
+    for name in names:
+        if name in previous:
+            return name
+        previous.add(name)
+    return None
 
 
 def adapter_names(lora_adapters: str) -> list[str]:

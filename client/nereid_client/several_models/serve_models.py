@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,53 +99,54 @@ class ServedModels:
 
         Raises: CliError that names the model and the setting.
         """
+        # Each check includes a language model. A pooling model is therefore checked together with
+        # the checkpoint of the default model.
+        common = without_model_settings(environment) | {"NEREID_MODEL": str(self.path)}
         for spec in self.specs:
-            variables = _variables_of_model(spec)
-            # The check always includes the settings of a language model, even if `spec` is a
-            # pooling model. The check therefore needs the checkpoint of a language model.
-            variables.setdefault("NEREID_MODEL", str(self.path))
             try:
-                startup_checks.check_model_settings(
-                    repository, without_model_settings(environment) | variables
-                )
+                startup_checks.check_model_settings(repository, common | _variables_of_model(spec))
             except CliError as error:
                 raise CliError(f"--config: [{spec.name}] in {self._file}: {error}") from None
-            self._check_names(spec)
+            self._check_setting_names(spec)
 
-    def _check_names(self, spec: ModelSpec) -> None:
+    def _check_setting_names(self, spec: ModelSpec) -> None:
         """Check that each setting in the table of a model is a setting of this kind of model.
 
-        The check of the variables accepts `MAX_MODEL_LEN` and the settings of the frontend, too.
+        Examples: "max_model_len" is a setting of a language model. "MAX_MODEL_LEN" is refused,
+        because the names are in lower case. "openai_port" is refused, because it is a setting of
+        the frontend.
 
         Raises: CliError that names the setting.
         """
         for name in spec.entry.settings:
             variable = f"{PREFIXES[spec.kind]}{name}".upper()
-            is_setting = (
-                kind_of_variable(variable) == spec.kind or variable in TEST_ENGINE_VARIABLES
-            )
-            if name != name.lower() or not is_setting:
+            is_setting_of_kind = kind_of_variable(variable) == spec.kind
+            configures_test_engine = variable in TEST_ENGINE_VARIABLES
+            is_lower_case = name == name.lower()
+            if not is_lower_case or not (is_setting_of_kind or configures_test_engine):
                 raise CliError(
                     f"--config: [{spec.name}] in {self._file}: {name} is not a setting of a model "
                     f"of the kind {spec.kind!r}. The page docs/reference/settings.md lists all "
                     "settings, whose names are in lower case in this file."
                 )
 
-    def write_repository(self, folder: Path, repository: Path) -> None:
-        """Write a model repository with all models into a folder. Delete the old content first.
+    def replace_repository(self, folder: Path, source: Path) -> None:
+        """Delete a folder if it exists, and write a model repository with all models there.
 
         Args:
-            folder: the folder.
-            repository: Nereid's model repository.
+            folder: the folder of the new model repository.
+            source: Nereid's model repository, from which the models are copied.
 
-        Raises: CliError if the folder cannot be written.
+        Raises: CliError if the folder cannot be deleted or written.
         """
         try:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder)
             folder.mkdir(parents=True)
-            write_repository(folder, repository, self.specs)
+            write_repository(folder, source, self.specs)
         except OSError as error:
-            raise CliError(f"the folder {folder} cannot be written ({error.strerror})") from None
+            reason = error.strerror or error
+            raise CliError(f"the folder {folder} cannot be written ({reason})") from None
 
 
 def _variables_of_model(spec: ModelSpec) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """One program that the supervisor starts and restarts."""
 
+import time
 from typing import IO
 
 from nereid_client.console import say
@@ -41,6 +42,11 @@ class SupervisedProgram:
         )
         can_unload = any("--model-control-mode" in word for word in program.command)
         self.stubs = StubWatch(self.child.pid, can_unload=can_unload)
+
+    @property
+    def is_restart_due(self) -> bool:
+        """Whether a restart is planned and its time has come."""
+        return self.restart_at is not None and time.monotonic() >= self.restart_at
 
     def failure(self) -> str | None:
         """Return the reason why the program must be restarted, or None if it still works."""

@@ -51,6 +51,7 @@ class Supervisor:
         self._hang_watches: list[HangWatch] = []
         self._memory = MemoryWatch(plan.max_process_memory, complain)
         self._programs: list[SupervisedProgram] = []  # the Triton server, then the frontend
+        self._warm_up: WarmUp | None = None  # None after all models have answered
         self._fork_server: ChildProcess | None = None
 
     @property
@@ -124,7 +125,7 @@ class Supervisor:
         """Start threads that wait until each model has been loaded and has answered a request."""
         plan = self._plan
         warm_up = WarmUp(plan.frontend)
-        self._warm_up: WarmUp | None = warm_up
+        self._warm_up = warm_up
         self._pooling_warm_up = PoolingWarmUp(plan.frontend, plan.pooling_models, warm_up.is_ready)
         warm_up.start()
         self._pooling_warm_up.start()
@@ -271,29 +272,31 @@ class Supervisor:
             self._remove_shared_memory()
 
     def _restart_due_programs(self) -> None:
-        """Start each failed program again at the time in its attribute `restart_at`.
+        """Start each failed program whose time `restart_at` has come, and start a new warm-up.
 
-        Then start a new warm-up, which waits until all models answer, unless the current warm-up
-        is still waiting.
+        If the current warm-up is still waiting, no new warm-up is started, because the current one
+        also waits for the restarted programs.
         """
-        for program in self._programs:
-            if program.restart_at is None or time.monotonic() < program.restart_at:
-                continue
-            try:
-                program.start()
-            except OSError as error:  # too little memory, or too many processes
-                # The previous child has ended, so `_handle_failures` plans the next attempt.
-                complain(f"nereid: {program.name} cannot be started ({error.strerror})")
-                continue
-            if program is self._server:
-                self._watch_for_hangs()
-            # If a warm-up is still running, it also waits for the restarted program, so no new
-            # warm-up is needed. The printed time then includes the time before the failure.
-            is_warming_up = self._warm_up is not None and self._warm_up_failure is None
-            if not is_warming_up:
-                self._started = time.monotonic()
-                self._next_progress_s = _PROGRESS_EVERY_S
-                self._start_warm_up()
+        due = [program for program in self._programs if program.is_restart_due]
+        restarted = [program for program in due if self._start_again(program)]
+        if self._server in restarted:
+            self._watch_for_hangs()
+        # `_warm_up` is None after all models have answered.
+        is_warming_up = self._warm_up is not None and self._warm_up_failure is None
+        if restarted and not is_warming_up:
+            self._started = time.monotonic()
+            self._next_progress_s = _PROGRESS_EVERY_S
+            self._start_warm_up()
+
+    def _start_again(self, program: SupervisedProgram) -> bool:
+        """Start a program that has ended. Return False if the operating system refuses."""
+        try:
+            program.start()
+        except OSError as error:  # too little memory, or too many processes
+            # The previous child has ended, so `_handle_failures` plans the next attempt.
+            complain(f"nereid: {program.name} cannot be started ({error.strerror})")
+            return False
+        return True
 
     def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
         """Print the reason why a program failed. The program will not be restarted.

@@ -8,6 +8,12 @@ from nereid_client.supervise.frontend_client import Answer, FrontendClient
 
 _POLL_EVERY_S = 0.1
 _UNAVAILABLE = (None, 429, 503)  # None means that the frontend did not answer
+# The path and the body of each request. The field `model` is added to the body.
+_CHAT_REQUEST: tuple[str, dict[str, Any]] = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "Hello! Who are you?"}]},
+)
+_TEXT_REQUEST: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "Once upon a time"})
 
 
 class WarmUp(threading.Thread):
@@ -29,35 +35,37 @@ class WarmUp(threading.Thread):
         self._frontend = frontend
 
     def run(self) -> None:
-        """Wait until the model is ready, and then send a request for one token.
+        """Wait until the server is ready, and then request one token from the language model.
 
-        Mutates: `stage`, which names the step that has been reached. After a successful request,
-            or if a client has unloaded the model, `curl` becomes a shell command for this request.
-            Otherwise, `failure` becomes the reason.
+        Mutates: `stage`, which names the current step, and `is_ready`. If the model answers, or if
+            a client has unloaded the model, `curl` becomes a shell command for the request. If the
+            model answers with an error, `failure` becomes the reason.
         """
-        # There is no time limit, because loading a large model can take minutes. This thread is a
-        # daemon, so it ends when `nereid serve` ends, for example after a failure of the server.
-        while self._frontend.get_status("/health/ready") != 200:
-            time.sleep(_POLL_EVERY_S)
+        self._wait_until_ready()
         self.is_ready.set()
         self.stage = "waiting for the first response"
-        model = self._frontend.model
-        path = "/v1/chat/completions"
-        messages = [{"role": "user", "content": "Hello! Who are you?"}]
-        body: dict[str, Any] = {"model": model, "messages": messages}
-        answer = self._request_token(path, body)
+        path, fields = _CHAT_REQUEST
+        answer = self._request_token(path, fields)
         if answer.status == 400:  # the model has no chat template, but it can complete a text
-            path = "/v1/completions"
-            body = {"model": model, "prompt": "Once upon a time"}
-            answer = self._request_token(path, body)
+            path, fields = _TEXT_REQUEST
+            answer = self._request_token(path, fields)
         if answer.is_settled:
-            self.curl = self._frontend.curl(path, body)
+            self.curl = self._frontend.curl(path, {"model": self._frontend.model, **fields})
         else:
             self.failure = f"the model cannot answer its first request: {answer.text}"
 
-    def _request_token(self, path: str, body: dict[str, Any]) -> Answer:
+    def _wait_until_ready(self) -> None:
+        """Wait until the frontend reports that the server is ready.
+
+        There is no time limit, because loading a large model can take minutes. This thread is a
+        daemon, so the thread ends when `nereid serve` ends, for example after a failure.
+        """
+        while self._frontend.get_status("/health/ready") != 200:
+            time.sleep(_POLL_EVERY_S)
+
+    def _request_token(self, path: str, fields: dict[str, Any]) -> Answer:
         """Request one token, and repeat the request while the server is unavailable."""
-        one_token = {**body, "max_tokens": 1}
+        one_token = {"model": self._frontend.model, **fields, "max_tokens": 1}
         answer = self._frontend.post(path, one_token)
         while answer.status in _UNAVAILABLE:
             time.sleep(_POLL_EVERY_S)

@@ -143,10 +143,9 @@ class WorkerPool:
             self._workers.append(_Worker(place, self._start(place)))
         self._drain_if_signalled()
         while not self._stop.wait(_CHECK_EVERY_S):
-            for worker in self._workers:
-                exit_code = self._check(worker)
-                if exit_code is not None:
-                    return exit_code
+            exit_code = self._handle_ended_workers()
+            if exit_code is not None:
+                return exit_code
         return 0
 
     def _start(self, place: WorkerPlace) -> subprocess.Popen[bytes]:
@@ -155,28 +154,34 @@ class WorkerPool:
             self._command, env={**os.environ, **place.environment}, preexec_fn=_prepare_worker
         )
 
-    def _check(self, worker: _Worker) -> int | None:
-        """If a worker has ended, plan its restart. If its restart is due, start the worker again.
+    def _handle_ended_workers(self) -> int | None:
+        """Restart the workers that have ended. After SIGUSR1, only clean up after these workers.
 
-        After SIGUSR1, workers are no longer restarted.
+        Returns: the exit code of the frontend if a worker must not be restarted, else None.
+        """
+        for worker in self._workers:
+            if self._is_draining:
+                _clean_up_if_ended(worker)
+                continue
+            exit_code = self._restart_if_ended(worker)
+            if exit_code is not None:
+                return exit_code
+        return None
+
+    def _restart_if_ended(self, worker: _Worker) -> int | None:
+        """If a worker has ended, plan its restart. If its restart is due, start the worker again.
 
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
-        if self._is_draining:
-            # `nereid serve` waits until the database contains no running requests. Therefore, the
-            # requests of a worker that has ended must be deleted from the database.
-            if worker.process.poll() is not None and _remove_socket(worker.place):
-                _delete_requests_and_responses(worker.place)
-            return None
         now = time.monotonic()
-        if worker.restart_at is not None:
-            if now >= worker.restart_at:
-                worker.restart_at = None
-                worker.process = self._start(worker.place)
-                self._drain_if_signalled()
-            return None
-        code = worker.process.poll()
-        return None if code is None else self._plan_restart(worker, code, now)
+        if worker.restart_at is None:
+            code = worker.process.poll()
+            return None if code is None else self._plan_restart(worker, code, now)
+        if now >= worker.restart_at:
+            worker.restart_at = None
+            worker.process = self._start(worker.place)
+            self._drain_if_signalled()
+        return None
 
     def _plan_restart(self, worker: _Worker, code: int, now: float) -> int | None:
         """Clean up after a worker that ended with the exit code `code`, and plan its restart.
@@ -303,6 +308,18 @@ def _remove_socket(place: WorkerPlace) -> bool:
     has_socket = path.exists()
     path.unlink(missing_ok=True)
     return has_socket
+
+
+def _clean_up_if_ended(worker: _Worker) -> None:
+    """If a worker has ended, delete its socket, its running requests and its responses.
+
+    `nereid serve` waits until the database contains no running requests. Therefore, the requests of
+    a worker that has ended must be deleted from the database.
+    """
+    has_ended = worker.process.poll() is not None
+    # A missing socket means that the clean-up is complete, or that the worker was never ready.
+    if has_ended and _remove_socket(worker.place):
+        _delete_requests_and_responses(worker.place)
 
 
 def _delete_requests_and_responses(place: WorkerPlace) -> None:

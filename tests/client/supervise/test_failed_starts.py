@@ -19,7 +19,8 @@ def test_a_restart_without_memory_for_a_process_is_tried_again(tmp_path, monkeyp
         failing = SupervisedProgram(program, RestartPolicy(max_restarts=2, backoff_s=0.0), log)
     failing.child.stop(5, time.sleep)
     supervisor = Supervisor(SimpleNamespace(max_process_memory=0))
-    supervisor._programs = [SimpleNamespace(restart_at=None, failure=lambda: None), failing]
+    working = SimpleNamespace(restart_at=None, is_restart_due=False, failure=lambda: None)
+    supervisor._programs = [working, failing]
     supervisor._is_announced = True
     monkeypatch.setattr(supervisor, "_end_processes_of", lambda program: None)
     monkeypatch.setattr(supervisor, "_server_failure", lambda: None)

@@ -294,12 +294,12 @@ def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waite
         requests = RequestsOfWorkers(10, database, worker=0)
         requests.add("", 3)
         process = subprocess.Popen(["sleep", "60"])
-        worker = _Worker(place, process)
-        assert pool._check(worker) is None
+        pool._workers = [_Worker(place, process)]
+        assert pool._handle_ended_workers() is None
         assert requests.used == 3
         process.kill()
         process.wait()
-        assert pool._check(worker) is None
+        assert pool._handle_ended_workers() is None
         assert requests.used == 0
 
 

@@ -1,6 +1,7 @@
 """The sampling kernel gives the tokens of its reference, and of the sampler without a kernel."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -248,7 +249,8 @@ def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reaso
     def has_kernel(device, *, wanted):
         config = EngineConfig("/model", sampling_kernel=wanted)
         threads = CpuThreads(1, 1, lambda: None)
-        runner = startup._make_runner(config, torch.device(device), None, threads, said.append)
+        checkpoint = SimpleNamespace(device=torch.device(device), vocab_size=16)
+        runner = startup._make_runner(config, checkpoint, None, threads, said.append)
         return runner._sampler.has_kernel
 
     assert has_kernel("cuda:0", wanted=True) == (reason is None)

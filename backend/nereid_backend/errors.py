@@ -64,6 +64,11 @@ def first_line(error: BaseException) -> str:
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line, or the class name if the message is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 # If an error message contains one of these texts, the process can no longer use the GPU.
 _LOST_DEVICE_TEXTS = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import xgrammar
 
-from nereid_backend.errors import RequestError
+from nereid_backend.errors import RequestError, one_line
 from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
@@ -142,6 +142,6 @@ def _problem(error: Exception) -> str:
 
     Example: "[12:30:01] /src/a.cc:7: Check failed: (ok) is false: bad tag" gives "bad tag".
     """
-    text = " ".join(str(error).split())
+    text = one_line(error)
     text = re.sub(r"^\[[\d:]+\] \S+: ", "", text)
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from nereid_backend.errors import ModelError
+from nereid_backend.errors import ModelError, one_line
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -29,10 +29,9 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
             path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # A broken file can cause any exception. Some messages of transformers have several lines.
-        reason = " ".join(str(error).split())
+        # A broken file can cause any exception in transformers.
         raise ModelError(
-            f"{path}: the checkpoint's tokenizer cannot be loaded: {reason}"
+            f"{path}: the checkpoint's tokenizer cannot be loaded: {one_line(error)}"
         ) from error
 
     def decode(token_ids: list[int]) -> str:

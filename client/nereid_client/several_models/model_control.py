@@ -67,7 +67,7 @@ class ModelControl:
     ) -> None:
         self._repository = repository
         self._memory_budget = memory_budget
-        # This lock is held while memory for a model is freed and reserved.
+        # The task that frees and reserves memory for a model holds this lock.
         self._memory_lock = asyncio.Lock()
         self._states = {spec.triton_name: ModelState(spec) for spec in specs}
         self._idle_task: asyncio.Task[None] | None = None

@@ -303,7 +303,7 @@ def _check_repository_names(specs: list[ModelSpec], path: Path) -> None:
 
 
 def _first_repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that has already appeared, or None if all names are different.
+    """Return the first name that equals an earlier name, or None if all names are different.
 
     Example: ["a", "b", "c", "b", "a"] returns "b".
     """

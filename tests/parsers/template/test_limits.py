@@ -55,7 +55,8 @@ def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     assert peak_bytes < 64_000_000
 
 
-# A template that writes LONG before a tool call.
+# This chat template writes the text LONG before each tool call. The tests replace LONG by a long
+# text.
 LONG_MARKER = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
     "{% for c in m.tool_calls or [] %}LONG<call>{{ c.function | tojson }}</call>{% endfor %}"

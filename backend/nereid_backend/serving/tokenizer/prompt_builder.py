@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nereid_backend.errors import ConfigError, ModelError, RequestError
+from nereid_backend.errors import ConfigError, ModelError, RequestError, one_line
 from nereid_backend.fast_imports import importing
 from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
@@ -64,9 +64,10 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
             model, local_files_only=True
         )
     except Exception as error:
-        # A broken file can cause any exception. Some messages of transformers have several lines.
-        reason = " ".join(str(error).split())
-        raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {reason}") from error
+        # A broken file can cause any exception in transformers.
+        raise ModelError(
+            f"model: the tokenizer in {model} cannot be loaded: {one_line(error)}"
+        ) from error
     _check_template(tokenizer.chat_template, folder / "tokenizer_config.json")
     template = _read_json_template(folder)
     if template is not None:

@@ -16,12 +16,9 @@ from pathlib import Path
 import torch
 
 # The number of threads changes at most once in this number of seconds. The kernel counts CPU time
-# in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely.
+# in ticks of 1 to 10 ms, so a much shorter time would not be measured precisely. After a pause that
+# is longer than this number of seconds, earlier measurements are ignored.
 _WINDOW_S = 1.0
-# If this process has used less than this fraction of one CPU since the last measurement, it was
-# almost idle. In this case, the CPU time of other processes is ignored, because it says little
-# about their CPU time during the next steps.
-_MIN_OWN_USE = 0.25
 
 
 def usable_cpus() -> int:
@@ -61,53 +58,70 @@ class CpuThreads:
         max_threads: int,
         num_cpus: int,
         cpu_time_of_others: Callable[[], float | None],
-        own_cpu_time: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start to measure the CPU time of other processes.
+        """Create an object that has measured nothing yet.
 
         Args:
             max_threads: the number of threads if other processes leave enough CPUs.
             num_cpus: the number of CPUs that this process may use.
             cpu_time_of_others: returns the CPU time in seconds that other processes have used on
                 these CPUs, since an arbitrary start; None if the time is unknown.
-            own_cpu_time: returns the CPU time in seconds that this process has used.
             clock: returns the present time in seconds.
         """
         self._max_threads = max_threads
         self._num_cpus = num_cpus
         self._cpu_time_of_others = cpu_time_of_others
-        self._own_cpu_time = own_cpu_time
         self._clock = clock
-        # The time of the last measurement, and the CPU times at that time.
-        self._last_time = clock()
-        self._last_cpu_time = cpu_time_of_others()
-        self._last_own_cpu_time = own_cpu_time()
+        # The start of the present measurement: the time, and the CPU time of other processes. None
+        # during a pause, because no measurement is running then.
+        self._start: tuple[float, float | None] | None = None
+        # The time at which the last pause began.
+        self._pause_time = clock()
+        # The seconds of earlier measurements that have not changed the number of threads yet, and
+        # the CPU time of other processes during these seconds.
+        self._measured_s = self._used_by_others_s = 0.0
 
     def adjust(self) -> None:
         """Set the number of threads with which a step is expected to be fastest.
 
         The thread that computes the steps calls this method before each step. Most calls return
-        immediately, because the number of threads changes at most once per second. After a pause
-        with hardly any steps, the largest number of threads is used until other processes have been
-        measured again. Otherwise, the number of threads depends on the CPU time of other processes,
-        and does not change if this time is unknown.
+        immediately, because the number of threads changes at most once per second. The number
+        depends on the CPU time of other processes, except during pauses (see `pause`). If this time
+        is unknown, the number does not change. After a pause of more than a second, the largest
+        number of threads is used until other processes have been measured for a second.
         """
         now = self._clock()
-        elapsed = now - self._last_time
-        if elapsed < _WINDOW_S:
+        if self._start is None:
+            if now - self._pause_time > _WINDOW_S:
+                self._measured_s = self._used_by_others_s = 0.0
+                _change_num_threads(self._max_threads)
+            self._start = (now, self._cpu_time_of_others())
             return
-        cpu_time = self._cpu_time_of_others()
-        own_cpu_time = self._own_cpu_time()
-        own_use = (own_cpu_time - self._last_own_cpu_time) / elapsed
-        if own_use < _MIN_OWN_USE:
-            _change_num_threads(self._max_threads)
-        elif cpu_time is not None and self._last_cpu_time is not None:
-            used_by_others = (cpu_time - self._last_cpu_time) / elapsed
+        if self._measured_s + now - self._start[0] < _WINDOW_S:
+            return
+        self.pause()
+        if self._measured_s > 0.0:
+            used_by_others = self._used_by_others_s / self._measured_s
             _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, used_by_others))
-        self._last_time = now
-        self._last_cpu_time = cpu_time
-        self._last_own_cpu_time = own_cpu_time
+        self._measured_s = self._used_by_others_s = 0.0
+        self._start = (now, self._cpu_time_of_others())
+
+    def pause(self) -> None:
+        """Stop measuring other processes until the next call of `adjust`.
+
+        The engine calls this method when no request is waiting. Other processes do not delay the
+        engine while the engine has no work, so their CPU time during a pause must not count.
+        """
+        if self._start is None:
+            return
+        start_time, start_cpu_time = self._start
+        self._start = None
+        self._pause_time = self._clock()
+        cpu_time = self._cpu_time_of_others()
+        if cpu_time is not None and start_cpu_time is not None:
+            self._measured_s += self._pause_time - start_time
+            self._used_by_others_s += cpu_time - start_cpu_time
 
 
 def _change_num_threads(num_threads: int) -> None:

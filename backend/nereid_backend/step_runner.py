@@ -131,6 +131,11 @@ class Runner:
         self.sample(step, plan)
         return self.finish(step)
 
+    def pause(self) -> None:
+        """Ignore the CPU time of other processes until the next step; see `CpuThreads.pause`."""
+        if self._cpu_threads is not None:
+            self._cpu_threads.pause()
+
     @torch.inference_mode()
     def start(self, plan: StepPlan, previous: RunningStep | None = None) -> RunningStep:
         """Launch the forward pass of a step, without waiting for the device.

@@ -46,6 +46,7 @@ from loadtest import command_line
 from loadtest.bench.bench import OPENVINO_PYTHON
 from loadtest.server.served import Served
 
+_PAUSE = 2.0
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
@@ -96,10 +97,15 @@ def make_lengths(args: argparse.Namespace) -> list[int]:
 def compare(
     works: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Run all functions in turns, `repeat` times. Return the shortest time of each function."""
+    """Run all functions in turns, `repeat` times. Return the shortest time of each function.
+
+    Before each run, the program waits for _PAUSE seconds, because the threads of some libraries
+    wait in a loop for more work after a run and occupy the CPU.
+    """
     best = dict.fromkeys(works, float("inf"))
     for _ in range(repeat):
         for name, work in works.items():
+            time.sleep(_PAUSE)
             started = clock()
             work()
             best[name] = min(best[name], clock() - started)

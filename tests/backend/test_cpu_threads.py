@@ -51,48 +51,75 @@ def _two_threads():
 
 
 class Load:
-    """The time, and the CPU times of this process and of other processes, under a made-up load."""
+    """The time, and the CPU time of other processes, under a made-up load."""
 
     def __init__(self):
-        self.now = self.own = self.others = 0.0
-        self.threads = CpuThreads(
-            2, 2, lambda: self.others, lambda: self.own, clock=lambda: self.now
-        )
+        self.now = self.others = 0.0
+        self.threads = CpuThreads(2, 2, lambda: self.others, clock=lambda: self.now)
 
-    def threads_after(self, seconds, *, own, others):
-        """Return the number of threads after some seconds in which this many CPUs were used."""
+    def pass_time(self, seconds, *, others):
+        """Let some seconds pass, in which other processes use this many CPUs on average."""
         self.now += seconds
-        self.own += own * seconds
         self.others += others * seconds
+
+    def threads_after_steps(self, seconds, *, others):
+        """Return the number of threads after steps that take some seconds in total."""
+        self.threads.adjust()
+        self.pass_time(seconds, others=others)
         self.threads.adjust()
         return torch.get_num_threads()
+
+    def pause(self, seconds, *, others):
+        """Let some seconds pass without a step."""
+        self.threads.pause()
+        self.pass_time(seconds, others=others)
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_the_number_of_threads_follows_the_load_of_the_last_second():
     load = Load()
     loads = [(0.5, 1.0), (0.6, 1.0), (1.0, 0.9), (1.0, 0.1)]
-    seen = [load.threads_after(seconds, own=1.0, others=others) for seconds, others in loads]
+    seen = [load.threads_after_steps(seconds, others=others) for seconds, others in loads]
     assert seen == [2, 1, 1, 2]
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_the_load_during_a_pause_without_steps_has_no_effect():
+def test_the_load_during_pauses_has_no_effect():
+    # Example: an embedding model and an LLM take turns, so that neither delays the other.
     load = Load()
-    assert load.threads_after(1.5, own=0.5, others=1.0) == 1
-    assert load.threads_after(30, own=0.01, others=1.0) == 2
+    for _ in range(9):
+        assert load.threads_after_steps(0.9, others=0.0) == 2
+        load.pause(0.9, others=2.0)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_short_steps_between_pauses_are_measured_together():
+    load = Load()
+    seen = []
+    for _ in range(6):
+        seen.append(load.threads_after_steps(0.25, others=1.0))
+        load.pause(0.25, others=0.0)
+    assert seen == [2, 2, 2, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_after_a_long_pause_the_largest_number_of_threads_is_used_again():
+    load = Load()
+    assert load.threads_after_steps(1.5, others=1.0) == 1
+    load.pause(30, others=1.0)
+    assert load.threads_after_steps(0.1, others=1.0) == 2
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_the_load_during_a_long_step_counts():
-    assert Load().threads_after(20, own=1.0, others=1.0) == 1
+    assert Load().threads_after_steps(20, others=1.0) == 1
 
 
 @pytest.mark.usefixtures("_two_threads")
 def test_without_a_measurement_the_number_of_threads_does_not_change():
     load = Load()
-    load.threads = CpuThreads(2, 2, lambda: None, lambda: load.own, clock=lambda: load.now)
-    assert load.threads_after(1.5, own=1.0, others=1.0) == 2
+    load.threads = CpuThreads(2, 2, lambda: None, clock=lambda: load.now)
+    assert load.threads_after_steps(1.5, others=1.0) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -90,10 +90,12 @@ class Engine:
         updates = parts.loop.step()
         if parts.disk is not None:
             parts.disk.save()  # copies the new blocks of the prefix cache to disk
-        if not updates and parts.scheduler.num_running == 0:
-            # All requests are still being prepared. Wait here, because the caller would otherwise
-            # call `step` in a busy loop.
-            parts.preparation.wait()
+        if parts.scheduler.num_running == 0:
+            parts.loop.pause()
+            if not updates:
+                # All requests are still being prepared. Wait here, because the caller would
+                # otherwise call `step` in a busy loop.
+                parts.preparation.wait()
         return updates
 
     def add_request(

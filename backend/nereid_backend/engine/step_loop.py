@@ -107,6 +107,10 @@ class StepLoop:
             return self._scheduler.commit(plan, StepResult())
         return self._run(plan)
 
+    def pause(self) -> None:
+        """Inform the runner that no sequence is running, so that the next step may be much later."""
+        self._runner.pause()
+
     def _run(self, plan: StepPlan) -> list[RequestUpdate]:
         """Compute the step that `plan` describes, apply the result, and return the updates.
 

@@ -86,7 +86,10 @@ class PoolingEngine:
             of a request gets exactly one result, unless the request is aborted.
         """
         queued_items = self._queue.take(self.info.max_batch_tokens)
-        return self._compute(queued_items) if queued_items else []
+        results = self._compute(queued_items) if queued_items else []
+        if not self.has_work():
+            self._model.pause()
+        return results
 
     def abort(self, request_id: str) -> None:
         """Remove the waiting items of a request. Do nothing if the request has no waiting items."""

@@ -111,6 +111,10 @@ class PoolingModel:
         self._loaded.hook.remove()
         self.preparer.close()
 
+    def pause(self) -> None:
+        """Ignore the CPU time of other processes until the next batch; see `CpuThreads.pause`."""
+        self._cpu_threads.pause()
+
     @torch.inference_mode()
     def run(self, batch: Sequence[Prepared]) -> list[Value | None]:
         """Compute the outputs of prepared items.

@@ -213,8 +213,6 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
   int64_t ahead = kAhead<P>;  // the distance of the next prefetch in bytes
   const uint16_t* scales = weights.scales + panel * groups * kPanel;
   const uint16_t* zeros = weights.zeros ? weights.zeros + panel * groups * kPanel : nullptr;
-  // The zero that all groups share is subtracted from the integers, before the first product.
-  const int32_t shared_zero = zeros ? 0 : 1 << (kBits - 1);
   const auto* x = call.inputs + row * groups * units * 2;
   const RowGroup* row_groups = call.row_groups + row * groups;
   WideFloats sums[R][V] = {};
@@ -223,7 +221,7 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) totals[r][v] = fill_words(-shared_zero * row_groups[r].sum);
+      for (int v = 0; v < V; ++v) totals[r][v] = fill_words(row_groups[r].start);
     for (int64_t begin = 0; begin < units; begin += Arithmetic::kChunkQuads / 2) {
       const int64_t end = std::min<int64_t>(units, begin + Arithmetic::kChunkQuads / 2);
       Wide chunk[R][V];
@@ -272,7 +270,7 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         WideFloats total = to_floats(totals[r][v]);
-        if (zeros) total = subtract_product(total, zero, fill_floats(static_cast<float>(row_groups[r].sum)));
+        if (zeros) total = subtract_product(total, zero, fill_floats(row_groups[r].sum));
         sums[r][v] = multiply_add(total, multiply(scale, fill_floats(row_groups[r].scale)), sums[r][v]);
       }
     }
@@ -300,27 +298,32 @@ constexpr std::array<decltype(&rows<kBits, 1>), sizeof...(R)> rows_of(std::integ
 }
 
 // Quantises one group of a row, [count] numbers, which are padded with zeros to group_size. Returns its scale and sum.
-// If a number is not finite, the scale is NaN. The inputs of four numbers are `stride` apart.
+// If a number is not finite, the scale is NaN. `shared_zero` is the zero that all groups of the weights share, or 0. The
+// inputs of four numbers are `stride` apart.
 template <int kBits, typename Number>
-RowGroup quantise(const Number* from, int64_t count, int64_t group_size, typename Products<kBits>::Input* to,
-                  int64_t stride) {
-  Floats largest_numbers = {}, finite = {};
+RowGroup quantise(const Number* from, int64_t count, int64_t group_size, int32_t shared_zero,
+                  typename Products<kBits>::Input* to, int64_t stride) {
+  // The bits of absolute values, as integers, have the same order as the absolute values. Infinity and NaN come last.
+  constexpr int32_t kInfinity = 0x7f800000;
+  Ints absolute_bits = {};
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats numbers = load_some(from + i, count - i);
-    largest_numbers = larger(reinterpret_cast<Floats>(reinterpret_cast<Words>(numbers) & 0x7fffffffu), largest_numbers);
-    finite += numbers * 0.0f;  // becomes NaN if a number is not finite
+    const Ints bits = reinterpret_cast<Ints>(load_some(from + i, count - i)) & 0x7fffffff;
+    absolute_bits = bits > absolute_bits ? bits : absolute_bits;
   }
-  const float largest = largest_of(largest_numbers), factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-  if (sum_of(finite) != 0.0f || !(factor <= 3e38f)) {
+  const int32_t largest_bits = largest_of(absolute_bits);
+  const bool is_finite = largest_bits < kInfinity;
+  float largest;
+  std::memcpy(&largest, &largest_bits, sizeof largest);
+  const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+  if (!is_finite || !(factor <= 3e38f)) {
     // Either a number is not finite, or all numbers are so close to zero that the factor is infinite.
-    const bool is_finite = sum_of(finite) == 0.0f;
     const int8_t none[4] = {};
-    for (int64_t i = 0; i < group_size; i += 4) Products<kBits>::set_input(none, to + i / 4 * stride);
-    return {is_finite ? 0.0f : NAN, 0};
+    for (int64_t i = 0; i < group_size; i += 4, to += stride) Products<kBits>::set_input(none, to);
+    return {is_finite ? 0.0f : NAN, 0.0f, 0};
   }
-  alignas(64) int8_t integers[kMaxGroup + kLanes] = {};
+  alignas(64) int8_t integers[kMaxGroup + kLanes];
   Ints sums = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
+  for (int64_t i = 0; i < group_size; i += kLanes) {
     // Adding 1.5 * 2^23 rounds to an integer, which is then in the lower bits of the number.
     const Floats rounded = load_some(from + i, count - i) * factor + 12582912.0f;
     const Ints numbers = reinterpret_cast<Ints>(rounded) - 0x4b400000;
@@ -328,10 +331,10 @@ RowGroup quantise(const Number* from, int64_t count, int64_t group_size, typenam
     const Bytes bytes = __builtin_convertvector(numbers, Bytes);
     std::memcpy(integers + i, &bytes, sizeof bytes);
   }
-  int32_t sum = 0;
-  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
-  for (int64_t i = 0; i < group_size; i += 4) Products<kBits>::set_input(integers + i, to + i / 4 * stride);
-  return {largest / 127.0f, sum};
+  const int32_t sum = sum_of(sums);
+  const int8_t* four = integers;
+  for (int64_t i = 0; i < group_size; i += 4, four += 4, to += stride) Products<kBits>::set_input(four, to);
+  return {largest / 127.0f, static_cast<float>(sum), -shared_zero * sum};
 }
 
 // Quantises the groups [first, last) of the rows of one tile, x [count][dim].
@@ -339,10 +342,11 @@ template <int kBits, typename Number>
 void quantise_tile(const GroupedWeights& weights, const Number* x, int64_t count, int64_t first, int64_t last,
                    typename Products<kBits>::Input* inputs, RowGroup* row_groups) {
   const int64_t dim = weights.dim, size = weights.group_size;
+  const int32_t shared_zero = weights.zeros ? 0 : 1 << (kBits - 1);
   for (int64_t g = first; g < last; ++g)
     for (int64_t r = 0; r < count; ++r)
       row_groups[g * count + r] = quantise<kBits>(x + r * dim + g * size, std::min(size, dim - g * size), size,
-                                                  inputs + g * size / 4 * count + r, count);
+                                                  shared_zero, inputs + g * size / 4 * count + r, count);
 }
 
 // Computes a layer; see nereid_grouped_linear in cpu_kernels.h.

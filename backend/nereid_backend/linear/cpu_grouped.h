@@ -16,11 +16,11 @@ constexpr int64_t kMaxGroup = 128;  // the largest number of inputs of a group; 
 
 }  // namespace
 
-// The scale and the sum of the integers of one group of one row. Integers are converted back to inputs by multiplying
-// them by `scale`.
+// The numbers that the kernels need for one group of one row.
 struct RowGroup {
-  float scale;
-  int32_t sum;
+  float scale;    // integers are converted back to inputs by multiplying them by `scale`
+  float sum;      // the sum of the integers
+  int32_t start;  // -sum times the zero that all groups share; 0 if each group of the weights has its own zero
 };
 
 // The quantised rows of the inputs, and the address of the outputs.

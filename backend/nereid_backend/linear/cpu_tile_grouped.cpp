@@ -21,8 +21,7 @@
 
 namespace {
 
-constexpr int kQuadBytes = 64;        // four inputs of 16 outputs
-constexpr int32_t kSharedZero = 128;  // the zero of all groups if GroupedWeights::zeros is null
+constexpr int kQuadBytes = 64;  // four inputs of 16 outputs
 
 // Returns the number of inputs of a tile, 64 or 32. Each input is one byte in a row of the tile register.
 inline uint8_t tile_inputs(const GroupedWeights& weights) {
@@ -39,9 +38,9 @@ inline __attribute__((always_inline)) void add_group(const int32_t* totals, cons
   for (int r = 0; r < kTileRows; ++r) {
     const RowGroup& group = row_groups[r * num_groups];
     __m512i integers = _mm512_load_si512(totals + r * kPanel);
-    if (!kHasZeros) integers = _mm512_sub_epi32(integers, _mm512_set1_epi32(kSharedZero * group.sum));
+    if (!kHasZeros) integers = _mm512_add_epi32(integers, _mm512_set1_epi32(group.start));
     __m512 total = _mm512_cvtepi32_ps(integers);
-    if (kHasZeros) total = _mm512_fnmadd_ps(zero, _mm512_set1_ps(static_cast<float>(group.sum)), total);
+    if (kHasZeros) total = _mm512_fnmadd_ps(zero, _mm512_set1_ps(group.sum), total);
     sums[r] = _mm512_fmadd_ps(total, _mm512_mul_ps(scale, _mm512_set1_ps(group.scale)), sums[r]);
   }
 }

@@ -108,7 +108,7 @@ class StepLoop:
         return self._run(plan)
 
     def pause(self) -> None:
-        """Inform the runner that no sequence is running, so that the next step may be much later."""
+        """Tell the runner that no sequence is running, so the next step may be much later."""
         self._runner.pause()
 
     def _run(self, plan: StepPlan) -> list[RequestUpdate]:

@@ -206,41 +206,63 @@ class GroupedLinear(nn.Linear):
 
     def dequantised(self) -> Tensor:
         """Return the weights as float32 [out_features, in_features]."""
-        values = unpack_values(self.values, self.bits).float()
-        zero = 2.0 ** (self.bits - 1) if self.zeros is None else self._by_input(self.zeros)
-        weights = (values - zero) * self._by_input(self.scales)
+        weights = dequantise(self.values, self.scales, self.zeros, self.bits, self.group_size)
         return weights[: self.out_features, : self.in_features]
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
-        bias: Tensor | None = self.bias
-        if bias is not None and bias.dtype != input.dtype:
-            bias = bias.to(input.dtype)
+        weights = (self.values, self.scales, self.zeros)
+        return self.compute(input, weights, self.bias, self.out_features)
+
+    def compute(
+        self,
+        x: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor | None],
+        bias: Tensor | None,
+        num_outputs: int,
+    ) -> Tensor:
+        """Compute a product with weights that have the number of bits and the groups of this layer.
+
+        Args:
+            x: [..., in_features].
+            weights: the values, the scales and the zeros; see the attributes of this class.
+            bias: [num_outputs], or None.
+            num_outputs: the number of outputs, without the padding of the last panel.
+
+        Returns:
+            [..., num_outputs].
+        """
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
         if not is_available():
-            # This processor has no kernel for integer weights, so torch computes the layer.
-            return functional.linear(input, self.dequantised().to(input.dtype), bias)
+            # This processor has no kernel for integer weights, so torch computes the product.
+            dense = dequantise(*weights, self.bits, self.group_size)
+            return functional.linear(x, dense[:num_outputs, : x.shape[-1]].to(x.dtype), bias)
         # torch.export cannot trace `linear`, because `linear` calls a C function.
         is_exporting = torch.compiler.is_compiling()
         compute = torch.ops.nereid.grouped_linear if is_exporting else linear
-        output: Tensor = compute(
-            input,
-            self.values,
-            self.scales,
-            self.zeros,
-            bias,
-            self.bits,
-            self.group_size,
-            self.out_features,
-        )
+        output: Tensor = compute(x, *weights, bias, self.bits, self.group_size, num_outputs)
         return output
 
-    def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Repeat the scale or zero of each group, so that every weight of the group gets a copy.
 
-        The result is [panels * 16, groups * group_size].
-        """
-        rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
-        return rows.repeat_interleave(self.group_size, dim=1)
+def dequantise(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int
+) -> Tensor:
+    """Return the weights of packed integers as float32 [panels * 16, groups * group_size].
+
+    `GroupedLinear` describes the arguments.
+    """
+    zero = 2.0 ** (bits - 1) if zeros is None else _by_input(zeros, group_size)
+    return (unpack_values(values, bits).float() - zero) * _by_input(scales, group_size)
+
+
+def _by_input(of_groups: Tensor, group_size: int) -> Tensor:
+    """Repeat the scale or zero of each group, so that every weight of the group gets a copy.
+
+    The result is [panels * 16, groups * group_size].
+    """
+    rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
+    return rows.repeat_interleave(group_size, dim=1)
 
 
 def linear(  # noqa: PLR0913 - the arguments of a torch operator

@@ -15,14 +15,16 @@ layer computes its output from its own input. Therefore, the results are correct
 calls the layers in another order or with other inputs.
 """
 
+import abc
 import collections
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.native_linear import LANES, NativeLinear, linear
 from nereid_backend.linear.prepack import change_class
 
@@ -44,50 +46,40 @@ class _Call(NamedTuple):
 class _MergedGroup:
     """Linear layers that the model calls one after the other with the same input.
 
-    In a forward pass, the first layer calls `compute_outputs`, which stores the outputs of all
-    layers. Each layer then gets its own output from `take_output`, which deletes this output. The
-    stored outputs belong to one input tensor, so a layer that is called with another tensor gets no
-    output.
+    In a forward pass, the first layer computes the outputs of all layers and stores them with
+    `store_outputs`. Each layer then gets its own output from `take_output`, which deletes this
+    output. The stored outputs belong to one input tensor, so a layer that is called with another
+    tensor gets no output.
     """
 
-    def __init__(self, sizes: list[int], *, is_native: bool) -> None:
+    def __init__(self, sizes: list[int]) -> None:
         """Create a group of layers that one product computes. No outputs are stored yet.
 
-        Args:
-            sizes: the number of outputs of each layer.
-            is_native: whether the weights have the packed layout of the CPU kernels.
+        `sizes` contains the number of outputs of each layer.
         """
         self._sizes = sizes
-        self._is_native = is_native
-        # The input of the last call of `compute_outputs`, and the outputs of the layers. After
-        # `take_output` has returned the output of a layer, the list contains None for this layer.
+        # The input of the stored outputs, and the outputs of the layers. After `take_output` has
+        # returned the output of a layer, the list contains None for this layer.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
-    def compute_outputs(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
-        """Compute the outputs of all layers of the group in one product, and store the outputs.
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs of all layers."""
+        return sum(self._sizes)
 
-        Each layer then gets its own output from `take_output`.
+    def store_outputs(self, x: Tensor, output: Tensor) -> None:
+        """Store the outputs of all layers for `take_output`.
 
         Args:
             x: [..., in_features], the input of all layers.
-            merged: the concatenated weights of the layers.
-            bias: the concatenated biases; None if no layer has a bias.
+            output: [..., num_outputs], the concatenated outputs of the layers.
         """
-        size = sum(self._sizes)
-        output: Tensor
-        if not self._is_native:
-            output = functional.linear(x, merged, bias)
-        elif torch.compiler.is_compiling():
-            # torch.export cannot trace `linear`, because `linear` calls a C function.
-            output = torch.ops.nereid.packed_linear(x, merged, bias, size)
-        else:
-            output = linear(x, merged, bias, size)
         self._input = x
         self._outputs = list(torch.split(output, self._sizes, dim=-1))
 
     def take_output(self, position: int, x: Tensor) -> Tensor | None:
-        """Return the output of one layer that `compute_outputs` has stored, and delete this output.
+        """Return the output of one layer that `store_outputs` has stored, and delete this output.
 
         Return None if `x` is not the tensor object for which the outputs were computed, or if the
         output was already returned. The layer must then compute its output itself.
@@ -108,40 +100,94 @@ class _MergedGroup:
         return output
 
 
-class _Merged(nn.Linear):
+class MergedLayer(nn.Linear):
     """A linear layer that is computed together with other layers in one matrix product.
 
     These layers form a group. Only one forward pass may run at a time.
 
-    The first layer has a buffer with the concatenated weights of all layers. The weight of each
-    layer is a view into this buffer.
+    The first layer has buffers with the concatenated weights of all layers. The weights of each
+    layer are views into these buffers.
 
     Attributes:
         group: the group of the layer.
         position: the index of the layer in its group.
-        merged: the weights of all layers of the group. Only the first layer has this buffer.
-        merged_bias: the biases of all layers of the group. Only the first layer has this buffer.
+        merged_bias: the biases of all layers of the group, or None. Only the first layer has this
+            attribute.
     """
+
+    # The names of the tensors that contain the weights of a layer. Their first index selects an
+    # output or a panel of outputs. The first layer of a group has a buffer "merged_<name>" for each
+    # of them, which contains the tensors of all layers of the group.
+    weight_names: ClassVar[tuple[str, ...]] = ("weight",)
 
     group: _MergedGroup
     position: int
-    merged: Tensor
     merged_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
         if self.position == 0:
-            self.group.compute_outputs(input, self.merged, self.merged_bias)
+            self.group.store_outputs(input, self._merged_outputs(input))
         output = self.group.take_output(self.position, input)
         return super().forward(input) if output is None else output
 
+    @property
+    def merged_address(self) -> int:
+        """The address of the merged weights. Only the first layer of a group has this property."""
+        merged: Tensor = getattr(self, f"merged_{self.weight_names[0]}")
+        return merged.data_ptr()
 
-class MergedLinear(_Merged):
-    """A merged layer: one product computes several layers. The weights have torch's layout."""
+    @abc.abstractmethod
+    def _merged_outputs(self, x: Tensor) -> Tensor:
+        """Compute the outputs of all layers of the group, [..., num_outputs]."""
 
 
-class MergedNativeLinear(_Merged, NativeLinear):
-    """A merged layer: one product computes several layers. The weights have the kernels' layout."""
+class MergedLinear(MergedLayer):
+    """A merged layer whose weights have torch's layout."""
+
+    merged_weight: Tensor
+
+    def _merged_outputs(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.merged_weight, self.merged_bias)
+
+
+class MergedNativeLinear(MergedLayer, NativeLinear):
+    """A merged layer whose weights have the layout of the CPU kernels."""
+
+    weight_names = ("packed",)
+    merged_packed: Tensor
+
+    def _merged_outputs(self, x: Tensor) -> Tensor:
+        # torch.export cannot trace `linear`, because `linear` calls a C function.
+        is_exporting = torch.compiler.is_compiling()
+        compute = torch.ops.nereid.packed_linear if is_exporting else linear
+        output: Tensor = compute(x, self.merged_packed, self.merged_bias, self.group.num_outputs)
+        return output
+
+
+class MergedGroupedLinear(MergedLayer, GroupedLinear):
+    """A merged layer whose weights are integers of 4 or 8 bits."""
+
+    weight_names = ("values", "scales", "zeros")
+    merged_values: Tensor
+    merged_scales: Tensor
+    merged_zeros: Tensor | None
+
+    def _merged_outputs(self, x: Tensor) -> Tensor:
+        return self.compute(
+            x,
+            (self.merged_values, self.merged_scales, self.merged_zeros),
+            self.merged_bias,
+            self.group.num_outputs,
+        )
+
+
+_MERGED_CLASSES: dict[type[nn.Linear], type[MergedLayer]] = {
+    nn.Linear: MergedLinear,
+    NativeLinear: MergedNativeLinear,
+    GroupedLinear: MergedGroupedLinear,
+}
+_ORIGINAL_CLASSES = {merged: original for original, merged in _MERGED_CLASSES.items()}
 
 
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
@@ -170,7 +216,7 @@ def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
     hooks = [
         module.register_forward_pre_hook(_call_recorder(calls, name.rpartition(".")[0]))
         for name, module in model.named_modules()
-        if type(module) in (NativeLinear, nn.Linear)
+        if type(module) in _MERGED_CLASSES
     ]
     try:
         run()
@@ -188,21 +234,31 @@ def _merge(layers: list[nn.Linear]) -> None:
     stores the outputs in the shared object `group`, from which each layer takes its own output.
     Mutates: the layers.
     """
-    is_native = isinstance(layers[0], NativeLinear)
-    merged_class: type[_Merged] = MergedNativeLinear if is_native else MergedLinear
-    group = _MergedGroup([layer.out_features for layer in layers], is_native=is_native)
-    weights = [_weight_of(layer) for layer in layers]  # packed weights, if the layers are native
-    merged = torch.cat(weights)
+    merged_class = _MERGED_CLASSES[type(layers[0])]
+    group = _MergedGroup([layer.out_features for layer in layers])
     merged_bias = _merged_bias(layers)
-    views = torch.split(merged, [len(weight) for weight in weights])
-    for position, (layer, view) in enumerate(zip(layers, views, strict=True)):
-        _set_weight(layer, view)
-        merged_layer = change_class(layer, merged_class)
-        merged_layer.group = group
-        merged_layer.position = position
+    first, *_ = merged_layers = [change_class(layer, merged_class) for layer in layers]
+    for position, layer in enumerate(merged_layers):
+        layer.group = group
+        layer.position = position
     # The tensors are registered as buffers, so that torch.export treats them as part of the model.
-    layers[0].register_buffer("merged", merged, persistent=False)
-    layers[0].register_buffer("merged_bias", merged_bias, persistent=False)
+    first.register_buffer("merged_bias", merged_bias, persistent=False)
+    for name in merged_class.weight_names:
+        weights: list[Tensor | None] = [getattr(layer, name) for layer in merged_layers]
+        merged = _concatenated(weights)
+        first.register_buffer(f"merged_{name}", merged, persistent=False)
+        if merged is None:
+            continue
+        views = torch.split(merged, [len(weight) for weight in weights if weight is not None])
+        for layer, view in zip(merged_layers, views, strict=True):
+            is_parameter = name == "weight"
+            setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
+
+
+def _concatenated(weights: list[Tensor | None]) -> Tensor | None:
+    """Concatenate tensors with weights. Return None if a layer does not have such a tensor."""
+    tensors = [weight.detach() for weight in weights if weight is not None]
+    return torch.cat(tensors) if len(tensors) == len(weights) else None
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
@@ -230,11 +286,12 @@ def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
 def separate_linears(model: nn.Module) -> None:
     """Undo `merge_linears`. Mutates: the model."""
     for module in model.modules():
-        if isinstance(module, _Merged):
+        if isinstance(module, MergedLayer):
             if module.position == 0:
-                del module.merged, module.merged_bias
+                for name in ("bias", *module.weight_names):
+                    delattr(module, f"merged_{name}")
             del module.group
-            change_class(module, NativeLinear if isinstance(module, NativeLinear) else nn.Linear)
+            change_class(module, _ORIGINAL_CLASSES[type(module)])
 
 
 def _call_recorder(
@@ -268,40 +325,29 @@ def _can_merge(first: _Call, second: _Call) -> bool:
         return False
     if type(first.layer) is not type(second.layer):
         return False
-    weight, second_weight = _weight_of(first.layer), _weight_of(second.layer)
-    if weight.dtype != second_weight.dtype or weight.device != second_weight.device:
-        return False
     # The CPU kernels read a weight in panels of `LANES` outputs. The second weight can be appended
     # only if the first weight ends at the end of a panel.
-    is_packed = isinstance(first.layer, NativeLinear)
-    return not is_packed or first.layer.out_features % LANES == 0
+    is_packed = type(first.layer) is not nn.Linear
+    if is_packed and first.layer.out_features % LANES:
+        return False
+    return _weight_format(first.layer) == _weight_format(second.layer)
 
 
-def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the weight of a layer.
-
-    The first index of the weight selects an output. If the weight is packed, the first index
-    selects a panel of outputs.
-    """
-    return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
-
-
-def _set_weight(layer: nn.Linear, weight: Tensor) -> None:
-    """Replace the weight of a layer. `weight` has the layout that `_weight_of` returns."""
-    if isinstance(layer, NativeLinear):
-        layer.packed = weight
-    else:
-        layer.weight = nn.Parameter(weight, requires_grad=False)
+def _weight_format(layer: nn.Linear) -> tuple[object, ...]:
+    """Return the properties of a weight that must be equal in all layers of a group."""
+    if isinstance(layer, GroupedLinear):
+        return (layer.bits, layer.group_size, layer.zeros is None, layer.values.device)
+    weight = layer.packed if isinstance(layer, NativeLinear) else layer.weight
+    return (weight.dtype, weight.device)
 
 
 def _merged_bias(layers: list[nn.Linear]) -> Tensor | None:
     """Return the biases of all layers as one tensor, or None if no layer has a bias."""
     if all(layer.bias is None for layer in layers):
         return None
+    some_bias = next(layer.bias for layer in layers if layer.bias is not None)
     parts = [
-        _weight_of(layer).new_zeros(layer.out_features)
-        if layer.bias is None
-        else layer.bias.detach()
+        some_bias.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
         for layer in layers
     ]
     return torch.cat(parts)

@@ -27,7 +27,7 @@ from nereid_backend.attention.cpu.cpu_library import (
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.linear import grouped_linear, native_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.linear.merged_linear import MergedNativeLinear
+from nereid_backend.linear.merged_linear import MergedLayer
 from nereid_backend.linear.native_linear import LANES, NativeLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -299,7 +299,7 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
         if not is_linear:
             continue
         # Merged layers have the same object `group`.
-        key = layer.group if isinstance(layer, MergedNativeLinear) else layer
+        key = layer.group if isinstance(layer, MergedLayer) else layer
         groups[key][name] = layer
     return [dict(sorted(group.items(), key=_merge_position)) for group in groups.values()]
 
@@ -310,7 +310,7 @@ def _merge_position(item: tuple[str, nn.Module]) -> int:
     `item` is a pair: the name of the layer, and the layer.
     """
     _name, layer = item
-    return layer.position if isinstance(layer, MergedNativeLinear) else 0
+    return layer.position if isinstance(layer, MergedLayer) else 0
 
 
 def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeAdaptedProduct]:
@@ -335,8 +335,8 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
         ]
         is_merged = len(layers) > 1
         if is_merged:
-            assert isinstance(layers[0], MergedNativeLinear)
-            key = layers[0].merged.data_ptr()  # the address of the merged weight
+            assert isinstance(layers[0], MergedLayer)
+            key = layers[0].merged_address
             products.append(
                 NativeAdaptedProduct(
                     key, sum(sizes), first_layer=first_layer, num_layers=len(layers)

@@ -62,6 +62,8 @@ def load_weights(
     else:
         load = _load_with_settings
     checkpoint = load(config, device, hook, progress)
+    if config.prepack:
+        _merge(checkpoint)
     # On a CPU, move the weights into huge memory pages, which are faster to read. This is done
     # last, because the functions above replace weights.
     move_weights(checkpoint.model)
@@ -104,8 +106,7 @@ def _load_prepacked(
         progress: called with one line for each slow operation.
     """
     checkpoint = _load_with_settings(config, device, hook, progress)
-    is_unchanged = _rearrange_and_merge(checkpoint, progress)
-    if not is_unchanged:
+    if device.type == "cpu" and not _rearrange(checkpoint, progress):
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
         checkpoint = _load_with_settings(config, device, hook, progress)
@@ -154,11 +155,8 @@ def _load_with_settings(
     )
 
 
-def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
-    """Rearrange and merge the weights of linear layers. Undo the merging if the logits change.
-
-    Prepacking rearranges a weight, so that the CPU multiplies it faster. Merging combines several
-    layers that have the same input, so that one matrix product computes them.
+def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
+    """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
 
     Args:
         checkpoint: the model. Mutated.
@@ -171,22 +169,32 @@ def _rearrange_and_merge(checkpoint: Checkpoint, progress: Progress) -> bool:
     original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
         return True  # The model cannot be called now, so the layers stay as they are.
-    if checkpoint.device.type == "cpu":
-        num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
-        if num_packed == 0:  # The kernels support no layer, so all layers stay as they are.
-            return True
-        if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
-            progress(
-                "prepack: the weights of linear layers are not rearranged, because the model's "
-                "code reads them directly"
-            )
-            return False
-        _pack_embedding(checkpoint, can_round=False)
-    # Run the model once, so that `merge_linears` finds the layers that have the same input.
-    merge_linears(checkpoint.model, lambda: _logits_of_test_tokens(checkpoint))
+    num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
+    if num_packed == 0:  # The kernels support no layer, so all layers stay as they are.
+        return True
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
-        separate_linears(checkpoint.model)
+        progress(
+            "prepack: the weights of linear layers are not rearranged, because the model's code "
+            "reads them directly"
+        )
+        return False
+    _pack_embedding(checkpoint, can_round=False)
     return True
+
+
+def _merge(checkpoint: Checkpoint) -> None:
+    """Merge linear layers that have the same input. Undo the merging if the logits change.
+
+    One matrix product then computes all merged layers. Mutates: the checkpoint.
+    """
+    logits: list[Tensor | None] = []
+    # `merge_linears` runs the model once before it merges layers.
+    merge_linears(checkpoint.model, lambda: logits.append(_logits_of_test_tokens(checkpoint)))
+    (original_logits,) = logits
+    if original_logits is None or not _are_equal(
+        original_logits, _logits_of_test_tokens(checkpoint)
+    ):
+        separate_linears(checkpoint.model)
 
 
 def _pack_embedding(checkpoint: Checkpoint, *, can_round: bool) -> None:

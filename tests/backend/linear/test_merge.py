@@ -2,7 +2,9 @@ import pytest
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.linear import native_linear
+from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.merged_linear import (
+    MergedGroupedLinear,
     MergedLinear,
     MergedNativeLinear,
     merge_linears,
@@ -10,21 +12,30 @@ from nereid_backend.linear.merged_linear import (
 )
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.linear.quantise_weights import quantise_linears
 from nereid_backend.model import load_weights
 from torch import nn
 
-IS_PACKED = [
+LAYOUTS = [
     pytest.param(
-        True,
+        "packed",
         marks=pytest.mark.skipif(
             not native_linear.can_pack(torch.ones(2, 2)),
             reason="no compiler, or no 512-bit vectors",
         ),
-        id="packed",
     ),
-    pytest.param(False, id="as loaded"),
+    "as loaded",
+    "int8",
+    "int4",
 ]
-pytestmark = pytest.mark.parametrize("is_packed", IS_PACKED)
+# The class of a layer with each layout, before and after it is merged.
+CLASSES = {
+    "packed": (NativeLinear, MergedNativeLinear),
+    "as loaded": (nn.Linear, MergedLinear),
+    "int8": (GroupedLinear, MergedGroupedLinear),
+    "int4": (GroupedLinear, MergedGroupedLinear),
+}
+pytestmark = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class Layers(nn.Module):
@@ -38,43 +49,50 @@ class Layers(nn.Module):
         return self.first(x), self.second(x), self.third(x)
 
 
-def merged_and_expected(layers, x, is_packed):
-    expected = [part.clone() for part in layers(x)]
-    if is_packed:
+def change_layout(layers, layout):
+    if layout == "packed":
         prepack_linears(layers)
-    count = merge_linears(layers, lambda: layers(x))
-    return count, expected
+    elif layout != "as loaded":
+        quantise_linears(layers, bits=int(layout.removeprefix("int")))
+
+
+def merged_and_expected(layers, x, layout):
+    change_layout(layers, layout)
+    expected = [part.clone() for part in layers(x)]
+    return merge_linears(layers, lambda: layers(x)), expected
 
 
 @pytest.mark.parametrize("bias", [(False, False, False), (True, True, True), (True, False, True)])
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (16, 48, 5)])
 @torch.inference_mode()
-def test_merged_layers_compute_the_same_as_separate_layers(sizes, bias, is_packed):
+def test_merged_layers_compute_the_same_as_separate_layers(sizes, bias, layout):
     layers, x = Layers(sizes, bias), torch.randn(3, 7, 24)
-    count, expected = merged_and_expected(layers, x, is_packed)
+    count, expected = merged_and_expected(layers, x, layout)
     assert count == 1
-    kind = MergedNativeLinear if is_packed else MergedLinear
-    assert all(type(layer) is kind for layer in layers.children())
+    assert all(type(layer) is CLASSES[layout][1] for layer in layers.children())
     for _ in range(2):
         for found, wanted in zip(layers(x), expected, strict=True):
             torch.testing.assert_close(found, wanted)
 
 
 @torch.inference_mode()
-def test_a_layer_after_an_incomplete_panel_is_not_merged(is_packed):
+def test_a_layer_after_an_incomplete_panel_is_not_merged(layout):
     layers, x = Layers((16, 5, 32)), torch.randn(3, 24)
-    count, expected = merged_and_expected(layers, x, is_packed)
+    count, expected = merged_and_expected(layers, x, layout)
     assert count == 1
-    assert type(layers.third) is (NativeLinear if is_packed else MergedLinear)
+    # Layers without panels can be merged with any number of outputs.
+    is_merged = layout == "as loaded"
+    assert type(layers.third) is CLASSES[layout][is_merged]
     for found, wanted in zip(layers(x), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
 @torch.inference_mode()
-def test_a_layer_with_another_input_than_its_group_computes_its_own_output(is_packed):
+def test_a_layer_with_another_input_than_its_group_computes_its_own_output(layout):
     layers, x, other = Layers((32, 16, 16)), torch.randn(3, 24), torch.randn(5, 24)
+    change_layout(layers, layout)
     expected = [part.clone() for part in layers(other)]
-    merged_and_expected(layers, x, is_packed)
+    merge_linears(layers, lambda: layers(x))
     layers.first(x)
     torch.testing.assert_close(layers.second(other), expected[1])
     torch.testing.assert_close(layers.third(other), expected[2])
@@ -84,68 +102,72 @@ def test_a_layer_with_another_input_than_its_group_computes_its_own_output(is_pa
 
 
 @torch.inference_mode()
-def test_a_layer_that_is_called_twice_or_with_other_inputs_is_not_merged(is_packed):
+def test_a_layer_that_is_called_twice_or_with_other_inputs_is_not_merged(layout):
     class Twice(Layers):
         def forward(self, x):
             return self.first(x), self.first(x), self.second(x + 1), self.third(x)
 
     layers, x = Twice((32, 16, 16)), torch.randn(3, 24)
-    if is_packed:
-        prepack_linears(layers)
+    change_layout(layers, layout)
     assert merge_linears(layers, lambda: layers(x)) == 0
 
 
 @torch.inference_mode()
-def test_no_tensor_of_a_forward_pass_is_kept_after_the_pass(is_packed):
+def test_no_tensor_of_a_forward_pass_is_kept_after_the_pass(layout):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
-    merged_and_expected(layers, x, is_packed)
+    merged_and_expected(layers, x, layout)
     layers(x)
     assert layers.first.group._input is None
     assert layers.first.group._outputs == []
 
 
 @torch.inference_mode()
-def test_separated_layers_equal_the_original_layers(is_packed):
+def test_separated_layers_equal_the_original_layers(layout):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
-    _, expected = merged_and_expected(layers, x, is_packed)
+    _, expected = merged_and_expected(layers, x, layout)
     separate_linears(layers)
-    kind = NativeLinear if is_packed else nn.Linear
-    assert all(type(layer) is kind for layer in layers.children())
+    assert all(type(layer) is CLASSES[layout][0] for layer in layers.children())
     for found, wanted in zip(layers(x), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
 @torch.inference_mode()
-def test_the_weights_of_a_group_are_stored_once(is_packed):
+def test_the_weights_of_a_group_are_stored_once(layout):
     layers, x = Layers((32, 16, 16)), torch.randn(3, 24)
-    merged_and_expected(layers, x, is_packed)
-    names = "packed" if is_packed else "weight"
-    held = [getattr(layer, names).untyped_storage().data_ptr() for layer in layers.children()]
-    assert set(held) == {layers.first.merged.untyped_storage().data_ptr()}
+    merged_and_expected(layers, x, layout)
+    for name in CLASSES[layout][1].weight_names:
+        merged = getattr(layers.first, f"merged_{name}")
+        weights = [getattr(layer, name) for layer in layers.children()]
+        if merged is None:
+            assert weights == [None] * 3
+        else:
+            held = {weight.untyped_storage().data_ptr() for weight in weights}
+            assert held == {merged.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi"])
 def test_an_engine_with_merged_layers_gives_the_same_tokens(
-    checkpoint, monkeypatch, architecture, is_packed
+    checkpoint, monkeypatch, architecture, layout
 ):
-    """As loaded is how a GPU has them."""
+    settings = {"weight_dtype": layout} if layout.startswith("int") else {}
     path = checkpoint(architecture)
-    expected = tokens(path, prepack=False)
-    if not is_packed:
+    expected = tokens(path, prepack=False, **settings)
+    if layout == "as loaded":
+        # The layers of a GPU have torch's layout.
         monkeypatch.setattr(load_weights, "prepack_linears", lambda *_, **__: 1)
-    kinds = set()
-    assert tokens(path, kinds) == expected
-    assert (MergedNativeLinear if is_packed else MergedLinear) in kinds
+    classes = set()
+    assert tokens(path, classes, **settings) == expected
+    assert CLASSES[layout][1] in classes
 
 
-def tokens(path, kinds=None, **settings):
+def tokens(path, classes=None, **settings):
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     config = EngineConfig(str(path), kv_cache_memory="4MiB", dtype="float32", **settings)
     engine = Engine(config)
     try:
         outputs = engine.generate([[5, 9, 11, 4], [7], list(range(3, 40))], params)
-        if kinds is not None:
-            kinds.update(map(type, engine._parts.runner._path._model.modules()))
+        if classes is not None:
+            classes.update(map(type, engine._parts.runner._path._model.modules()))
         return [output.outputs[0].token_ids for output in outputs]
     finally:
         engine.close()

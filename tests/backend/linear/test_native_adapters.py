@@ -1,5 +1,6 @@
 """The kernels add the products of adapters exactly, for any sizes, rows and instruction set."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from nereid_backend.linear.merged_linear import merge_linears
 from nereid_backend.linear.native_adapters import LayerPair, adapter_bytes
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.linear.quantise_weights import quantise_linears
 from torch import nn
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -183,6 +185,26 @@ def test_layers_with_integers_get_the_products():
             found = model(x)
     assert torch.equal(found[2:], plain[2:])
     torch.testing.assert_close(found[:2], plain[:2] + x[:2] @ pair.down.T @ pair.up.T)
+
+
+def test_merged_layers_with_integers_get_the_products_of_separate_layers():
+    torch.manual_seed(1)
+    separate = Layers(64, 2, torch.float32, "plain")
+    quantise_linears(separate, bits=8)
+    merged = copy.deepcopy(separate)
+    assert merge_linears(merged, lambda: merged(torch.zeros(1, 64))) == 1
+    x, outputs = torch.randn(5, 64), []
+    pairs = {
+        f"parts.{index}": LayerPair(torch.randn(6, 64), torch.randn(part.out_features, 6))
+        for index, part in enumerate(separate.parts)
+    }
+    for model in (separate, merged):
+        native, adapter = LoraLayers(model), Adapter("a", "", b"a")
+        native.add(adapter, pairs)
+        with serve(native, [adapter, None], [2, 3]):
+            outputs.append(model(x))
+    for found, wanted in zip(*outputs, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_the_stated_memory_is_that_of_the_matrices():

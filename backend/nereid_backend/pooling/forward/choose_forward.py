@@ -11,7 +11,7 @@ vectors without an error.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.errors import ModelError, UnsupportedModelError
+from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.prepack import prepack_linears
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.forward.pooling_forward import (
@@ -131,8 +132,9 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     """
     expected = _compute_expected_vectors(encoder, hook, name, max_len)
     # The expected vectors were computed with the original linear layers. From now on, the model
-    # runs with packed layers, so the tests below also detect errors in the packed layers.
+    # runs with packed and merged layers, so the tests below also detect errors in these layers.
     prepack_linears(encoder.model)
+    _merge(encoder, expected)
     # Maps each rejected method to the reason for the rejection.
     rejections: dict[str, str] = {}
     if not encoder.accepts_nereid_attention:
@@ -149,6 +151,20 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         f"{name} is not supported, because its vectors for texts in a batch differ from its "
         f"vectors for the same texts computed one by one ({listed})."
     )
+
+
+def _merge(encoder: Encoder, expected: _ExpectedVectors) -> None:
+    """Merge linear layers that have the same input. Undo the merging if the vectors change.
+
+    One matrix product then computes all merged layers. Mutates: the model.
+    """
+    text = expected.batch.split()[0]
+    of_text = replace(expected, batch=text, vectors=expected.vectors[: text.lens[0]])
+    forward = PaddedForward(encoder)
+    # `merge_linears` runs the model once before it merges layers.
+    merge_linears(encoder.model, lambda: _compare_with_single_texts(forward, of_text))
+    if _compare_with_single_texts(forward, of_text).difference > TOLERANCE[encoder.dtype]:
+        separate_linears(encoder.model)
 
 
 def _compute_expected_vectors(

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from nereid_backend.errors import ModelError, one_line
+from nereid_backend.text.vocabulary_files import check_vocabulary_file, describe_conversion
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -22,7 +23,8 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
     Raises:
         ModelError: the checkpoint has a tokenizer that cannot be loaded.
     """
-    if not any((Path(path) / name).is_file() for name in _FILES):
+    folder = Path(path)
+    if not any((folder / name).is_file() for name in _FILES):
         return lambda token_ids: ""  # noqa: ARG005 - no tokenizer can decode the ids
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -32,7 +34,9 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
         # A broken file can cause any exception in transformers.
         raise ModelError(
             f"{path}: the checkpoint's tokenizer cannot be loaded: {one_line(error)}"
+            f"{describe_conversion(folder)}"
         ) from error
+    check_vocabulary_file(folder, tokenizer)
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -6,6 +6,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpec
+from nereid_backend.text.vocabulary_files import check_vocabulary_file, describe_conversion
 
 
 def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
@@ -27,7 +28,9 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
         # If a file is broken, the tokenizers library raises a plain Exception, not a subclass.
         raise ModelError(
             f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
+            f"{describe_conversion(spec.folder)}"
         ) from error
+    check_vocabulary_file(spec.folder, tokenizer)
     if spec.lower_case:
         _convert_to_lower_case(tokenizer)
     if spec.loader == TOKENS and not tokenizer.is_fast:

@@ -17,6 +17,7 @@ from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 from nereid_backend.text.prompt_encoder import PromptEncoder
+from nereid_backend.text.vocabulary_files import check_vocabulary_file, describe_conversion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,9 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         # A broken file can cause any exception in transformers.
         raise ModelError(
             f"model: the tokenizer in {model} cannot be loaded: {one_line(error)}"
+            f"{describe_conversion(folder)}"
         ) from error
+    check_vocabulary_file(folder, tokenizer)
     _check_template(tokenizer.chat_template, folder / "tokenizer_config.json")
     template = _read_json_template(folder)
     if template is not None:

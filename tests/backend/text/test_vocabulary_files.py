@@ -1,0 +1,37 @@
+"""A tokenizer whose vocabulary is missing or cannot be read is an error of the checkpoint."""
+
+import json
+
+import pytest
+from backend.text.tokenizers_zoo import byte_level
+from nereid_backend.errors import ModelError
+from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
+from nereid_backend.text.load_decoder import load_decoder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with the config of a model, and without a vocabulary."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    config = {"tokenizer_class": "Qwen2Tokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_decoder])
+def test_a_tokenizer_without_a_vocabulary_is_refused_instead_of_having_no_tokens(load, folder):
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json and no other file"):
+        load(str(folder))
+
+
+def test_vocab_and_merges_replace_tokenizer_json(folder):
+    tokenizer = byte_level()
+    tokenizer.model.save(str(folder))
+    assert len(load_tokenizer(str(folder))) >= tokenizer.get_vocab_size()
+
+
+def test_the_error_about_a_sentencepiece_file_contains_a_command_for_tokenizer_json(folder):
+    (folder / "tokenizer.model").write_bytes(b"\n\x0enot a vocabulary")
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json\. Download.* python -c"):
+        load_tokenizer(str(folder))

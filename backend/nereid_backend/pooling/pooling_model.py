@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.cpu_threads import CpuThreads, start_cpu_threads
+from nereid_backend.errors import ModelError, first_line
 from nereid_backend.pooling.describe_model import describe_model
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
 from nereid_backend.pooling.forward.image_forward import ImageForward
@@ -30,6 +31,7 @@ from nereid_backend.pooling.forward.pooling_outputs import (
     splade_outputs,
     token_score_outputs,
 )
+from nereid_backend.pooling.forward.self_check_texts import MODEL_ERRORS, random_batch
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.inputs.image_requests import TowerImages
 from nereid_backend.pooling.inputs.prepare_items import ItemPreparer, Prepared
@@ -41,7 +43,7 @@ from nereid_backend.pooling.inputs.vision_language_prompts import (
 from nereid_backend.pooling.load_model import LoadedModel, load_model
 from nereid_backend.pooling.loading.checkpoint_spec import MASKED, RETRIEVAL, TOWERS
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.pooling.pooling_items import PoolingInfo, Value
+from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, Value
 from nereid_backend.pooling.split_batch import split_batch
 
 NOT_FINITE = (
@@ -101,7 +103,36 @@ class PoolingModel:
         cpu_threads = start_cpu_threads(config.num_threads)
         loaded = load_model(config, progress)
         info = describe_model(config, loaded, load_seconds=time.monotonic() - started)
-        return cls(loaded, info, cpu_threads)
+        model = cls(loaded, info, cpu_threads)
+        model._check_layers()
+        return model
+
+    def _check_layers(self) -> None:
+        """Compute each kind of output once, if layers after the transformers model compute it.
+
+        The self-check of the transformers model does not run these layers. Without this check, a
+        layer with a wrong size would fail in each request.
+
+        Raises:
+            ModelError: a layer does not fit the vectors, or its output is not finite.
+        """
+        layers = self._loaded.layers
+        has_layers = layers.tokens or layers.vector or layers.sparse or layers.multi_vector
+        if self._loaded.forward is None or not has_layers:
+            return
+        lens = (min(2, self.info.max_model_len),)
+        token_ids = random_batch(self._loaded.encoder, lens).token_ids.tolist()
+        for kind in self.info.kinds:
+            try:
+                (output,) = self.run([Prepared(PoolingItem(kind=kind), token_ids)])
+            except MODEL_ERRORS as error:
+                raise ModelError(
+                    f"{self.info.model}: the layers that compute {kind} output from the vectors of "
+                    f"{self.info.architecture} do not fit these vectors ({first_line(error)}). "
+                    "Download the checkpoint again."
+                ) from error
+            if output is None:
+                raise ModelError(f"{self.info.model}: {NOT_FINITE}")
 
     def close(self) -> None:
         """Remove Nereid's attention from transformers, so that the model's memory can be freed.

@@ -22,7 +22,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, CLIPModel
 
@@ -70,6 +70,29 @@ def test_dense_modules_equal_those_of_sentence_transformers(
 
 
 @pytest.mark.parametrize(
+    ("in_features", "factor", "message"),
+    [(32, 1, "do not fit these vectors .*48"), (48, float("nan"), "numbers that are not finite")],
+)
+def test_a_dense_module_that_fails_in_each_request_is_refused_when_it_is_loaded(
+    in_features, factor, message, encoder_of, tmp_path
+):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    dense = add_dense(folder, "2_Dense", in_features, 20)
+    file = folder / "2_Dense" / "model.safetensors"
+    save_file({name: weight * factor for name, weight in load_file(file).items()}, file)
+    add_modules(folder, pooling("mean"), dense)
+    with pytest.raises(ModelError, match=message):
+        Embedder(str(folder))
+
+
+def test_a_sparse_layer_of_a_wrong_size_is_refused_when_it_is_loaded(lexical_folder):
+    folder, _ = lexical_folder
+    torch.save(torch.nn.Linear(48, 2).state_dict(), folder / "sparse_linear.pt")
+    with pytest.raises(ModelError, match="the layers that compute sparse output"):
+        Embedder(str(folder))
+
+
+@pytest.mark.parametrize(
     "name", ["os.system", "torch.nn.modules.missing.Tanh2", "torch.nn.Linear", "torch.nn.Module."]
 )
 def test_an_activation_that_is_no_module_without_arguments_is_refused(name, encoder_of, tmp_path):
@@ -102,6 +125,15 @@ def test_modules_that_are_not_run_are_refused_by_name(module, message, encoder_o
     folder = copy_of(encoder_of("bert"), tmp_path)
     add_modules(folder, pooling("mean"), module)
     with pytest.raises(UnsupportedModelError, match=message):
+        Embedder(str(folder))
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json and no other file"):
         Embedder(str(folder))
 
 

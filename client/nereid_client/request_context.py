@@ -204,9 +204,13 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
 
 
 def _content_length(request: Request) -> int:
-    """Return the value of the header Content-Length, or 0 if there is no valid header."""
+    """Return the value of the header Content-Length, or 0 if there is no valid header.
+
+    The middleware BodyLimit has already refused too large values.
+    """
     text = request.headers.get("content-length", "")
-    return int(text) if text.isdecimal() and text.isascii() else 0
+    # Leading zeros are removed, because Python converts no text with more than 4300 digits.
+    return int(text.lstrip("0") or "0") if text.isdecimal() and text.isascii() else 0
 
 
 async def _read_body_and_select_model(request: Request, max_prompts: int) -> dict[str, Any]:

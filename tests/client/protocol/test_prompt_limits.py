@@ -1,5 +1,6 @@
 """Bodies whose prompts cannot fit are refused before anything is sent to the Triton server."""
 
+import json
 import time
 
 import pytest
@@ -155,3 +156,12 @@ async def test_limits_are_asked_for_again_after_a_while_and_outlive_an_outage():
     published[0] = {}
     now[0] = 82.0
     assert await limits.get() is None
+
+
+@pytest.mark.usefixtures("limited")
+async def test_leading_zeros_in_the_length_of_a_body_are_ignored(connect):
+    body = json.dumps({"messages": [USER]})
+    headers = {"Content-Length": f"{len(body):05000}"}
+    async with connect() as client:
+        answer = await client.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 200

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import pytest
 import uvicorn
@@ -19,15 +20,33 @@ def state():
 
 
 @pytest.fixture
-async def port(state):
+def disconnects():
+    """A queue of the requests to /wait whose clients have disconnected."""
+    return asyncio.Queue()
+
+
+@pytest.fixture
+async def port(state, disconnects):
     """The port of a server that answers each request with its number of headers.
 
-    The path /large has a large response.
+    The path /large has a large response. The path /echo has the body of the request as its
+    response, without a Content-Length. The path /wait has no response.
     """
 
     async def app(scope, receive, send):
-        while (await receive()).get("more_body"):
-            pass
+        message = await receive()
+        received = message["body"]
+        while message.get("more_body"):
+            message = await receive()
+            received += message["body"]
+        if scope["path"] == "/wait":
+            disconnects.put_nowait(await receive())
+            return
+        if scope["path"] == "/echo":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": received, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
         is_large = scope["path"] == "/large"
         body = b"a" * LARGE_BYTES if is_large else str(len(scope["headers"])).encode()
         headers = [(b"content-length", str(len(body)).encode())]
@@ -134,3 +153,67 @@ async def test_a_client_that_reads_slowly_gets_the_whole_response(port):
             assert received > 0
             num_received += received
             await asyncio.sleep(0.1)
+
+
+async def test_a_second_request_after_an_unread_response_does_not_keep_the_connection(port, state):
+    with await open_large_response(port) as client:
+        await wait_for_connections(state, 1)
+        client.send(GET + b"\r\n")
+        await wait_for_connections(state, 0)
+
+
+async def test_the_end_of_a_connection_ends_the_running_request_before_a_waiting_one(
+    port, disconnects
+):
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + GET + b"\r\n")
+    await asyncio.sleep(0.1)
+    writer.close()
+    message = await asyncio.wait_for(disconnects.get(), 5)
+    assert message == {"type": "http.disconnect"}
+
+
+async def test_requests_that_are_sent_at_once_are_answered_in_order(port):
+    answer = await exchange(port, (GET + b"\r\n") * 99 + GET + b"connection: close\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 100
+
+
+async def test_too_many_requests_at_once_close_the_connection(port):
+    with suppress(ConnectionResetError):
+        answer = await exchange(port, (GET + b"\r\n") * 10_000)
+        assert answer.count(b"HTTP/1.1 200 OK") <= 101
+
+
+async def test_a_damaged_request_adds_nothing_to_the_response_of_the_running_one(port):
+    assert await exchange(port, b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n", b"garbage\r\n\r\n") == b""
+
+
+async def test_a_damaged_body_is_a_400(port):
+    head = b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = await exchange(port, head, b"no number\r\n", pause_s=0.1)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_a_request_that_asks_for_another_protocol_keeps_its_body(port, protocol):
+    upgrade = b"connection: upgrade, http2-settings\r\nupgrade: " + protocol
+    head = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n" + upgrade + b"\r\n\r\n"
+    close = GET + b"connection: close\r\n\r\n"
+    answer = await exchange(port, head + b"bo", b"dy" + head + b"body" + close, pause_s=0.1)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert answer.count(b"\r\n\r\n4\r\nbody\r\n0\r\n\r\n") == 2
+
+
+async def test_many_requests_that_ask_for_another_protocol_close_the_connection(port, state):
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n") * 3_000)
+    await wait_for_connections(state, 1)
+    await wait_for_connections(state, 0)
+    writer.close()
+
+
+async def test_a_response_with_http_1_0_has_no_chunks(port):
+    head = b"POST /echo HTTP/1.0\r\ncontent-length: 4\r\nconnection: keep-alive\r\n\r\n"
+    answer = await exchange(port, head + b"body")
+    assert answer.endswith(b"\r\n\r\nbody")
+    assert b"transfer-encoding" not in answer

@@ -29,6 +29,10 @@ from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 
 # Matches markers that alternate with words, such as `<|out|>turn<|of|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
+# Matches a text that may end a turn although MARKER does not match it, such as `{end}` or
+# `=== end ===`. The text contains a word between punctuation, because the parser removes the text
+# from all content, and content often contains words or punctuation alone.
+_WORD_IN_PUNCTUATION = re.compile(r"[^\w\s][^\w\n]*\w[^\n]*[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +239,13 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
     The first marker ends the message. The text after this marker may end the message, too, or may
     open the next message. It ends the message if it also follows a user's message, and is not in
-    the header of the model's turn. There are three cases:
+    the header of the model's turn. There are four cases:
 
         after an answer           after a user's message   result
     (1) `<|eom|><|eot|>`          `<|eot|>`                ["<|eom|>", "<|eot|>"]
     (2) `<|out|>turn<|of|>`       `<|out|>turn<|of|>`      ["<|out|>turn<|of|>"]
     (3) `<|im_end|><|x|>`         `<|im_end|>`             ["<|im_end|>"]
+    (4) `{end}`                   `{end}`                  ["{end}"]
 
     Args:
         after: The text after the content of an answer.
@@ -250,13 +255,34 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     after_content = after.lstrip()
     after_user_message = turn.after_user_message.lstrip()
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
-    if first in ("", EOS_TOKEN):
+    if first == EOS_TOKEN:
         return []
+    if not first:
+        return _end_without_marker(after_content, after_user_message, turn.header)  # Case 4
     is_new = second != first  # For `<|eot|><|eot|>`, the result contains the marker only once.
     if is_new and _ends_user_turn(second, after_user_message, turn.header):
         return [first, second]  # Case 1
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
     return with_words or [first]  # Case 2 or case 3
+
+
+def _end_without_marker(after_content: str, after_user_message: str, header: str) -> list[str]:
+    """Return the text that ends every message although it is no marker, such as `{end}`, as a list.
+
+    The text is a word in punctuation. Return [] if there is no such text.
+
+    >>> _end_without_marker("{end}", after_user_message="{end}{bot}", header="{bot}")
+    ['{end}']
+
+    Args:
+        after_content: The text after the content of an answer.
+        after_user_message: The text after a user's message.
+        header: The text that opens the model's turn. It ends no message.
+    """
+    turn_end = after_content.partition(EOS_TOKEN)[0].strip()
+    is_in_punctuation = _WORD_IN_PUNCTUATION.fullmatch(turn_end) is not None
+    ends_every_message = after_user_message.startswith(turn_end) and turn_end not in header
+    return [turn_end] if is_in_punctuation and ends_every_message else []
 
 
 def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:

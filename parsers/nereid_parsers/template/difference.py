@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# The alternatives match, in order: `<...>`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`, `◁...▷`, a code
-# fence, a word, one white-space character, and any other character.
+# The alternatives match, in order: `<...>`, `[[...]]`, `[/...]`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`,
+# `◁...▷`, a code fence, a word, one white-space character, and any other character.
 _TOKEN = re.compile(
-    r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
-    r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
+    r"<[^<>\s][^<>\n]*>?|\[\[/?[^\W\d]\w*\]\]|\[/\w+\]|\[/?[A-Z][A-Z_ ]*\]"
+    r"|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷|```|\w+|\s|.",
     re.DOTALL,
 )
 # Matches a marker, such as `<think>` or `[TOOL_CALLS]`. Unlike `_TOKEN`, this expression does not
 # match an unclosed `<tag` or a short `[A]`, because these texts are not markers.
 MARKER = re.compile(
-    r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
-    r"|◁[^◁▷\n]*▷"
+    r"<[^<>\s][^<>\n]*>|\[\[/?[^\W\d]\w*\]\]|\[/\w+\]|\[/?[A-Z][A-Z_ ]{2,}\]"
+    r"|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷"
 )
 # Each rule derives a closing marker from an opening marker. The first string is a regular
 # expression that matches the opening marker. The second string is the closing marker.
 _CLOSING_RULES = (
     (r"<(?![/|｜])(.*)", r"</\1"),  # `<think>` and `</think>`
     (r"<\|(.*)(?<!\|)>", r"<\1|>"),  # `<|channel>` and `<channel|>`
-    (r"\[(.*)", r"[/\1"),  # `[THINK]` and `[/THINK]`
+    (r"(\[\[?)(?!\[)(.*)", r"\1/\2"),  # `[THINK]` and `[/THINK]`, `[[x]]` and `[[/x]]`
     (r"\[\|(.*)", r"[|/\1"),  # `[|think|]` and `[|/think|]`
     (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
     (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`

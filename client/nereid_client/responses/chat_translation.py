@@ -1,11 +1,13 @@
 """Translate requests of the Responses API to chat completions."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nereid_client.protocol.custom_tools import with_custom_tools_as_functions
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.protocol.responses_tools import chat_name
+from nereid_client.responses.input_items import CALL_OF_OUTPUT
 from nereid_client.streaming.field_names import FieldNames
 
 Json = dict[str, Any]
@@ -48,7 +50,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
     return with_custom_tools_as_functions(chat)
 
 
-def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
+def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
     """Convert a conversation to the messages of a chat completion.
 
     Consecutive items of the assistant (reasoning, text, tool calls) become one message. The
@@ -65,9 +67,49 @@ def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
     chat = _ChatBuilder()
     if instructions is not None:
         chat.append("system", instructions)
-    for item in items:
+    for item in _without_cut_calls(items):
         _ADD_ITEM[item["type"]](chat, item)
     return _with_one_system_message([_with_joined_texts(message) for message in chat.messages])
+
+
+def _without_cut_calls(items: Sequence[Json]) -> list[Json]:
+    """Return the items without the calls that were cut off, and without the outputs of these calls.
+
+    The status of a call that was cut off is not "completed". However, the arguments are complete if
+    only the marker after the call was cut off. If the client has run such a call, the call is kept.
+
+    Example: a call with the status "incomplete" and the arguments '{"a": 1' is left out. With the
+    arguments '{"a": 1}', the call is left out only if no item contains its output.
+    """
+    ids_of_outputs = {item["call_id"] for item in items if item["type"] in CALL_OF_OUTPUT}
+    ids_of_cut_calls: set[str] = set()
+    kept = []
+    for item in items:
+        call_id = item.get("call_id")  # None if the item is neither a call nor an output
+        if item["type"] in CALL_OF_OUTPUT.values():
+            has_run = call_id in ids_of_outputs and _has_complete_arguments(item)
+            if item["status"] == "completed" or has_run:
+                ids_of_cut_calls.discard(item["call_id"])
+            else:
+                ids_of_cut_calls.add(item["call_id"])
+        if call_id not in ids_of_cut_calls:
+            kept.append(item)
+    return kept
+
+
+def _has_complete_arguments(call: Json) -> bool:
+    """Return whether the arguments of a call are JSON. The input of a custom tool may be any text.
+
+    Args:
+        call: a function_call or custom_tool_call item.
+    """
+    if call["type"] == "custom_tool_call":
+        return True
+    try:
+        json.loads(call["arguments"])
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class _ChatBuilder:
@@ -185,10 +227,6 @@ def _add_call(chat: _ChatBuilder, item: Json) -> None:
 
     Mutates: chat.
     """
-    # If the status is not "completed", the arguments are incomplete. The client has not run this
-    # call.
-    if item["status"] != "completed":
-        return
     name = chat_name(item.get("namespace"), item["name"])
     call = {"id": item["call_id"]}
     if item["type"] == "custom_tool_call":

@@ -36,7 +36,7 @@ _ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-_CALL_OF_OUTPUT = {
+CALL_OF_OUTPUT = {
     "function_call_output": "function_call",
     "custom_tool_call_output": "custom_tool_call",
 }
@@ -75,13 +75,13 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
 
     Raises: ApiError 400.
     """
-    call_types = frozenset(_CALL_OF_OUTPUT.values())
+    call_types = frozenset(CALL_OF_OUTPUT.values())
     calls = {(item["type"], item["call_id"]) for item in context if item["type"] in call_types}
     for at, item in enumerate(items):
         if item["type"] in call_types:
             calls.add((item["type"], item["call_id"]))
             continue
-        call_type = _CALL_OF_OUTPUT.get(item["type"])
+        call_type = CALL_OF_OUTPUT.get(item["type"])
         if call_type is not None and (call_type, item["call_id"]) not in calls:
             raise _wrong(
                 f"input[{at}].call_id",

@@ -528,6 +528,37 @@ async def test_a_call_that_was_cut_off_is_left_out(respond, backend):
     assert passed_on(backend)["messages"] == [{"role": "user", "content": "x"}]
 
 
+async def test_the_output_of_a_call_that_was_cut_off_is_left_out_with_the_call(respond, backend):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a'}
+    output = {"type": "function_call_output", "call_id": "c", "output": "invalid JSON"}
+    user = {"role": "user", "content": "x"}
+    await respond([user, call | {"status": "incomplete"}, output])
+    assert passed_on(backend)["messages"] == [user]
+    # A later call with the same id is complete.
+    again = call | {"arguments": "{}", "status": "completed"}
+    await respond([call | {"status": "incomplete"}, output, again, output])
+    assert [message["role"] for message in passed_on(backend)["messages"]] == ["assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function_call", "arguments": '{"a": 1}', "status": "incomplete"},
+        {"type": "function_call", "arguments": "{}", "status": "in_progress"},
+        {"type": "custom_tool_call", "input": "ls", "status": "incomplete"},
+    ],
+)
+async def test_a_call_that_the_client_has_run_is_kept_although_its_end_was_cut_off(
+    respond, backend, call
+):
+    fields = {"call_id": "c", "name": "f"}
+    output = {"type": f"{call['type']}_output", "call_id": "c", "output": "5"}
+    await respond([{"role": "user", "content": "x"}, call | fields, output])
+    messages = passed_on(backend)["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] == "c"
+
+
 async def test_input_tokens_are_counted_without_generating(post, backend):
     response = await post("/v1/responses/input_tokens", input="one two three")
     assert response.json() == {"object": "response.input_tokens", "input_tokens": 3}

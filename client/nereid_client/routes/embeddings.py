@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
     Floats,
+    envelope,
     join_json_list,
     join_json_object,
     json_response,
@@ -52,7 +53,9 @@ async def embeddings(request: Request) -> Response:
         )
         for index, vector in enumerate(vectors_of(outputs))
     )
-    members = {"object": "list", "model": served.name, "usage": usage_of(outputs)}
+    # The id and the time are fields of vLLM. The library of Mistral requires the id.
+    members = envelope("embd", request_id_of(request), served.name)
+    members["usage"] = usage_of(outputs)
     return json_response(members, "data", await join_json_list(items))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import time
 
 import numpy as np
 import openai
@@ -23,6 +24,8 @@ def problem(response, status=400):
 
 async def test_a_text_becomes_a_vector_with_usage(ask):
     answer = (await ask("/v1/embeddings", model="tiny-embed", input="abc")).json()
+    assert abs(answer.pop("created") - time.time()) < 100
+    assert answer.pop("id").startswith("embd-")  # the library of Mistral requires an id
     assert answer == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": vector("abc")}],

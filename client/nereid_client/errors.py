@@ -50,8 +50,8 @@ class ApiError(FrontendError):
         """
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _valid_unicode(message)
+        self.param = param and _valid_unicode(param)
         self.code = code
         self.headers = dict(headers or {})
         self.limit = limit
@@ -338,6 +338,15 @@ def shown(value: object, limit: int = 80) -> str:
     """
     text = json.dumps(value, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _valid_unicode(text: str) -> str:
+    r"""Escape each half of a surrogate pair in a text, which may contain a name from the request.
+
+    Example: the text "metadata.\ud800" with one such character at its end becomes a text that ends
+    with the six characters \ud800.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _split_field(message: str) -> tuple[str | None, str]:

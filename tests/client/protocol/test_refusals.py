@@ -274,6 +274,14 @@ async def test_a_compressed_body_is_refused_with_the_name_of_the_encoding(connec
         assert again.status_code == 200
 
 
+async def test_half_a_surrogate_pair_in_the_name_of_a_wrong_field_is_escaped(connect):
+    body = '{"messages": [{"role": "user", "content": "a"}], "max_tokens\\ud800": 1}'
+    async with connect() as client:
+        response = await client.post("/v1/chat/completions", content=body)
+    message = error_of(response, 400)["message"]
+    assert message.startswith(r'The request has the unknown field "max_tokens\ud800".')
+
+
 async def test_half_a_surrogate_pair_in_a_prompt_is_refused(connect):
     async with connect() as client:
         response = await client.post("/v1/completions", content='{"prompt": "a\\ud800"}')

@@ -112,7 +112,8 @@ class StreamContext:
 
     def pack(self) -> bytes:
         """Convert the context to msgpack bytes."""
-        return _pack(asdict(self))
+        packed: bytes = msgpack.packb(asdict(self), default=_nearest_64_bit_integer)
+        return packed
 
     @staticmethod
     def unpack(data: bytes) -> "StreamContext":
@@ -346,6 +347,20 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
         # All errors of msgpack are ValueErrors. If an error has no message, `first_line` returns
         # the name of the error's class.
         raise RequestError(f"envelope: the {title} is damaged: {first_line(error)}") from None
+
+
+def _nearest_64_bit_integer(value: object) -> int:
+    """Replace an integer in the schema of a tool that has too many bits for msgpack.
+
+    The parsing of tool calls depends on the types of the numbers in a schema, but not on the
+    numbers.
+
+    Raises:
+        TypeError: the value is no integer, so msgpack cannot pack it.
+    """
+    if not isinstance(value, int):
+        raise TypeError(f"msgpack cannot pack a value of the type {type(value).__name__}")
+    return 2**64 - 1 if value > 0 else -(2**63)
 
 
 def _pack(value: object) -> bytes:

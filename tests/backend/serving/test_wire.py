@@ -37,6 +37,14 @@ def test_a_context_is_unchanged_after_packing_and_unpacking():
     assert StreamContext.unpack(context.pack()) == context
 
 
+def test_a_schema_with_integers_of_more_than_64_bits_keeps_their_type():
+    parameters = {"enum": [2**64, -(10**400), 1]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    context = StreamContext(stream=True, num_prompt_tokens=3, tools=(tool,))
+    (unpacked,) = StreamContext.unpack(context.pack()).tools
+    assert unpacked["function"]["parameters"]["enum"] == (2**64 - 1, -(2**63), 1)
+
+
 def test_an_envelope_is_unchanged_after_packing_and_unpacking():
     envelope = RequestEnvelope(b"\x00params", 2, b"\x00context", timeout_s=1.5)
     packed = envelope.pack()

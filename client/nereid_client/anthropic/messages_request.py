@@ -82,6 +82,16 @@ class ToolChoice(RequestBody):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.type == "tool" and not self.name:
+            raise FieldError(
+                "tool_choice.name",
+                "tool_choice.name must be the name of a tool if tool_choice.type is tool, but the "
+                f"request has {shown(self.name)}",
+            )
+        return self
+
 
 class Thinking(RequestBody):
     """The field `thinking`."""
@@ -157,7 +167,8 @@ class CountTokensRequest(GenerationRequest):
     def _check_tools(self) -> Self:
         tools = self.chat_tools
         if self.tool_choice is not None:
-            check_tool_choice(self.chat_tool_choice, tools)
+            given = self.tool_choice.model_dump(exclude_none=True)
+            check_tool_choice(self.chat_tool_choice, tools, given=given)
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,12 @@ from nereid_client.protocol.custom_tools import (
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _MAX_BIAS = 100
+_TOOL_CHOICES = (
+    '"none", "auto", "required", a function as {"type": "function", "function": {"name"}}, a '
+    'custom tool as {"type": "custom", "custom": {"name"}}, or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode", "tools"}}'
+)
+"""The forms of a tool choice in OpenAI's format for chat completions, for error messages."""
 
 _SCHEMA_FIELDS = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
 """Maps the type of a response format to the names of the schema field in the APIs of other servers.
@@ -106,7 +112,13 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     check_unique_names(names, names_to_check=custom_tool_names(tools))
 
 
-def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
+def check_tool_choice(
+    choice: str | Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    given: object = None,
+    forms: str = _TOOL_CHOICES,
+) -> None:
     """Check that a tool choice has a known form, and names only tools of this request.
 
     The known forms are none, auto, required, one function, one custom tool, and OpenAI's
@@ -115,23 +127,30 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
     Args:
         choice: the field `tool_choice`, in OpenAI's format for chat completions.
         tools: the field `tools`, in OpenAI's format for chat completions.
+        given: the field `tool_choice` as the client sent it, for error messages. None means
+            `choice`.
+        forms: the forms that the client's API allows, for error messages.
 
     Raises: FieldError if the form is unknown, or if the request does not contain a named tool.
     """
+    given = choice if given is None else given
     if choice in ("none", "auto"):
         return
     offered = [_kind_and_name(tool) for tool in tools]
     if not offered:
         raise FieldError(
             "tool_choice",
-            f"tool_choice={shown(choice)} requires tools, but the request has none",
+            f"tool_choice={shown(given)} requires tools, but the request has none",
         )
     # A set, because a request can offer and choose thousands of tools. The backend refuses a tool
     # whose name is not a string.
     offered_tools = {(kind, name) for kind, name in offered if isinstance(name, str)}
-    # `_chosen_tools` raises a FieldError for an unknown tool choice. For "required", it returns no
-    # tools.
-    for kind, name in _chosen_tools(choice):
+    chosen = _chosen_tools(choice)
+    if chosen is None:
+        raise FieldError(
+            "tool_choice", f"tool_choice must be {forms}, but the request has {shown(given)}"
+        )
+    for kind, name in chosen:
         if not isinstance(name, str) or (kind, name) not in offered_tools:
             names = [each for kind_of_tool, each in offered if kind_of_tool == kind]
             group = "custom tools" if kind == "custom" else "tools"
@@ -142,15 +161,14 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
             )
 
 
-def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]]:
+def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]] | None:
     """Return the kind and the name of each tool in a tool choice.
+
+    Return None if the choice has no known form, if it contains no tool, or if a tool has no name.
 
     For "required", return an empty list, because the model may then call any tool.
 
     Example: {"type": "custom", "custom": {"name": "f"}} returns [("custom", "f")].
-
-    Raises: FieldError if the choice has no known form, if it contains no tool, or if a tool has no
-        name.
     """
     if choice == "required":
         return []
@@ -161,15 +179,7 @@ def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]]:
     elif isinstance(choice, Mapping) and kind == "allowed_tools":
         tools = _allowed_tools(choice.get("allowed_tools"))
     all_have_names = all(name for _, name in tools)
-    if tools and all_have_names:
-        return tools
-    raise FieldError(
-        "tool_choice",
-        'tool_choice must be "none", "auto", "required", a function as {"type": "function", '
-        '"function": {"name"}}, a custom tool as {"type": "custom", "custom": {"name"}}, or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}, '
-        f"but the request has {shown(choice)}",
-    )
+    return tools if tools and all_have_names else None
 
 
 def _allowed_tools(allowed: object) -> list[tuple[str, object]]:

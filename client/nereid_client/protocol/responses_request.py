@@ -25,6 +25,7 @@ from nereid_client.protocol.field_checks import (
 )
 from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal, refuse_nested
 from nereid_client.protocol.responses_tools import (
+    TOOL_CHOICES,
     Json,
     converted_tools,
     to_chat_tool_choice,
@@ -228,7 +229,12 @@ class ResponsesRequest(GenerationRequest):
             hint="A tool in a namespace is called NAMESPACE__TOOL.",
         )
         if self.tool_choice is not None:
-            check_tool_choice(to_chat_tool_choice(self.tool_choice), chat_tools)
+            check_tool_choice(
+                to_chat_tool_choice(self.tool_choice),
+                chat_tools,
+                given=self.tool_choice,
+                forms=TOOL_CHOICES,
+            )
         return self
 
     @model_validator(mode="after")

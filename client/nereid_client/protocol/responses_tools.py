@@ -39,6 +39,13 @@ class Namespace(RequestBody):
     tools: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
+TOOL_CHOICES = (
+    '"none", "auto", "required", {"type": "function", "name"}, {"type": "custom", "name"} or '
+    '{"type": "allowed_tools", "mode", "tools"}'
+)
+"""The forms of a tool choice in the Responses API, for error messages."""
+
+
 def to_chat_tool_choice(choice: str | Json) -> str | Json:
     """Return the field `tool_choice` in the format of chat completions.
 
@@ -60,10 +67,7 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
         if choice.get("type") == "allowed_tools":
             return {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice)}
     raise FieldError(
-        "tool_choice",
-        'tool_choice must be "none", "auto", "required", {"type": "function", "name"}, {"type": '
-        '"custom", "name"} or {"type": "allowed_tools", "mode", "tools"}, but the request has '
-        f"{shown(choice)}",
+        "tool_choice", f"tool_choice must be {TOOL_CHOICES}, but the request has {shown(choice)}"
     )
 
 

@@ -188,7 +188,13 @@ def test_tools_and_tool_choices_are_translated():
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] has the type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading=true"),
-        ({"tool_choice": {"type": "any"}}, "requires tools"),
+        ({"tool_choice": {"type": "any"}}, 'tool_choice={"type": "any"} requires tools'),
+        ({"tool_choice": {"type": "tool", "name": "g"}}, '{"type": "tool", "name": "g"} requires'),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool"}},
+            "tool_choice.name must be the name of a tool if tool_choice.type is tool, but the "
+            "request has null",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, '"g"'),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type must be"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type must be"),

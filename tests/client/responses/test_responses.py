@@ -14,6 +14,10 @@ MARKUP = f"<think>it asks</think>let me look{CALL}{CALL}"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 TURN = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 LOGPROBS = ["message.output_text.logprobs"]
+TOOL_CHOICE_MESSAGE = (
+    'tool_choice must be "none", "auto", "required", {"type": "function", "name"}, {"type": '
+    '"custom", "name"} or {"type": "allowed_tools", "mode", "tools"}, but the request has '
+)
 
 
 @pytest.fixture
@@ -330,6 +334,18 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         (
             {"tool_choice": {"type": "mcp"}, "tools": [TOOL]},
             'tool_choice must be "none", "auto", "required", {"type": "function", "name"},',
+        ),
+        (
+            {"tool_choice": {"type": "function"}, "tools": [TOOL]},
+            f'{TOOL_CHOICE_MESSAGE}{{"type": "function"}}',
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "tools": []}, "tools": [TOOL]},
+            f'{TOOL_CHOICE_MESSAGE}{{"type": "allowed_tools", "tools": []}}',
+        ),
+        (
+            {"tool_choice": {"type": "function", "name": "f"}},
+            'tool_choice={"type": "function", "name": "f"} requires tools, but the request has',
         ),
         (
             {"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]},

@@ -15,6 +15,8 @@ from nereid_backend.settings_validation import (
     Dtype,
     GpuShare,
     LoraAdapters,
+    NumProcesses,
+    NumThreads,
     check_names,
     from_texts,
     setting_names,
@@ -37,11 +39,11 @@ class EngineConfig:
     """The folder of a Hugging Face checkpoint with safetensors weights, or a GGUF file. A relative
     path in `config.pbtxt` is relative to the model repository."""
 
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: NumProcesses = 1
     """The number of GPUs (on a CPU, of processes) that compute the model together. Each one has a
     part of the weights and of the KV cache."""
 
-    data_parallel_size: PositiveInt = 1
+    data_parallel_size: NumProcesses = 1
     """The number of engine processes. Each process has a complete model, its own KV cache and its
     own `tensor_parallel_size` GPUs. On a CPU, the processes share the CPUs."""
 
@@ -96,7 +98,7 @@ class EngineConfig:
     seed: NonNegativeInt = 0
     """The random seed for requests without the field `seed`."""
 
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """The number of CPU threads for tensor operations. By default, the engine leaves one CPU to
     the server's other processes."""
 

@@ -159,6 +159,10 @@ LoraAdapters = Annotated[dict[str, str], BeforeValidator(_parse_adapters)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Annotated[str, AfterValidator(_check_device)]
 GpuShare = Annotated[float, Field(gt=0, le=1)]
+# A mistyped number of threads or processes, such as 50000, could stop the whole machine. The limits
+# are above the numbers of CPUs and GPUs of today's machines.
+NumThreads = Annotated[int, Field(gt=0, le=1024)]
+NumProcesses = Annotated[int, Field(gt=0, le=256)]
 SIZE_IN_BYTES = GetPydanticSchema(
     lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
 )

@@ -79,6 +79,9 @@ def test_a_model_is_needed():
         {"max_num_seqs": "8"},
         {"max_model_len": 1},
         {"num_threads": 0},
+        {"num_threads": 5000},
+        {"data_parallel_size": 5000},
+        {"tensor_parallel_size": 5000},
         {"prepack": 1},
         {"grammar_timeout": 0},
         {"model": ""},
@@ -93,6 +96,12 @@ def test_a_wrong_value_is_refused_when_the_config_is_made(wrong):
     name = next(iter(wrong))
     with pytest.raises(ConfigError, match=f"{name}: the value must be"):
         EngineConfig(**{"model": "/m", **wrong})
+
+
+def test_the_error_about_too_many_threads_names_the_limit():
+    message = "num_threads: the value must be at most 1024, but it is '5000'"
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_settings({"model": "/m", "num_threads": "5000"})
 
 
 def test_a_config_cannot_be_changed():

@@ -10,6 +10,7 @@ from nereid_backend.settings_validation import (
     Device,
     Dtype,
     GpuShare,
+    NumThreads,
     settings_class,
 )
 
@@ -67,6 +68,6 @@ class PoolingConfig:
     """The largest number of waiting inputs. Further inputs are refused. By default, as many inputs
     of the largest size as 1 GiB can hold, but at least 2048 and at most 16384."""
 
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """The number of CPU threads for tensor operations. By default, the model uses
     all CPUs but one."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _MAX_WAIT_S = 60.0
 _RESET_AFTER_S = 600.0
+_MAX_DOUBLINGS = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Restarts:
         self.number += 1
         if self.number == 1:
             return 0.0
-        num_doublings = self.number - 2  # the second restart waits for `backoff_s`
+        # The second restart waits for `backoff_s`. The exponent is limited, because Python cannot
+        # multiply a float by an integer such as 2**1024.
+        num_doublings = min(self.number - 2, _MAX_DOUBLINGS)
         return float(min(self._policy.backoff_s * 2**num_doublings, _MAX_WAIT_S))
 
     def describe(self) -> str:

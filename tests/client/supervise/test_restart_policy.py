@@ -30,6 +30,13 @@ def test_a_wait_has_a_limit():
     assert max(restarts.record_failure() for _ in range(20)) == 60.0
 
 
+@pytest.mark.parametrize("backoff_s", [0.0, 1.0])
+def test_more_than_a_thousand_restarts_in_a_row_are_possible(backoff_s):
+    restarts = Restarts(RestartPolicy(2000, backoff_s), Clock())
+    waits_s = [restarts.record_failure() for _ in range(2000)]
+    assert waits_s[-1] == min(60.0, 60.0 * backoff_s)
+
+
 def test_no_restarts_means_none():
     assert Restarts(RestartPolicy(0, 1.0), Clock()).record_failure() is None
 

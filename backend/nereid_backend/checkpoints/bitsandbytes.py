@@ -12,7 +12,8 @@ Weights with 8 bits: weight = integer * SCB / 127.
 Weights with 4 bits (NF4 and FP4): weight = quant_map[code] * absmax[block].
 
     weight                                 uint8 [numbers / 2, 1], two codes in each byte; the upper
-                                           4 bits contain the first code
+                                           4 bits contain the first code; the bytes can also be
+                                           stored as bfloat16, float16 or float32 numbers
     weight.quant_map                       float32 [16], the number for each code
     weight.absmax                          [blocks], the factor of each block of weights
     weight.quant_state.bitsandbytes__nf4   uint8, a JSON text with the shape of the weight and the
@@ -40,6 +41,9 @@ _NESTED_MAP = ".weight.nested_quant_map"
 # There are two 4-bit data types, nf4 and fp4. The name of a weight's tensor `quant_state` ends with
 # one of these suffixes, depending on the data type of the weight.
 _STATE_SUFFIXES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+# The data types of the packed codes, with the number of bytes of one element. The setting
+# bnb_4bit_quant_storage selects the data type.
+_STORAGE_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 _MAX_INT8 = 127
 
 
@@ -48,7 +52,7 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
 
     A layout lists the tensors of one weight, and contains the function that decodes them. A weight
     with 8 bits has a tensor `.weight` of int8 numbers ("I8"). A weight with 4 bits has a tensor
-    `.weight` of bytes ("U8").
+    `.weight` of one of the types in `_STORAGE_BYTES`.
     """
     eight_bits = Layout(
         main=".weight",
@@ -59,17 +63,23 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
     )
     # For each of the two 4-bit data types, nf4 and fp4, the tensor `quant_state` has a different
     # name.
-    four_bits = [_four_bit_layout(suffix) for suffix in _STATE_SUFFIXES]
+    four_bits = [
+        _four_bit_layout(suffix, storage)
+        for suffix in _STATE_SUFFIXES
+        for storage in _STORAGE_BYTES
+    ]
     # The tensor `.weight_format` is ignored. It contains only a number that selects a memory layout
     # for the kernels of bitsandbytes.
     return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
 
 
-def _four_bit_layout(state_suffix: str) -> Layout:
+def _four_bit_layout(state_suffix: str, storage: str) -> Layout:
     """Return the layout of the weights of one 4-bit data type, either nf4 or fp4.
 
-    `state_suffix` is the suffix of the tensor `quant_state`, which names the data type. Example:
-    ".weight.quant_state.bitsandbytes__nf4".
+    Args:
+        state_suffix: the suffix of the tensor `quant_state`, which names the data type. Example:
+            ".weight.quant_state.bitsandbytes__nf4".
+        storage: the data type of the tensor that contains the packed codes, such as "U8".
     """
     return Layout(
         main=".weight",
@@ -77,8 +87,8 @@ def _four_bit_layout(state_suffix: str) -> Layout:
         decode=partial(_decode_four_bits, state_suffix=state_suffix),
         # These tensors exist only if the scales of the weight are quantised, too.
         optional=(_NESTED_ABSMAX, _NESTED_MAP),
-        main_dtypes=("U8",),
-        numbers_per_element=2,  # A byte contains two 4-bit codes.
+        main_dtypes=(storage,),
+        numbers_per_element=2 * _STORAGE_BYTES[storage],  # A byte contains two 4-bit codes.
     )
 
 
@@ -109,7 +119,7 @@ def _decode_four_bits(
     state = _read_state(tensors[state_suffix])
     shape = torch.Size(state["shape"])
     block_size = int(state["blocksize"])
-    packed_codes = tensors[".weight"].flatten()  # two codes in each byte
+    packed_codes = tensors[".weight"].flatten().view(torch.uint8)  # two codes in each byte
     factors = _block_factors(tensors, state)  # one factor for each block of `block_size` weights
     num_decodable = min(2 * len(packed_codes), len(factors) * block_size)
     if shape.numel() > num_decodable:

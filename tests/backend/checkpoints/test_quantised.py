@@ -84,6 +84,14 @@ def test_bitsandbytes_gives_the_weights_that_the_library_dequantises(kind, is_ne
     assert_same_weights(*pair, relative=relative)
 
 
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
+def test_the_bytes_of_bitsandbytes_can_be_stored_as_numbers_of_any_type(storage, tmp_path):
+    settings, encode = writers.bitsandbytes_stored_as(storage)
+    plain, quantised = writers.write_pair("llama", tmp_path, settings, encode)
+    assert_same_weights(plain, quantised)
+    assert count_weights(quantised).num_weights == count_weights(plain).num_weights
+
+
 def test_awq(tmp_path):
     assert_same_weights(*writers.write_pair("llama", tmp_path, *writers.awq()))
 

@@ -251,6 +251,27 @@ def bitsandbytes(kind: str, *, is_nested: bool = False) -> tuple[dict, Callable[
 # ---- layouts that are written here, because their libraries need a GPU
 
 
+def bitsandbytes_stored_as(storage: torch.dtype) -> tuple[dict, Callable[[Tensor], Encoded]]:
+    """Return the settings and the encoder of bitsandbytes for bnb_4bit_quant_storage=`storage`."""
+    numbers = torch.linspace(-1, 1, 16)
+
+    def encode(weight: Tensor) -> Encoded:
+        blocks = weight.reshape(-1, 64)
+        largest = blocks.abs().amax(1)
+        codes = ((blocks / largest[:, None]).unsqueeze(2) - numbers).abs().argmin(2)
+        packed = (codes.view(-1, 2)[:, 0] << 4 | codes.view(-1, 2)[:, 1]).to(torch.uint8)
+        state = json.dumps({"shape": list(weight.shape), "blocksize": 64}).encode()
+        tensors = {
+            ".weight": packed.view(storage)[:, None],
+            ".weight.absmax": largest,
+            ".weight.quant_map": numbers.clone(),
+            ".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8),
+        }
+        return tensors, (numbers[codes] * largest[:, None]).view(weight.shape)
+
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True}, encode
+
+
 def integers(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned integers [out, in], and the scales and zeros [out, groups] of a weight."""
     groups = weight.reshape(len(weight), -1, group_size)

@@ -95,6 +95,7 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
 
 def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
     """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`."""
+    declaration = declaration.for_key(argument.key)
     schema = argument.tool.argument(argument.key)
     types = json_types_of(schema, root=schema)
     if types is None or "string" in types:

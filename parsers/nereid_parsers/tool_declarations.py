@@ -5,7 +5,7 @@ The conventions for markers, patterns and alternatives are described in declarat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.pattern_syntax import (
@@ -119,7 +119,8 @@ class TaggedArguments:
             pattern ends with white space, the parser removes this white space once from the start
             of the value.
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
-            the parser removes this white space once from the end of the value.
+            the parser removes this white space once from the end of the value. The text `{key}`
+            stands for the name of the argument: `"</{key}>"`. All other braces are plain text.
         also: Other forms in which models write a tagged value, for example in CDATA. One tool call
             may contain several forms. The attribute `also` of these forms must be empty.
     """
@@ -141,6 +142,16 @@ class TaggedArguments:
                 f"TaggedArguments.open is {self.open!r}, but must start with a visible character, "
                 "because the parser could not find the start of an argument"
             )
+
+    def for_key(self, key: str) -> TaggedArguments:
+        """Return the tags of one argument: in `close`, the name of the argument replaces `{key}`.
+
+        Example: `TaggedArguments("<{key}>", "</{key}>").for_key("city").close` is `"</city>"`.
+        """
+        if "{key}" not in self.close:
+            return self
+        also = tuple(form.for_key(key) for form in self.also)
+        return replace(self, close=self.close.replace("{key}", key), also=also)
 
 
 @dataclass(frozen=True, slots=True)

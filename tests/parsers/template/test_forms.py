@@ -176,6 +176,14 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
     assert found == [{"line": 3, "name": "Nord"}, {"line": -1}]
 
 
+def test_an_argument_in_an_element_ends_only_at_the_closing_tag_with_its_name():
+    value = "a <b>c</b> </arguments></tool_use> <text>d"
+    text = f"<tool_use><name>save</name><arguments><note>{value}</note></arguments></tool_use>!"
+    message = parse(text, format=analysis_of("elements").format)
+    assert [json.loads(call.arguments) for call in message.tool_calls] == [{"note": value}]
+    assert message.content == "!"
+
+
 def test_a_switch_is_reported_with_its_effect_on_the_prompt():
     switches = analysis_of("tag_json").supports.switches
     assert switches["enable_thinking=False"] == "<think>\n\n</think>\n\n"

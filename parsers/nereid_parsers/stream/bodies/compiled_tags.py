@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import first_literal
@@ -246,16 +247,31 @@ class CompiledTags:
                 and the header of the next tool call. Example: `</function>` and `<tool_call>`.
         """
         self.stop_markers = stop_markers
+        self._declaration = declaration
         self._head = head
+        self._all_markers_between_calls = markers_between_calls
         declarations = (declaration, *declaration.also)
         # The start of each opening tag, such as `<parameter=`, without duplicates.
         openings = tuple(dict.fromkeys(first_literal(each.open) for each in declarations))
-        # If the closing tag of a value is missing, the value ends before one of these texts.
-        early_ends = (*stop_markers, *openings)
+        # If the closing tag of a value is missing, the value ends before one of these texts. The
+        # opening `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
+        early_ends = (*stop_markers, *(opening for opening in openings if len(opening) > 1))
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
         closes = [variant.close for variant in self.variants]
         self._close_or_opening = _compile_close_or_opening(closes, openings)
         self._markers_between_calls = _compile_marker_sequence(markers_between_calls)
+
+    @lru_cache(maxsize=1024)  # noqa: B019  # A program has few formats, and keeps all of them.
+    def for_key(self, key: str) -> CompiledTags:
+        """Return the tags of the argument `key`, whose closing tags may contain this name.
+
+        Example: for the declaration `<{key}>`, `</{key}>`, the value of `city` ends at `</city>`.
+        """
+        declaration = self._declaration.for_key(key)
+        if declaration == self._declaration:
+            return self
+        between_calls = self._all_markers_between_calls
+        return CompiledTags(declaration, self._head, self.stop_markers, between_calls)
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
@@ -267,6 +283,8 @@ class CompiledTags:
             The matched tag. NEED_MORE if more text could complete a tag, as in `<param`. NO_MATCH
             if no tag starts at `pos`.
         """
+        if text.startswith("</", pos):
+            return NO_MATCH  # With the declaration `<{key}>`, a closing tag would match, too.
         for variant in self.variants:  # The ways to write a tag. The first match is the result.
             match = variant.opening.match(text, pos, is_final)
             if isinstance(match, PatternMatch):

@@ -46,8 +46,10 @@ class TaggedReader(StepReader):
     `</function>`.
     """
 
-    # The argument value that is being read. `_start_value` sets this attribute at each opening tag.
+    # The argument value that is being read, and the tags with the name of this argument.
+    # `_start_value` sets these attributes at each opening tag.
     _value: TaggedValue
+    _value_tags: CompiledTags
 
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
         """Create a reader for the arguments of the function `head.name`.
@@ -114,8 +116,10 @@ class TaggedReader(StepReader):
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
         types = types_of_value(opening.fields, self._head.name, self.writer.tools)
-        self._value = TaggedValue(opening.variant, types)
         key = opening.fields["key"].strip()
+        self._value_tags = self._tags.for_key(key)
+        variant_index = self._tags.variants.index(opening.variant)
+        self._value = TaggedValue(self._value_tags.variants[variant_index], types)
         separator = ", " if self._keys else "{"
         self._keys.add(key)
         self.writer.write(f"{separator}{quote_json(key)}: ")
@@ -203,7 +207,7 @@ class TaggedReader(StepReader):
         marker, such as `</function>`, or an opening tag, such as `<parameter=days>`.
         """
         if self._tags.is_at_stop_marker(text, pos):
-            return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
+            return self._value_tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
         return self._role_of_opening_tag(text, pos)
 
     def _role_of_opening_tag(self, text: str, pos: int) -> MarkerRole:

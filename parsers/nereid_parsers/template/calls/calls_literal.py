@@ -112,12 +112,13 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     no brackets, only the form without brackets is declared.
 
     Args:
-        markup: The texts before and after all calls, and the separator between two calls. The text
-            before each call, `item_open`, is only white space.
+        markup: The texts before and after all calls, and the separator between two calls. The texts
+            before and after each call, `item_open` and `item_close`, are only white space.
         suffix: The text between the function's name and the parenthesis, such as ".call".
     """
-    markers = _SectionMarkers(markup.open + markup.item_open, markup.close)
-    bare_calls = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
+    markers = _SectionMarkers(markup.open + markup.item_open, markup.item_close + markup.close)
+    separator = markup.item_close + markup.separator + markup.item_open
+    bare_calls = PythonCalls(open="", close="", separator=separator, suffix=suffix)
     if not markers.has_brackets():
         return _python_call_format(markers, [bare_calls])
     list_of_calls = replace(bare_calls, open="[", close="]")

@@ -1,4 +1,4 @@
-"""Infer how a template writes tool calls whose arguments are XML elements: `<a>1</a>`."""
+"""Infer how a template writes arguments as XML elements with a marker: `~<a>1~</a>`."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class _NestedCall(NamedTuple):
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer how a template writes tool calls whose arguments are XML elements: `<a>1</a>`.
+    """Infer how a template writes arguments as XML elements with a marker: `~<a>1~</a>`.
 
-    Return None if the arguments have another form. Some templates write a marker before every tag.
-    Example: in `f ~<a>1~</a>~<b>2~</b>`, the marker is `~`, and the arguments are `a` and `b`.
+    Return None if the arguments have another form, or if no marker precedes every tag. Example: in
+    `f ~<a>1~</a>~<b>2~</b>`, the marker is `~`, and the arguments are `a` and `b`.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
     call = _cut_at_elements(texts.two_arguments)  # The texts around the name and the arguments.
-    if call is None:
+    if call is None or not call.tag_marker:  # `read_tagged` reads tags without a marker.
         return None
     markup = _markup_of_calls(texts, call)  # The texts around and between tool calls.
     if markup is None:

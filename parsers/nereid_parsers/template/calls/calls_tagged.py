@@ -1,7 +1,7 @@
 """Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`.
 
-Example: `<arg key="a">1</arg>` is the argument `a` with the value 1. The module `calls_nested`
-infers the other form with tags, `<a>1</a>`.
+Example: `<arg key="a">1</arg>` is the argument `a` with the value 1. The closing tag may repeat the
+key, as in `<a>1</a>`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
+    texts = CallTexts._make(map(_mask_repeated_keys, texts))
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
@@ -84,6 +85,17 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     return CallFormat("tagged arguments", calls, markup)
 
 
+def _mask_repeated_keys(text: str) -> str:
+    """Replace the second occurrence of each key with `{key}`, as in `<a>1</{key}>` for `<a>1</a>`.
+
+    In the declaration of a closing tag, `{key}` stands for the name of the argument.
+    """
+    for key in (FIRST_KEY, SECOND_KEY):
+        before, first_key, after = text.partition(key)
+        text = before + first_key + after.replace(key, "{key}", 1)
+    return text
+
+
 def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     """Remove the name, the keys and the values from a tool call. Return the texts that remain.
 
@@ -97,9 +109,6 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     if pieces is None:
         return None
     before_name, before_first_key, before_value, between_arguments, _, after = pieces
-    closing_tag_repeats_key = FIRST_KEY in between_arguments  # `<a>1</a>`, see `read_nested`
-    if closing_tag_repeats_key:
-        return None
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 

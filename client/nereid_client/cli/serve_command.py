@@ -29,7 +29,7 @@ from nereid_client.supervise import pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, Probe
 from nereid_client.supervise.restart_policy import RestartPolicy
-from nereid_client.supervise.serve_plan import Program, ServePlan
+from nereid_client.supervise.serve_plan import STANDARD_OUTPUT, Program, ServePlan
 from nereid_client.supervise.start_fork_server import ADDRESS_VARIABLE, choose_address
 from nereid_client.supervise.supervisor import Supervisor
 
@@ -79,6 +79,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
     fork_server_address = choose_address(repository, environment)
     if several is None:
+        startup_checks.check_ensemble(repository, settings.ensemble)
         startup_checks.check_model_settings(repository, environment)
     else:
         several.check_settings(repository, environment)
@@ -103,7 +104,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
         ),
         shm_prefix=shm_prefix,
-        log_path=args.log_file or _state_folder() / f"serve-{settings.port}.log",
+        log_path=_log_path(args, settings.port),
         model=models.path,
         pooling_models=models.pooling_models,
         probes=models.probes,
@@ -163,7 +164,7 @@ class _OneLanguageModel:
     def __init__(self, args: argparse.Namespace, repository: Path) -> None:
         path = args.model or _environment_path("NEREID_MODEL")
         path = path or repository.parent / "demo" / "chat"
-        self.path: Path = path.expanduser().absolute()
+        self.path: Path = startup_checks.absolute_path(path, "--model")
         startup_checks.check_checkpoint(self.path)
         self.pooling_models = pooling_models.choose_pooling_models(args, repository)
         name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
@@ -189,7 +190,7 @@ def _several_models(args: argparse.Namespace) -> ServedModels | None:
         if getattr(args, attribute(flag)):
             raise CliError(f"{flag} has no effect with --config. Describe the model in {path}.")
     environment = {**os.environ, **_variables_of_flags(args)}
-    return ServedModels(path.expanduser().absolute(), environment)
+    return ServedModels(startup_checks.absolute_path(path, "--config"), environment)
 
 
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
@@ -236,9 +237,10 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
     # --lora are not in `_flags_by_variable`. The loop above has stored --draft-model unchanged, so
     # the value is replaced here.
     if args.config:
-        variables["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
+        variables["NEREID_MODELS_FILE"] = str(startup_checks.absolute_path(args.config, "--config"))
     if args.draft_model:
-        variables["NEREID_DRAFT_MODEL"] = str(Path(args.draft_model).expanduser().absolute())
+        draft_model = startup_checks.absolute_path(args.draft_model, "--draft-model")
+        variables["NEREID_DRAFT_MODEL"] = str(draft_model)
     if args.lora:
         variables["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
     return variables
@@ -270,7 +272,7 @@ def _absolute_adapter(value: str) -> str:
     name, separator, path = value.partition("=")
     if not (name and path) or "," in value:
         raise CliError(f"--lora: the value must be NAME=PATH without a comma, but it is {value!r}.")
-    return f"{name}{separator}{Path(path).expanduser().absolute()}"
+    return f"{name}{separator}{startup_checks.absolute_path(path, '--lora')}"
 
 
 def _check_adapter_names(lora_adapters: str, names: Sequence[str]) -> None:
@@ -333,7 +335,25 @@ def _environment_path(variable: str) -> Path | None:
     return Path(value) if value else None
 
 
+def _log_path(args: argparse.Namespace, port: int) -> Path:
+    """Return the path of the log. STANDARD_OUTPUT means the standard output."""
+    if args.log_file is None:
+        return _state_folder() / f"serve-{port}.log"
+    if args.log_file == STANDARD_OUTPUT:
+        return STANDARD_OUTPUT
+    return startup_checks.absolute_path(args.log_file, "--log-file")
+
+
 def _state_folder() -> Path:
-    """Return the default folder for logs and batches. The folder may not exist yet."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "nereid"
+    """Return the default folder for logs and batches. The folder may not exist yet.
+
+    Raises: CliError if neither XDG_STATE_HOME nor the home folder of the user is known.
+    """
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        return Path(state or Path.home() / ".local" / "state") / "nereid"
+    except RuntimeError:
+        raise CliError(
+            "the home folder of this user is unknown. Set the environment variable XDG_STATE_HOME "
+            "to a folder for logs and batches."
+        ) from None

@@ -86,7 +86,7 @@ def find_repository(given: Path | None) -> Path:
     its path in the working folder, for the error message of the caller.
     """
     if given is not None:
-        return given.expanduser().absolute()
+        return startup_checks.absolute_path(given, "--model-repository")
     # In a checkout, this is the folder `client`. In a Python environment, it is `site-packages`.
     packages = Path(__file__).resolve().parents[2]
     in_working_folder = Path.cwd() / "model_repository"

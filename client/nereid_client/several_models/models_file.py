@@ -207,7 +207,13 @@ def _read_model(
             f"{name}.served_model_name in the file {path} is wrong: the name of a model is the "
             f"name of its table, {name!r}. Add other names to the key aliases."
         )
-    checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
+    try:
+        checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
+    except RuntimeError:
+        raise SettingsError(
+            f"{name}.model in the file {path} is wrong: the home folder at the beginning of "
+            f"{entry.model} is unknown. Give a path that does not begin with ~."
+        ) from None
     return ModelSpec(
         name=name,
         triton_name=_triton_name(name),

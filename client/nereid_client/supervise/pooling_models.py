@@ -129,7 +129,7 @@ def _pooling_model(flag: str, checkpoint: str, repository: Path) -> PoolingModel
             f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
             f"{repository} does not have it"
         )
-    path = Path(checkpoint).expanduser().absolute()
+    path = startup_checks.absolute_path(checkpoint, flag)
     startup_checks.check_checkpoint(path, source=flag)
     name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
     return PoolingModel(kind, path, name)

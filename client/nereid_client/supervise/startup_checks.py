@@ -56,6 +56,24 @@ def check_embedded_numpy(installed: str | None = None) -> None:
         )
 
 
+def absolute_path(path: str | Path, source: str) -> Path:
+    """Return an absolute path. A "~" at the beginning of `path` is replaced by a home folder.
+
+    Args:
+        path: the path. A relative path starts at the current folder.
+        source: the flag that contains the path. The error message begins with this text.
+
+    Raises: CliError if the home folder is unknown.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        raise CliError(
+            f"{source}: the home folder at the beginning of {path} is unknown. Give a path that "
+            "does not begin with ~."
+        ) from None
+
+
 def check_checkpoint(path: Path, source: str = "--model") -> None:
     """Check that a path is a Hugging Face checkpoint with complete safetensors files.
 
@@ -141,6 +159,18 @@ def check_model_repository(path: Path) -> None:
         )
 
 
+def check_ensemble(repository: Path, ensemble: str) -> None:
+    """Check that the model repository contains the model that the frontend will use.
+
+    Raises: CliError.
+    """
+    if not (repository / ensemble / "config.pbtxt").is_file():
+        raise CliError(
+            f"NEREID_ENSEMBLE: the model repository {repository} has no model {ensemble!r}. Remove "
+            "the variable, or give the name of a model in this folder."
+        )
+
+
 def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
     """Check the settings of the frontend, and return them.
 
@@ -214,7 +244,7 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part has over 63 characters
         raise _wrong_host(host, error) from None
     with socket.socket(family, kind, protocol) as probe:
         # Without SO_REUSEADDR, `bind` would fail while old connections to the port are closing. The
@@ -231,9 +261,10 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
             ) from None
 
 
-def _wrong_host(host: str, error: OSError) -> CliError:
+def _wrong_host(host: str, error: OSError | UnicodeError) -> CliError:
     """Return the error for a host on which no program on this machine can listen."""
+    reason = error.strerror if isinstance(error, OSError) else error
     return CliError(
-        f"--host: {host} is not an address of this machine ({error.strerror}). Give one of its "
+        f"--host: {host} is not an address of this machine ({reason}). Give one of its "
         "addresses, such as 127.0.0.1, or 0.0.0.0 for all addresses."
     )

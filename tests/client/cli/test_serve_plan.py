@@ -84,6 +84,44 @@ def test_flags_take_precedence_over_the_variables_of_the_frontend(plan):
     assert "--log-verbose=1" not in made.server.command
 
 
+@pytest.mark.parametrize(
+    "flag", ["--model=", "--draft-model=", "--lora=a=", "--log-file=", "--model-repository="]
+)
+def test_an_unknown_home_folder_in_a_path_is_a_wrong_setting(plan, flag):
+    [port] = free_ports(1)
+    with pytest.raises(CliError, match="home folder at the beginning of ~nobody-here/x is unknown"):
+        plan(f"--openai-port={port}", f"{flag}~nobody-here/x")
+
+
+def test_an_unknown_home_folder_in_the_file_of_models_is_a_wrong_setting(plan_of_file):
+    with pytest.raises(CliError, match=r"a\.model .* the home folder at .* ~nobody-here/x is unkn"):
+        plan_of_file('[a]\nmodel = "~nobody-here/x"\n')
+
+
+def test_a_user_without_a_home_folder_needs_a_folder_for_logs(plan, monkeypatch):
+    [port] = free_ports(1)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(CliError, match="Set the environment variable XDG_STATE_HOME"):
+        plan(f"--openai-port={port}")
+
+
+@pytest.mark.parametrize("path", ["~/serve.log", "serve.log", "-"])
+def test_the_path_of_the_log_may_begin_with_the_home_folder(plan, path, tmp_path, monkeypatch):
+    [port] = free_ports(1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    wanted = Path("-") if path == "-" else tmp_path / "serve.log"
+    assert plan(f"--openai-port={port}", f"--log-file={path}").log_path == wanted
+
+
+def test_an_ensemble_that_the_model_repository_does_not_have_is_a_wrong_setting(plan):
+    [port] = free_ports(1)
+    with pytest.raises(CliError, match=r"NEREID_ENSEMBLE: the model repository .* no model 'nope'"):
+        plan(f"--openai-port={port}", NEREID_ENSEMBLE="nope")
+
+
 def test_the_variable_of_the_log_level_applies_to_both_programs(plan):
     [port] = free_ports(1)
     made = plan(f"--openai-port={port}", NEREID_LOG_LEVEL="debug")

@@ -177,7 +177,7 @@ def test_several_models_need_one_frontend_process():
         checks.check_frontend_settings(environment)
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "name.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "name.invalid", "a..b", "a" * 64])
 def test_an_address_of_another_machine_is_refused_with_a_remedy(host):
     with pytest.raises(CliError, match=r"is not an address of this machine .* 0\.0\.0\.0"):
         checks.check_ports({"--http-port": (host, 39999)})

@@ -62,6 +62,8 @@ _FORMATS = (
 # If weight_zero_point is missing, all zero points are 0. If weight_g_idx (the group of each input)
 # is missing, the inputs of each group are consecutive.
 _OPTIONAL_TENSORS = (".weight_zero_point", ".weight_g_idx")
+# The usual and the largest number of bits of a packed integer.
+_USUAL_BITS, _MAX_BITS = 4, 8
 
 
 def compressed_tensors_format(settings: Settings) -> Format:
@@ -79,7 +81,8 @@ def compressed_tensors_format(settings: Settings) -> Format:
     # A checkpoint can contain weights of several layouts. The names and the data types of a
     # weight's tensors show which layout the weight has, so all layouts are returned.
     group_size = _common_group_size(weight_settings)
-    integers = (_packed_layout(group_size), _int8_layout(group_size))
+    bits = _common_bits(weight_settings)
+    integers = (_packed_layout(group_size, bits), _int8_layout(group_size))
     float8 = float8_layouts(_block_shape(weight_settings))
     # The tensors that contain the scales of activations are ignored, because the engine does not
     # quantise activations.
@@ -96,10 +99,12 @@ def _schemes(settings: Settings) -> list[dict[str, Any]]:
     return [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
 
 
-def _packed_layout(group_size: int | None) -> Layout:
+def _packed_layout(group_size: int | None, bits: int) -> Layout:
     """Return the layout of weights whose integers are packed into 32-bit words.
 
-    `group_size` is the number of inputs with one scale; None if the settings contain several sizes.
+    Args:
+        group_size: the number of inputs with one scale; None if the settings contain several sizes.
+        bits: the usual number of bits of an integer.
     """
     return Layout(
         main=".weight_packed",
@@ -109,9 +114,9 @@ def _packed_layout(group_size: int | None) -> Layout:
         decode=partial(_decode_packed, group_size=group_size),
         optional=_OPTIONAL_TENSORS,
         main_dtypes=("I32",),
-        # A 32-bit word usually contains eight 4-bit integers. The number 8 is used only to estimate
-        # the size of the model, so it need not be exact.
-        numbers_per_element=8,
+        # This number is used only to estimate the size of the model, so it need not be exact. A
+        # layer can have integers of another size.
+        numbers_per_element=32 / bits,
         has_integers=True,
     )
 
@@ -169,6 +174,16 @@ def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of bits of all quantisation schemes; 4 if it is unknown or differs.
+
+    `weights` contains the settings of each scheme.
+    """
+    numbers = {arguments.get("num_bits") for arguments in weights}
+    bits = numbers.pop() if len(numbers) == 1 else None
+    return bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
+
+
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
     """Return the block shape (rows, columns) of the weights; None if the weights have no blocks.
 
@@ -211,7 +226,7 @@ def _decode_packed(
     # words (128 bits), and 128 // 40 is 3. Rounding down gives the exact number, because at most 31
     # bits of the last word are unused, and a quantised layer has more than 31 inputs.
     bits = packed.shape[1] * 32 // max(1, num_inputs)
-    if not 1 <= bits <= 8 or len(packed) != num_rows:
+    if not 1 <= bits <= _MAX_BITS or len(packed) != num_rows:
         raise ValueError(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
             f"({num_rows}, {num_inputs})"

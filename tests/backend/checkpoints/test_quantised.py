@@ -67,6 +67,14 @@ def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name
     assert_same_weights(*pair, relative=1e-6)
 
 
+@pytest.mark.parametrize("name", ["W4A16", "W8A16", "W8A8"])
+def test_packed_weights_of_8_bits_are_not_counted_twice(name, tmp_path):
+    kind, arguments = COMPRESSED[name]
+    settings, encode = writers.compressed_tensors(kind, **arguments)
+    plain, quantised = writers.write_pair("llama", tmp_path, settings, encode)
+    assert count_weights(quantised).num_weights == count_weights(plain).num_weights
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
 def test_torchao_gives_the_weights_that_the_library_dequantises(kind, tmp_path):
     settings, encode = writers.torchao(kind)

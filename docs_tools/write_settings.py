@@ -24,7 +24,7 @@ from typing import Any
 from nereid_backend.config import EngineConfig
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.serving_settings import PoolingServing, ServingSettings
-from nereid_client.cli.main import build_parser
+from nereid_client.cli.flag_commands import build_parser
 from nereid_client.settings import SCHEMA, VARIABLES
 from pydantic import TypeAdapter
 

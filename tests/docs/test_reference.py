@@ -13,7 +13,7 @@ from nereid_backend.serving import published_metrics
 from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
 from nereid_client.app import create_app
-from nereid_client.cli.main import app
+from nereid_client.cli.application import app
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.settings import Settings
 

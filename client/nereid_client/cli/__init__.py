@@ -1,1 +1,1 @@
-"""The `nereid` command. START HERE: main.py."""
+"""The `nereid` command. START HERE: application.py."""

@@ -314,6 +314,23 @@ def test_a_url_with_a_wrong_port_is_an_error_of_one_line(capsys):
     assert "nonnumeric port: 'port'" in capsys.readouterr().err
 
 
+INTERRUPTED_IMPORT = """
+import sys
+from nereid_client.cli.main import main
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == "typer":
+        raise KeyboardInterrupt
+sys.addaudithook(interrupt)
+sys.exit(main(["--version"]))
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback():
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_characters_that_the_terminal_does_not_have_are_printed_as_escape_sequences(url):
     program = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "complete", "日本", "--url", url]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.live_server import ECHO_REPOSITORY, make_checkpoint
-from nereid_client.cli.main import build_parser
+from nereid_client.cli.flag_commands import build_parser
 from nereid_client.cli.serve_command import make_plan
 from nereid_client.console import CliError
 from nereid_client.several_models.model_variables import default_settings

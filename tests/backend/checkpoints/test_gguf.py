@@ -195,6 +195,26 @@ def test_a_sentencepiece_tokenizer_adds_a_space_only_if_the_file_says_so(
     assert tokenizer.decode(ids) == "ab a"
 
 
+def test_special_tokens_that_the_file_lacks_are_ordinary_text(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "<|end|>", "<think>"]
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1] * len(alphabet) + [3, 4],
+        "tokenizer.ggml.eos_token_id": len(alphabet),
+    }
+    gguf_folder._write_tokenizer(GgufFile(Path("x.gguf"), metadata, {}), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("<|end|><think><|endoftext|>")
+    spelled = [alphabet.index(letter) for letter in "<|endoftext|>"]
+    assert ids == [len(alphabet), len(alphabet) + 1, *spelled]
+    assert len(tokenizer) == len(tokens)
+
+
 def add_tokenizer(path, tokens, merges, pre):
     """Add a tokenizer to a GGUF file."""
     reader = gguf.GGUFReader(path)

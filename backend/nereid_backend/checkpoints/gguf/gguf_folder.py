@@ -24,7 +24,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 # The name of the folder depends on this version number. Increase the number if this module is
 # changed and writes different files. Nereid then creates a new folder and ignores the old folder.
-_VERSION = 3
+_VERSION = 4
 _TOKENIZER = "tokenizer.ggml."
 # Maps the name of a special token in transformers to a metadata key of GGUF files.
 _SPECIAL_TOKENS = {
@@ -214,9 +214,30 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
+    tokenizer = _without_foreign_tokens(tokenizer, len(values["tokens"]))
     if values.get("add_prefix_space") is False:
         _remove_prefix_space(tokenizer)
     return tokenizer
+
+
+def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:  # noqa: ANN401 - as below
+    """Return a copy of a tokenizer without the tokens that are not in the vocabulary of the file.
+
+    transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
+    "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
+    model has no such token, so the server would refuse each prompt that contains this text.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        num_tokens: the number of tokens in the file.
+    """
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["id"] < num_tokens
+    ]
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizers.Tokenizer`

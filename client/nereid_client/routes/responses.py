@@ -50,8 +50,9 @@ _ALL_EVENTS = -1
 
 
 class _EventsQuery(BaseModel):
-    """The query parameters of a request for the events of a stored response."""
+    """The query parameters of a request for a stored response or its events."""
 
+    stream: bool = False
     starting_after: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -123,10 +124,9 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     query parameter `starting_after` is given, return only events with a larger sequence number.
     """
     found = _find(request, response_id)
-    wants_events = request.query_params.get("stream") in ("true", "1")
-    if not wants_events:
-        return _response_object(found)
     query = validate(_EventsQuery, dict(request.query_params))
+    if not query.stream:
+        return _response_object(found)
     after = _ALL_EVENTS if query.starting_after is None else query.starting_after
     if found.events is None:
         raise ApiError(

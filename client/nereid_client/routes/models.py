@@ -1,26 +1,46 @@
 """GET /v1/models and /v1/models/{model_id}."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 
 from nereid_client.embeddings.model_choice import pooling_models_of
 from nereid_client.error_responses import uses_anthropic_api
-from nereid_client.errors import ApiError, BackendError
-from nereid_client.request_context import Context, context_of, contexts_of
+from nereid_client.errors import ApiError, BackendError, shown
+from nereid_client.request_context import Context, context_of, contexts_of, validate
 
 router = APIRouter(tags=["Operation"])
 
 
+class _PageQuery(BaseModel):
+    """The query parameters that select a page of the list in Anthropic's API."""
+
+    limit: Annotated[int, Field(ge=1, le=1000)] | None = None
+    after_id: str | None = None
+    before_id: str | None = None
+
+
 @router.get("/v1/models", summary="List the served models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return the language model, its LoRA adapters, the embedding model and the reranker."""
+    """Return the language model, its LoRA adapters, the embedding model and the reranker.
+
+    Clients of Anthropic's API receive the list in the format of that API, and can request a part of
+    the list with `limit` (1 to 1000, default all models), `after_id` and `before_id`.
+    """
     context = context_of(request)
     names = await _served_names(request)
     if uses_anthropic_api(request.scope):
-        models = [_anthropic_model(context, name) for name in names]
-        return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        query = validate(_PageQuery, dict(request.query_params))
+        page, has_more = _page(names, query)
+        return {
+            "data": [_anthropic_model(context, name) for name in page],
+            "has_more": has_more,
+            "first_id": page[0] if page else None,
+            "last_id": page[-1] if page else None,
+        }
     name_of_alias = _name_of_alias(request)
     models = [_model(context, name, root=name_of_alias.get(name, name)) for name in names]
     return {"object": "list", "data": models}
@@ -47,6 +67,28 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         return _anthropic_model(context_of(request), model_id)
     root = _name_of_alias(request).get(model_id, model_id)  # vLLM's field for the unaliased name
     return _model(context_of(request), model_id, root=root)
+
+
+def _page(names: Sequence[str], query: _PageQuery) -> tuple[Sequence[str], bool]:
+    """Return the names on a page, and whether there are more names in the direction of the query.
+
+    Example: for the names "a", "b" and "c", the query `before_id=c&limit=1` returns (["b"], True).
+
+    Raises: ApiError 404 if there is no model with the name `after_id` or `before_id`.
+    """
+    for param, name in (("after_id", query.after_id), ("before_id", query.before_id)):
+        if name is not None and name not in names:
+            raise ApiError(
+                404,
+                f"The parameter {param!r} must be the id of a model, but it is {shown(name)}",
+                param=param,
+            )
+    begin = 0 if query.after_id is None else names.index(query.after_id) + 1
+    end = len(names) if query.before_id is None else names.index(query.before_id)
+    selected = names[begin:end]
+    limit = query.limit or len(names)
+    page = selected[:limit] if query.before_id is None else selected[-limit:]
+    return page, len(page) < len(selected)
 
 
 async def _served_names(request: Request) -> list[str]:

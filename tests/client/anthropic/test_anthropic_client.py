@@ -8,6 +8,7 @@ import pytest
 from anthropic import beta_tool
 from fakes.fake_backend import FakeBackend
 from fakes.live_frontend import live_frontend, wait_for
+from nereid_client.routes import models
 
 pytestmark = pytest.mark.anyio
 
@@ -274,6 +275,35 @@ def test_models_are_listed_in_anthropic_s_format(client):
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.models.retrieve("other")
     assert caught.value.type == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("query", "names", "has_more"),
+    [
+        ({}, ["a", "b", "c"], False),
+        ({"limit": 2}, ["a", "b"], True),
+        ({"limit": 3}, ["a", "b", "c"], False),
+        ({"after_id": "a"}, ["b", "c"], False),
+        ({"after_id": "a", "limit": 1}, ["b"], True),
+        ({"after_id": "c"}, [], False),
+        ({"before_id": "c"}, ["a", "b"], False),
+        ({"before_id": "c", "limit": 1}, ["b"], True),
+        ({"before_id": "a", "limit": 1}, [], False),
+        ({"after_id": "c", "before_id": "a"}, [], False),
+    ],
+)
+def test_a_page_of_the_models_is_what_the_query_selects(query, names, has_more):
+    assert models._page(["a", "b", "c"], models._PageQuery(**query)) == (names, has_more)
+
+
+def test_the_pages_of_the_models_contain_each_model_once(client):
+    assert [model.id for model in client.models.list(limit=1)] == ["echo"]
+    assert list(client.models.list(after_id="echo")) == []
+    assert list(client.models.list(before_id="echo")) == []
+    with pytest.raises(anthropic.NotFoundError, match="must be the id of a model"):
+        client.models.list(after_id="other")
+    with pytest.raises(anthropic.BadRequestError, match="limit must be at least 1"):
+        client.models.list(limit=0)
 
 
 def test_a_client_that_goes_away_aborts_its_request(client, backend):

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ByteSize,
     ConfigDict,
@@ -104,6 +105,20 @@ def _check_key(value: object) -> object:
     return value
 
 
+def _check_origins(value: str) -> str:
+    """Return `value`. Raise ValueError for an item that no browser sends as the origin of a page.
+
+    Without this check, an item such as "https://example.org/" would allow no page.
+    """
+    for item in filter(None, map(str.strip, value.split(","))):
+        if item not in ("*", "null") and not re.fullmatch(r"[a-z][\w+.-]*://[^/*\sA-Z]+", item):
+            raise ValueError(
+                "Input should contain origins such as https://example.org or "
+                "http://127.0.0.1:8080, in lower case, without a path and without the character *"
+            )
+    return value
+
+
 NumBytes = Annotated[
     int,
     GetPydanticSchema(
@@ -163,7 +178,7 @@ class Settings:
     api_key_file: str = ""
     """The path of a TOML file with the API keys, weights and limits of clients."""
 
-    cors_origins: str = ""
+    cors_origins: Annotated[str, AfterValidator(_check_origins)] = ""
     """The origins whose web pages may call the API, separated by commas. `*` allows all origins.
     By default, no origin may call the API."""
 

@@ -65,6 +65,22 @@ def test_the_message_names_the_variable_the_limit_and_the_value(environment, mes
     assert str(caught.value) == f"{variable}: the value {message}"
 
 
+WRONG_ORIGINS = ["b.org", "https://b.org/", "https://B.org", "https://*.b.org", "http://b.org:*"]
+
+
+@pytest.mark.parametrize("wrong", WRONG_ORIGINS)
+def test_an_origin_that_no_browser_sends_is_refused(wrong):
+    message = "NEREID_CORS_ORIGINS: the value must contain origins such as https://example.org"
+    with pytest.raises(SettingsError, match=message):
+        settings_from_environment({"NEREID_CORS_ORIGINS": f"https://a.org, {wrong}"})
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "http://[::1]:3000", "chrome-extension://abc", ""])
+def test_an_origin_that_a_browser_sends_is_accepted(origin):
+    settings = settings_from_environment({"NEREID_CORS_ORIGINS": f"https://a.org,{origin}"})
+    assert settings.origins == ["https://a.org", *filter(None, [origin])]
+
+
 def test_the_message_names_the_flag_of_a_wrong_value():
     with pytest.raises(SettingsError, match=r"^--port: the value must be .* but it is '-1'\.$"):
         settings_from_flags(["--port=-1"], {"NEREID_OPENAI_PORT": "9000"})

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -43,13 +44,22 @@ def _open_file(path: Path) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", buffering=1, encoding="utf-8")
+        return open(path, "w", buffering=1, encoding="utf-8", opener=_open_for_appending)
     except OSError as error:
         example = Path(tempfile.gettempdir()) / "nereid.log"
         raise CliError(
             f"--log-file: the file {path} cannot be written ({error.strerror}). Give another one, "
             f"such as {example}."
         ) from None
+
+
+def _open_for_appending(path: str, flags: int) -> int:
+    """Open a file so that each write goes to its end, as `open` requires of an opener.
+
+    Programs such as logrotate can then truncate the file. Otherwise, the next write would go to the
+    old position, and zero bytes would fill the file before this position.
+    """
+    return os.open(path, flags | os.O_APPEND, 0o666)
 
 
 def _standard_output(*, is_json: bool) -> IO[str]:

@@ -1,13 +1,14 @@
-"""Rewrites the keyword `multipleOf` of JSON schemas, so that xgrammar enforces the keyword.
+"""Rewrites `multipleOf` and the bounds of numbers in JSON schemas, so that xgrammar enforces them.
 
-xgrammar 0.2.8 enforces `multipleOf` only for integers without bounds.
+xgrammar 0.2.8 enforces `multipleOf` only for integers without bounds. It refuses the bounds of an
+integer if they are not whole numbers, or if they do not fit into 64 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
 
 Schema = Mapping[str, Any]
 
@@ -20,6 +21,15 @@ ANNOTATIONS = frozenset(
     }
 )
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Maps each bound of an integer to the function that converts the bound to an equivalent integer.
+_WHOLE_BOUNDS: dict[str, Callable[[float], int]] = {
+    "minimum": math.ceil,
+    "maximum": math.floor,
+    "exclusiveMinimum": math.floor,
+    "exclusiveMaximum": math.ceil,
+}
+# The smallest and the largest integer that xgrammar accepts as a bound.
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 # The largest value of `multipleOf` that xgrammar enforces.
 _LARGEST_MULTIPLE_OF = 1024
 # A schema with `multipleOf` and bounds is rewritten as a list of all allowed values. The list may
@@ -64,8 +74,9 @@ def with_enforced_multiple(schema: Schema) -> Schema:
         return schema
     as_integer = {**schema, "type": "integer", "multipleOf": int(multiple)}
     has_bounds = any(bound in schema for bound in _BOUNDS)
-    has_list = "enum" in schema  # Another list of allowed values, which must not be replaced.
-    if has_list or not has_bounds:
+    # The list of all allowed values would replace other keywords, such as `enum` and `not`.
+    has_other_keywords = bool(schema.keys() - ANNOTATIONS - {"type", "multipleOf", *_BOUNDS})
+    if has_other_keywords or not has_bounds:
         return as_integer
     # `multiples` is empty if the bounds allow no multiple, or if the multiples cannot be listed,
     # for example because there are too many. In both cases, no `enum` is added, because an empty
@@ -75,6 +86,31 @@ def with_enforced_multiple(schema: Schema) -> Schema:
         return as_integer
     annotations = {key: value for key, value in schema.items() if key in ANNOTATIONS}
     return {**annotations, "enum": multiples}
+
+
+def with_integer_bounds(schema: Schema) -> Schema:
+    """Rewrite the bounds of an integer as whole numbers of at most 64 bits.
+
+    xgrammar refuses other bounds of integers. The result accepts only integers that `schema`
+    accepts, too. It does not accept integers of more than 64 bits if `schema` has a bound of more
+    than 64 bits. Bounds that no integer of 64 bits satisfies are not changed.
+
+    Example: `{"type": "integer", "minimum": 0.5, "maximum": 18446744073709551615}` gives
+    `{"type": "integer", "minimum": 1, "maximum": 9223372036854775807}`.
+    """
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    if "integer" not in types or "number" in types:
+        return schema
+    rewritten = dict(schema)
+    for keyword, to_whole_number in _WHOLE_BOUNDS.items():
+        bound = schema.get(keyword)
+        # `math.isfinite` fails for huge integers, which are finite.
+        if is_integer(bound) or (is_number(bound) and math.isfinite(bound)):
+            whole = to_whole_number(bound)
+            is_maximum = keyword in ("maximum", "exclusiveMaximum")
+            rewritten[keyword] = min(whole, _MAX_INT64) if is_maximum else max(whole, _MIN_INT64)
+    return rewritten
 
 
 def _multiples(schema: Schema, multiple: int) -> list[int]:
@@ -125,12 +161,12 @@ def _largest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
     return factors
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a JSON value is a number. A boolean is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[float]:
     """Return whether a JSON value is an integer, such as 5 or 5.0. A boolean is not an integer."""
     if isinstance(value, float):
         return value.is_integer()

@@ -1,7 +1,8 @@
 """Rewrites JSON schemas, so that xgrammar enforces keywords that it would otherwise ignore.
 
 xgrammar 0.2.8 ignores an `allOf` of several schemas. It also ignores `multipleOf` for numbers and
-for integers with bounds.
+for integers with bounds, and required properties that `properties` does not contain. It refuses
+some forms of older drafts of JSON Schema, such as a list as the value of `items`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from nereid_parsers.enforceable_multiple import ANNOTATIONS, Schema, with_enforced_multiple
+from nereid_parsers.enforceable_multiple import (
+    ANNOTATIONS,
+    Schema,
+    with_enforced_multiple,
+    with_integer_bounds,
+)
 from nereid_parsers.schema_merging import CannotMergeError, merge_schemas
 from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
@@ -54,8 +60,9 @@ class _SchemaInScope(NamedTuple):
 def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
     """Return a copy of a JSON schema, rewritten so that xgrammar enforces more of the keywords.
 
-    The copy accepts the same values as `schema`. Two keywords are rewritten, `allOf` and
-    `multipleOf`. xgrammar may still ignore other keywords.
+    The copy accepts the same values as `schema`, except integers of more than 64 bits (see
+    `with_integer_bounds`). The keywords `allOf`, `multipleOf` and `properties`, the bounds of
+    integers, and forms of older drafts are rewritten. xgrammar may still ignore other keywords.
 
     Examples:
         {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 5}]} returns
@@ -92,7 +99,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         return _rewrite(inner, inner_scope, depth + 1)
 
     rewritten: dict[str, Any] = {}
-    for keyword, value in with_enforced_multiple(merged).items():
+    for keyword, value in _rewrite_keywords(merged).items():
         if keyword in VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
@@ -102,6 +109,58 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         else:
             rewritten[keyword] = rewrite_inner(value)
     return rewritten
+
+
+def _rewrite_keywords(schema: Schema) -> Schema:
+    """Rewrite the keywords of a schema that has no `allOf`. Do not rewrite its inner schemas."""
+    listed = _with_listed_properties(_in_current_draft(schema))
+    return with_integer_bounds(with_enforced_multiple(listed))
+
+
+def _in_current_draft(schema: Schema) -> Schema:
+    """Rewrite forms of older drafts of JSON Schema, which xgrammar refuses.
+
+    Examples: `{"items": [A, B], "additionalItems": C}` gives `{"prefixItems": [A, B], "items": C}`.
+    `{"minimum": 3, "exclusiveMinimum": true}` gives `{"exclusiveMinimum": 3}`.
+    """
+    rewritten = dict(schema)
+    if isinstance(schema.get("items"), list):
+        rewritten["prefixItems"] = rewritten.pop("items")
+        if "additionalItems" in rewritten:
+            rewritten["items"] = rewritten.pop("additionalItems")
+    for bound, exclusive_bound in (
+        ("minimum", "exclusiveMinimum"),
+        ("maximum", "exclusiveMaximum"),
+    ):
+        if isinstance(schema.get(exclusive_bound), bool):
+            is_exclusive = rewritten.pop(exclusive_bound)
+            if is_exclusive and bound in rewritten:
+                rewritten[exclusive_bound] = rewritten.pop(bound)
+    return rewritten
+
+
+def _with_listed_properties(schema: Schema) -> Schema:
+    """Add each required property of an object to `properties`.
+
+    xgrammar does not require a property that `properties` does not contain, and the model usually
+    cannot write such a property. The value of such a property must match `additionalProperties`.
+
+    Example: `{"type": "object", "required": ["a"]}` gives
+    `{"type": "object", "properties": {"a": {}}, "required": ["a"]}`. The schema is returned
+    unchanged if it forbids other properties, or if `patternProperties` may apply to the property.
+    """
+    required = schema.get("required")
+    properties = schema.get("properties", {})
+    others = schema.get("additionalProperties", {})
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
+        return schema
+    is_object = schema.get("type") == "object" or "properties" in schema
+    if not is_object or others is False or "patternProperties" in schema:
+        return schema
+    missing = [name for name in required if isinstance(name, str) and name not in properties]
+    if not missing:
+        return schema
+    return {**schema, "properties": {**properties, **dict.fromkeys(missing, others)}}
 
 
 def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:

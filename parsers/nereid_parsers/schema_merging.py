@@ -71,6 +71,10 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     Raises:
         CannotMergeError: Two values of a keyword cannot be merged.
     """
+    for one, other in ((first, second), (second, first)):
+        # Next to `prefixItems`, the keyword `items` no longer applies to the first items.
+        if "prefixItems" in one and "items" in other and "prefixItems" not in other:
+            raise CannotMergeError("items cannot be merged with prefixItems")
     merged: dict[str, Any] = {**first, **second}
     common_keywords = [keyword for keyword in first if keyword in second]
     for keyword in common_keywords:

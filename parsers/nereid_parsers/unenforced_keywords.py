@@ -1,9 +1,11 @@
 """Finds the keywords of a JSON schema that xgrammar 0.2.8 accepts but does not enforce.
 
-Measurements show six cases. xgrammar ignores `not`, `uniqueItems` and conditional keywords. It
+Measurements show eight cases. xgrammar ignores `not`, `uniqueItems` and conditional keywords. It
 enforces `multipleOf` only for integers without bounds. An `allOf` of several schemas accepts any
 value. xgrammar treats `oneOf` as `anyOf`. Some keywords make xgrammar ignore others; see
-`ignored_keywords`. The module enforceable_pattern describes which patterns are not enforced.
+`ignored_keywords`. Most keywords are ignored in a schema without `type`; see `_describe_untyped`.
+References to other documents accept any value. The module enforceable_pattern describes which
+patterns are not enforced.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from nereid_parsers.stream.values.argument_types import json_type_of
 _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
+    "dependencies", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 # The value of a keyword in `_SCHEMA_KEYWORDS` is a schema. The value of a keyword in
 # `_SCHEMA_LIST_KEYWORDS` is a list of schemas. The value of a keyword in `SCHEMA_MAP_KEYWORDS` is
@@ -44,6 +47,15 @@ RESTRICTIONS = frozenset(
     }
 )
 _LENGTHS = frozenset({"minLength", "maxLength"})
+# xgrammar ignores these keywords in a schema without `type`; see `_describe_untyped`.
+_ARRAY_KEYWORDS = frozenset({"minItems", "maxItems"})
+_OBJECT_KEYWORDS = frozenset({"required", "patternProperties", "minProperties", "maxProperties"})
+_KEYWORDS_OF_OTHER_TYPES = frozenset(
+    {
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        *("minLength", "maxLength", "pattern", "format"),
+    }
+)
 # The values of `format` that xgrammar enforces.
 _ENFORCED_FORMATS = frozenset(
     {
@@ -96,8 +108,46 @@ def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> 
     if not is_answer:
         for keyword, cause in ignored_keywords(schema).items():
             yield f"{keyword} next to {cause} at {path}"
+        yield from _describe_untyped(schema, path)
+        yield from _describe_unlisted(schema, path)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#/") and reference != "#":
+            yield f"$ref to another document at {path}"
     for inner, inner_path in _inner_schemas(schema, path):
         yield from _describe_all(inner, inner_path, depth + 1, is_answer=is_answer)
+
+
+def _describe_untyped(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of each keyword that xgrammar ignores because `schema` has no `type`.
+
+    `items` and `prefixItems` imply the type "array". `properties` and `additionalProperties` imply
+    the type "object". Example: `{"minimum": 1}` at the path `$` yields "minimum without type at $".
+    """
+    if any(keyword in schema for keyword in ("type", *_EXCLUSIVE_KEYWORDS)):
+        return
+    ignored = _KEYWORDS_OF_OTHER_TYPES
+    if not any(keyword in schema for keyword in ("items", "prefixItems")):
+        ignored |= _ARRAY_KEYWORDS
+    if not any(keyword in schema for keyword in ("properties", "additionalProperties")):
+        ignored |= _OBJECT_KEYWORDS
+    for keyword in sorted(ignored & schema.keys()):
+        yield f"{keyword} without type at {path}"
+
+
+def _describe_unlisted(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of `required` if it contains a name that `properties` does not contain.
+
+    xgrammar does not require such a property. Example: `{"type": "object", "required": ["a"]}` at
+    the path `$` yields "required at $, because properties does not contain 'a'".
+    """
+    required = schema.get("required")
+    properties = schema.get("properties", {})
+    if "type" not in schema and "properties" not in schema:
+        return  # `_describe_untyped` describes `required`.
+    if isinstance(required, list) and isinstance(properties, Mapping):
+        unlisted = [name for name in required if isinstance(name, str) and name not in properties]
+        if unlisted:
+            yield f"required at {path}, because properties does not contain {unlisted[0]!r}"
 
 
 def _describe_pattern(schema: Mapping[str, Any], path: str, *, is_answer: bool) -> Iterator[str]:

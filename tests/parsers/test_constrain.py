@@ -358,7 +358,7 @@ SCHEMAS = [
     ),
     ({"oneOf": [{}, True]}, ["oneOf whose parts may overlap at $"]),
     (
-        {"pattern": "a(?=b)"},
+        {"type": "string", "pattern": "a(?=b)"},
         ["pattern at $, because the part '(?=b)' at the position 1 is incomplete or not supported"],
     ),
     ({"type": "string", "enum": ["a"]}, []),
@@ -371,7 +371,7 @@ SCHEMAS = [
 IGNORED = [
     ({"$defs": {"A": {"type": "integer"}}, "$ref": "#/$defs/A", "maximum": 5}, "maximum", "9"),
     ({"anyOf": [{"type": "integer"}, {"type": "null"}], "minimum": 3}, "minimum", "1"),
-    ({"type": "integer", "anyOf": [{"minimum": 3}, {"maximum": 0}]}, "type", '"x"'),
+    ({"type": "integer", "anyOf": [{"type": "string"}, {"type": "integer"}]}, "type", '"x"'),
     ({"type": "string", "enum": ["a", 3]}, "type", "3"),
     ({"const": "abc", "maxLength": 2}, "maxLength", '"abc"'),
     ({"type": "string", "pattern": "^a*$", "minLength": 2}, "minLength", '"a"'),
@@ -397,6 +397,42 @@ def test_keywords_that_xgrammar_ignores_because_of_other_keywords_are_listed(sch
     # If this assertion fails, xgrammar has learnt to enforce the keyword.
     grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
     assert _is_grammar_accept_string(grammar, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"minimum": 3}, "1"),
+        ({"maxLength": 1}, '"xx"'),
+        ({"pattern": "^a$"}, '"x"'),
+        ({"format": "date"}, '"x"'),
+        ({"minItems": 2}, "[]"),
+        ({"required": ["a"]}, "{}"),
+        ({"patternProperties": {"^a": {"type": "null"}}}, '{"a": 1}'),
+    ],
+)
+def test_keywords_that_xgrammar_ignores_without_a_type_are_listed(schema, text):
+    (keyword,) = schema
+    assert unenforced_keywords(schema) == [f"{keyword} without type at $"]
+    assert not unenforced_keywords(schema, is_answer=True)
+    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+    from xgrammar.testing import _is_grammar_accept_string
+
+    # If this assertion fails, xgrammar has learnt to enforce the keyword.
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
+    assert _is_grammar_accept_string(grammar, text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"items": {}, "minItems": 1},
+        {"properties": {"a": {}}, "required": ["a"], "maxProperties": 2},
+        {"additionalProperties": {"type": "null"}, "minProperties": 1},
+    ],
+)
+def test_keywords_of_an_implied_type_are_enforced(schema):
+    assert not unenforced_keywords(schema)
 
 
 def test_the_schema_of_an_answer_may_have_keywords_that_llguidance_enforces():

@@ -24,7 +24,7 @@ import torch
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
-from nereid_backend.errors import UnsupportedModelError, first_line
+from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.length_limits import LengthLimit, model_limit
 from nereid_backend.model.path_variants import PathSpec, path_variants, set_attention
@@ -74,6 +74,7 @@ def choose_path(
     Raises:
         UnsupportedModelError: if no path has correct logits. The message contains the reason for
             each path.
+        ModelError: if no path has correct logits, because a weight contains NaN or infinity.
     """
     trials = Trials(checkpoint, config)
     reasons: list[str] = []
@@ -92,10 +93,23 @@ def choose_path(
         # call returns them from a cache.
         trial = trials.get_for(spec)
         return ChosenPath(spec, difference, limit, trial)
+    _check_weights_are_finite(checkpoint, config.model)
     raise UnsupportedModelError(
         f"{checkpoint.architecture} is not supported, because none of the forward paths computes "
         f"the same logits as the model's own code: {'; '.join(reasons)}."
     )
+
+
+def _check_weights_are_finite(checkpoint: Checkpoint, folder: str) -> None:
+    """Raise a ModelError if a weight of the checkpoint in `folder` contains NaN or infinity."""
+    for name, weight in checkpoint.model.named_parameters():
+        # torch implements `isfinite` only for some of the float8 types.
+        if weight.is_floating_point() and not weight.float().isfinite().all():
+            raise ModelError(
+                f"{folder}: the weight {name} contains NaN or infinity as {weight.dtype}. Download "
+                "the checkpoint again. If its numbers are too large for this type, set "
+                "dtype=float32."
+            )
 
 
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:

@@ -229,6 +229,16 @@ def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_rand
         open_engine(copy)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named(number, copy):
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(copy / "model.safetensors")
+    weights[name][3, 4] = number
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"copy: the weight {name} contains NaN or infinity"):
+        open_engine(copy)
+
+
 def test_a_model_type_that_transformers_does_not_know_is_refused(copy):
     config = json.loads((copy / "config.json").read_text())
     config["model_type"] = "no_such_type"

@@ -175,11 +175,7 @@ inline void add_vectors(X* const* rows, const M* up, int64_t first, int64_t num_
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[r][v] += hidden[r * rank + j] * weights[v];
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v)
-      store_some(sums[r][v], rows[r] + first + v * kLanes, num_outputs - first - v * kLanes);
+  for (int r = 0; r < R; ++r) store_sums(sums[r], 1, V, rows[r] + first, 0, num_outputs - first);
 }
 
 // Adds the products of `up` and `hidden` to the outputs [first, last) of R rows. `first` is a multiple of kPanel.

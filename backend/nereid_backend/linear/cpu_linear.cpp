@@ -171,13 +171,7 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
         for (int v = 0; v < V; ++v) sums[r][v] = T::add(sums[r][v], weights[v], x[r]);
     }
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const int64_t place = panel * kPanel + v * kLanes;
-      store_some(sums[r][v], out + r * call.num_outputs + place, call.num_outputs - place);
-    }
+  store_sums(sums[0], R, V, out + panel * kPanel, call.num_outputs, call.num_outputs - panel * kPanel);
 }
 
 // Computes R rows and the panels [first, last). If `next` is not null, that panel is prefetched for the next call.

@@ -80,13 +80,19 @@ inline Floats load(const int8_t* at) {
 #endif
 }
 
-// Loads min(count, kLanes) numbers and fills the rest of the vector with zeros.
+// Loads `count` numbers, fewer than kLanes, and fills the rest of the vector with zeros. The function is not inlined,
+// because it is rarely called, and its copies would take a third of the time of the compiler.
 template <typename T>
-inline Floats load_some(const T* from, int64_t count) {
-  if (count >= kLanes) return load(from);
+__attribute__((noinline)) Floats load_part(const T* from, int64_t count) {
   Floats numbers = {};
   for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(from[i]);
   return numbers;
+}
+
+// Loads min(count, kLanes) numbers and fills the rest of the vector with zeros.
+template <typename T>
+inline Floats load_some(const T* from, int64_t count) {
+  return count >= kLanes ? load(from) : load_part(from, count);
 }
 
 // Rounds the numbers of a vector to bfloat16.
@@ -116,6 +122,17 @@ inline void store_some(Floats numbers, Bfloat16* to, int64_t count) {
 #else
   store_first(to_halves(numbers), to, count);
 #endif
+}
+
+// Stores the sums [num_rows][num_vectors] in the rows of `out`, which are `stride` numbers apart. At most `count` numbers
+// of a row are stored. The function is not inlined, because it is called in functions that are compiled for many numbers
+// of rows.
+template <typename Number>
+__attribute__((noinline)) void store_sums(const Floats* sums, int num_rows, int num_vectors, Number* out,
+                                          int64_t stride, int64_t count) {
+  for (int r = 0; r < num_rows; ++r)
+    for (int v = 0; v < num_vectors; ++v)
+      store_some(sums[r * num_vectors + v], out + r * stride + v * kLanes, count - v * kLanes);
 }
 
 // Returns a vector of equal numbers.

@@ -18,6 +18,8 @@ from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.compile_cost import depth_of, subschemas
 from nereid_backend.grammar.llguidance_schemas import (
     convert_lengths_to_integers,
+    ignore_additional_items,
+    limit_bounds,
     replace_exclusive_bounds,
 )
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
@@ -106,9 +108,11 @@ class LLGuidanceBackend:
             RequestError: if the schema is not valid, or has keywords that cannot be enforced.
         """
         schema = json.loads(source)
-        # These two functions change the parts of `schema` that llguidance rejects or handles
+        # These functions change the parts of `schema` that llguidance rejects or handles
         # incorrectly.
         convert_lengths_to_integers(schema)
+        ignore_additional_items(schema)
+        limit_bounds(schema)
         replace_exclusive_bounds(schema)
         matcher = self._matcher(_schema_grammar(schema))
         if matcher.is_error():

@@ -9,6 +9,11 @@ from nereid_backend.grammar.compile_cost import subschemas
 # The distance between an exclusive bound and the inclusive bound that replaces it. Example:
 # "greater than 3" becomes "at least 3.000000001".
 _BOUND_DISTANCE = 1e-9
+# The largest maximum of an integer that llguidance 1.9 accepts, and the largest absolute value of
+# every other bound. llguidance converts these bounds to floats, and _LARGEST_FLOAT is the largest
+# float below 2**63.
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_FLOAT = 2**63 - 1024
 # The keywords of JSON Schema whose values are lengths or counts.
 _LENGTHS = frozenset(
     f"{bound}{word}"
@@ -51,6 +56,42 @@ def convert_lengths_to_integers(schema: object) -> None:
         for keyword in _LENGTHS & part.keys():
             if _is_integer(part[keyword]):
                 part[keyword] = int(part[keyword])
+
+
+def limit_bounds(schema: object) -> None:
+    """Replace minimums and maximums that llguidance 1.9 refuses because of their size.
+
+    llguidance refuses a minimum of -2**63 or less, and a maximum of 2**63 or more. The changed
+    schema does not allow numbers beyond these limits. A minimum above the limits is not changed.
+
+    Example: {"maximum": 1e300} becomes {"maximum": 9223372036854774784}.
+
+    Mutates: schema.
+    """
+    for part, _ in subschemas(schema):
+        if not isinstance(part, dict):
+            continue
+        for bound in (_MINIMUM, _MAXIMUM):
+            is_maximum_of_integer = bound is _MAXIMUM and part.get("type") == "integer"
+            limit = _LARGEST_INTEGER if is_maximum_of_integer else _LARGEST_FLOAT
+            for keyword in (bound.inclusive, bound.exclusive):
+                value = part.get(keyword)
+                if _is_number(value):
+                    # The least strict bound that llguidance accepts.
+                    loosest = -bound.direction * limit
+                    part[keyword] = bound.strictest([value, loosest])
+
+
+def ignore_additional_items(schema: object) -> None:
+    """Remove the keyword `additionalItems` if the value of `items` is not a list.
+
+    In this case, the keyword has no meaning, but llguidance 1.9 then ignores `prefixItems`.
+
+    Mutates: schema.
+    """
+    for part, _ in subschemas(schema):
+        if isinstance(part, dict) and not isinstance(part.get("items"), list):
+            part.pop("additionalItems", None)
 
 
 def replace_exclusive_bounds(schema: object) -> None:

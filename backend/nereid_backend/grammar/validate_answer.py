@@ -100,11 +100,49 @@ def _description(error: Any) -> str:  # noqa: ANN401 - jsonschema ships no types
 def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its classes at run time
     """Return the validator for a schema. `source` is the schema as JSON text."""
     schema = json.loads(source)
-    validator_class = jsonschema.Draft202012Validator
+    validator_class = _default_validator_class()
     if isinstance(schema, Mapping) and "$schema" in schema:
         validator_class = jsonschema.validators.validator_for(schema, default=validator_class)
     # The empty registry prevents the validator from fetching other documents.
     return validator_class(schema, registry=Registry())
+
+
+@lru_cache(maxsize=1)
+def _default_validator_class() -> Any:  # noqa: ANN401 - jsonschema creates its classes at run time
+    """Return the class of validators for schemas without `$schema`.
+
+    The class implements draft 2020-12, and the forms of older drafts that the grammar libraries
+    enforce, too: a list as the value of `items`, and a boolean as the value of `exclusiveMinimum`.
+    """
+    current, older = jsonschema.Draft202012Validator, jsonschema.Draft4Validator
+
+    def items(validator: Any, value: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401
+        """Check `items`. A list contains the schemas of the first items."""
+        draft = jsonschema.Draft7Validator if isinstance(value, list) else current
+        return draft.VALIDATORS["items"](validator, value, instance, schema)
+
+    def exclusive(keyword: str, bound: str) -> Callable[..., Any]:
+        """Return a function that checks `exclusiveMinimum` or `exclusiveMaximum`.
+
+        A boolean determines whether the bound in `minimum` or `maximum` is exclusive.
+        """
+
+        def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401
+            if not isinstance(value, bool):
+                return current.VALIDATORS[keyword](validator, value, instance, schema)
+            if bound not in schema:
+                return None
+            return older.VALIDATORS[bound](validator, schema[bound], instance, schema)
+
+        return check
+
+    checks = {
+        "items": items,
+        "additionalItems": jsonschema.Draft7Validator.VALIDATORS["additionalItems"],
+        "exclusiveMinimum": exclusive("exclusiveMinimum", "minimum"),
+        "exclusiveMaximum": exclusive("exclusiveMaximum", "maximum"),
+    }
+    return jsonschema.validators.extend(current, checks)
 
 
 def _limited(check: Callable[..., Any]) -> Callable[..., Any]:

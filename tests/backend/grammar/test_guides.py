@@ -60,6 +60,25 @@ def test_the_stricter_of_two_bounds_of_a_side_is_kept(guide, vocabulary):
         guide(spec).accept([*vocabulary.encode("3.2"), 2])
 
 
+@pytest.mark.parametrize(
+    ("schema", "fits", "fits_not"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, str(2**63 - 1), "1.5"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "5", "-5"),
+        ({"type": "number", "minimum": -1e308, "maximum": 1e308}, "-5.5", str(10**309)),
+        ({"type": "number", "exclusiveMaximum": 1e300}, "-5.5", str(10**300)),
+        ({"type": ["integer", "null"], "maximum": 10**400}, "-5", "1.5"),
+        # `additionalItems` has no meaning without a list in `items`.
+        ({"type": "array", "prefixItems": [{"const": 1}], "additionalItems": False}, "[1]", "[2]"),
+    ],
+)
+def test_a_schema_that_the_library_misreads_is_enforced(schema, fits, fits_not, guide, vocabulary):
+    spec = schema_spec(schema, is_strict=True)
+    guide(spec).accept([*vocabulary.encode(fits), 2])
+    with pytest.raises(EngineError, match="not allowed"):
+        guide(spec).accept([*vocabulary.encode(fits_not), 2])
+
+
 def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
     held = guide(GrammarSpec.choice(["yes"]))
     held.accept(vocabulary.encode("yes"))

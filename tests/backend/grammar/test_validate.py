@@ -65,3 +65,26 @@ def test_a_pattern_is_searched(value, problem):
 
 def test_references_are_not_fetched():
     assert "cannot be checked" in describe_violation("1", {"$ref": "http://127.0.0.1:9/x"})
+
+
+TUPLE = {"type": "array", "items": [{"type": "integer"}], "additionalItems": {"type": "null"}}
+EXCLUSIVE = {"type": "integer", "minimum": 3, "exclusiveMinimum": True}
+INCLUSIVE = {"type": "integer", "minimum": -5, "exclusiveMinimum": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "is_valid"),
+    [
+        ("[1, null]", TUPLE, True),
+        ('["a"]', TUPLE, False),
+        ("[1, 2]", TUPLE, False),
+        ("4", EXCLUSIVE, True),
+        ("3", EXCLUSIVE, False),
+        ("-4", INCLUSIVE, True),
+        ("-6", INCLUSIVE, False),
+        ("1", {"exclusiveMaximum": True}, True),
+        ("1", {"exclusiveMaximum": 1}, False),
+    ],
+)
+def test_the_forms_of_older_drafts_are_checked(text, schema, is_valid):
+    assert (describe_violation(text, schema) is None) == is_valid

@@ -22,6 +22,9 @@ from nereid_backend.sampling.draft_verification import Position
 
 # The initial width of the tables: the number of distinct tokens that fit into one row.
 _FIRST_WIDTH = 64
+# A repetition penalty outside this range is replaced by the nearest limit. Otherwise, the penalty,
+# or the penalised logit divided by the temperature, could exceed the range of float32.
+_MIN_REPETITION_PENALTY, _MAX_REPETITION_PENALTY = 1e-20, 1e20
 
 
 def asks_for_penalties(params: SamplingParams) -> bool:
@@ -201,12 +204,13 @@ def apply_penalties(
     """
     device = logits.device
     penalties = np.array(
-        [(row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params],
-        dtype=np.float32,
+        [(row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params]
     )
+    penalties[:, 0] = penalties[:, 0].clip(_MIN_REPETITION_PENALTY, _MAX_REPETITION_PENALTY)
     # The three penalties are uploaded together, because one upload is faster than three. The array
     # [n, 3] becomes [n, 3, 1], and is then divided into three columns [n, 1].
-    repetition, frequency, presence = upload(penalties, device).unsqueeze(2).unbind(1)
+    uploaded = upload(penalties.astype(np.float32), device)
+    repetition, frequency, presence = uploaded.unsqueeze(2).unbind(1)
     token_ids = upload(ids, device)
     num_occurrences = upload(counts, device)
     is_in_output = num_occurrences > 0

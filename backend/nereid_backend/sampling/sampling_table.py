@@ -19,6 +19,9 @@ from nereid_backend.sampling.penalties import asks_for_penalties
 
 Integers = NDArray[np.int64]
 
+# A larger temperature is replaced by this number, because it could exceed the range of float32.
+_MAX_TEMPERATURE = 1e30
+
 # The type of one row of the table:
 #   temperature, top_p, top_k, min_p   see `SamplingParams`; top_k=0 turns top_k off
 #   seed              the seed of the sequence's random numbers
@@ -103,7 +106,7 @@ def _make_row(sequence: Sequence) -> tuple[object, ...]:
     """Return the sampling parameters of a sequence as one row of the sampling table."""
     params = sequence.params
     values = {
-        "temperature": params.temperature,
+        "temperature": min(params.temperature, _MAX_TEMPERATURE),
         "top_p": params.top_p,
         "top_k": _top_k_or_zero(params),
         "min_p": params.min_p,

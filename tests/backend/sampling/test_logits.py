@@ -112,6 +112,22 @@ def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
         torch.testing.assert_close(again[0], found[0])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-9, 1.0])
+@pytest.mark.parametrize("penalty", [1e-308, 1e-40, 1e-38, 1e38, 1e40, 1e308])
+@pytest.mark.filterwarnings("error")
+def test_an_extreme_repetition_penalty_selects_or_excludes_the_tokens_of_the_prompt(
+    penalty, temperature
+):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :3] = torch.tensor([50.0, 60.0, 10.0])
+    sequence = make_sequence((1, 2), repetition_penalty=penalty, temperature=temperature)
+    assert sample(logits, [sequence])[0].token_ids == ([1] if penalty < 1 else [0])
+    sequence = make_sequence((3,), repetition_penalty=penalty, allowed_token_ids=[3])
+    for logit in (-50.0, 0.0, 50.0):
+        logits[0, 3] = logit
+        assert sample(logits, [sequence])[0].token_ids == [3]
+
+
 def test_presence_and_frequency_do_not_count_the_prompt():
     logits = torch.randn(1, VOCAB)
     sequence = make_sequence((1, 2, 3), presence_penalty=2.0, frequency_penalty=2.0)

@@ -51,6 +51,17 @@ def test_a_top_k_beyond_64_bit_integers_keeps_every_token(top_k):
     assert limited == unlimited
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
+@pytest.mark.filterwarnings("error")
+def test_a_temperature_beyond_float32_makes_all_allowed_tokens_equally_likely(filters):
+    logits = torch.full((100, VOCAB), -torch.inf)
+    logits[:, 7:9] = torch.tensor([3.0, -3.0])
+    sequences = [make_sequence(seed=seed, temperature=1e300, **filters) for seed in range(100)]
+    tokens = [token for sampled in sample(logits, sequences) for token in sampled.token_ids]
+    assert len(tokens) == 100
+    assert set(tokens) == {7, 8}
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -139,6 +139,8 @@ class EmbeddingRequest(EmbeddingOptions):
     number. All types but `float` require the encoding_format `float`."""
     embedding_type: Literal["float", "int8", "uint8", "binary", "ubinary"] | None = None
     """Jina's name of output_dtype."""
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    """Mistral's and Voyage's name of dimensions."""
     input_type: str | None = None
     """`query` or `passage` selects the checkpoint's prompt of this name, if there is one (NIM)."""
 
@@ -151,6 +153,29 @@ class EmbeddingRequest(EmbeddingOptions):
                 'the request has "base64"',
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_dimensions(self) -> Self:
+        if self.dimensions is not None and self.output_dimension is not None:
+            raise FieldError(
+                "output_dimension",
+                "Only one of dimensions and output_dimension is allowed, but the request has both "
+                "of them",
+            )
+        return self
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The input tensors of the model."""
+        inputs: ModelInputs = self.input  # validation has converted the field
+        if self.output_dimension is None:
+            return inputs
+        # An error of the model names the option `dimensions`, but the client sent another field.
+        return ModelInputs(inputs.tensors, {**inputs.fields, "dimensions": "output_dimension"})
+
+    def options(self) -> dict[str, Any]:
+        """Return the JSON object for the input `options` of the model `embedding`."""
+        return {**super().options(), "dimensions": self.dimensions or self.output_dimension}
 
     @property
     def vector_type(self) -> str:

@@ -44,7 +44,7 @@ async def embeddings(request: Request) -> Response:
     body = await read_request(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     options = body.options_for(_prompt_names(served))
-    outputs = await call_model(request, served, body.input, options)
+    outputs = await call_model(request, served, body.model_inputs, options)
     vector_to_json = WRITERS[body.vector_type]
     # `vector_to_json` returns JSON text, so the other values of the object must be JSON texts, too.
     items = (

@@ -57,7 +57,7 @@ async def pooling(request: Request) -> Response:
         rows = _label_probabilities(outputs, output_kind)
     else:
         options = body.options() | {"kind": output_kind}
-        outputs = await call_model(request, served, body.input, options)
+        outputs = await call_model(request, served, body.model_inputs, options)
         rows = vectors_of(outputs)
     members = envelope("pool", request_id_of(request), served.name)
     members["usage"] = usage_of(outputs)

@@ -197,6 +197,18 @@ async def test_the_blamed_field_is_the_param(ask):
     assert problem(await ask("/v1/embeddings", input="b", dimensions=9))["param"] == "dimensions"
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_the_field_of_mistral_and_voyage_shortens_the_vectors(ask, path):
+    name = "embedding" if path == "/v1/embeddings" else "data"
+    short = (await ask(path, input="abc", output_dimension=2)).json()["data"][0][name]
+    assert short == (await ask(path, input="abc", dimensions=2)).json()["data"][0][name]
+    assert len(short) == 2
+    error = problem(await ask(path, input="b", output_dimension=9))
+    assert error["param"] == "output_dimension"
+    both = problem(await ask(path, input="b", output_dimension=2, dimensions=2))
+    assert both["param"] == "output_dimension"
+
+
 @pytest.mark.parametrize(
     ("model", "status", "said"),
     [

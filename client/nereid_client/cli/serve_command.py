@@ -89,7 +89,9 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     if fork_server_address:
         environment[ADDRESS_VARIABLE] = fork_server_address
     server_environment = environment if several is None else without_model_settings(environment)
-    shm_prefix = f"nereid_{os.getpid()}_"
+    # Two servers in containers can have the same process id and share /dev/shm. With the same
+    # prefix, one server would delete the memory of the other one.
+    shm_prefix = f"nereid_{os.getpid()}_{secrets.token_hex(4)}_"
     openai_url = f"http://{_address_to_connect_to(settings.host)}:{settings.port}"
     http_url = f"http://{_address_to_connect_to(host)}:{args.http_port}"
     metrics_url = _metrics_url(args)

@@ -122,6 +122,11 @@ def test_an_ensemble_that_the_model_repository_does_not_have_is_a_wrong_setting(
         plan(f"--openai-port={port}", NEREID_ENSEMBLE="nope")
 
 
+def test_servers_with_the_same_process_id_have_different_shared_memory(plan):
+    prefixes = {plan(f"--openai-port={port}").shm_prefix for port in free_ports(2)}
+    assert len(prefixes) == 2
+
+
 def test_the_variable_of_the_log_level_applies_to_both_programs(plan):
     [port] = free_ports(1)
     made = plan(f"--openai-port={port}", NEREID_LOG_LEVEL="debug")

@@ -88,6 +88,13 @@ def test_an_unknown_home_folder_is_an_error_of_the_build(tmp_path, monkeypatch):
         load_kernels.load_library()
 
 
+def test_a_cache_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_kernels, "_PRECOMPILED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # not even root can write to /proc
+    with pytest.raises(compile_kernels.KernelBuildError, match=r"/proc/nowhere.*set .* XDG_CACHE"):
+        load_kernels.load_library()
+
+
 def test_torch_may_be_installed_in_a_folder_whose_name_has_a_space(monkeypatch):
     packages = Path("/home/me/my models/site-packages")
     openmp = packages / "torch/lib/libgomp.so.1"

@@ -78,13 +78,20 @@ def compile_library(
         path: the file of the library.
 
     Raises:
-        KernelBuildError: if the compiler fails.
+        KernelBuildError: if the compiler fails, or if the folder of `path` cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Build the library in a temporary folder and then move it, because another process may
         # build the same library.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        temporary_folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        raise KernelBuildError(
+            f"the kernels could not be stored in the folder {path.parent} ({error.strerror}); set "
+            "the environment variable XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    try:
+        with temporary_folder as folder:
             objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
             built = Path(folder) / path.name
             # Do not link with the flag -fopenmp, because the kernels must use torch's OpenMP

@@ -20,6 +20,10 @@ CANNOT = {
     "one_tagged_call",  # The template renders arrays as objects.
     "harmony",  # The template renders several calls in a turn, but a call ends the turn.
     "no_switch_prompt",  # The rendered answer does not start with the generation prompt.
+    # These templates omit the markup of the arguments if there are none. A constraint requires it.
+    "name_alone",
+    "optional_arguments",
+    "self_closing",
 }
 # The first template writes arguments on indented lines, but a constraint allows only one character
 # of white space at a time. The second template omits the end of the section after a single call.

@@ -320,6 +320,11 @@ def _compile_body_start(call: Call) -> _BodyStart:
             return _BodyStart(re.compile(re.escape(prefix)), incomplete)
         case JsonArguments() if _header_proves_call(call):
             return _starts_with_one("")  # Any text, because only tool calls have such a header.
+        case JsonArguments() if call.trigger and call.close.strip():
+            # A model may omit the arguments: `<call>f</call>`.
+            close = marker_parts(call.close)[0]
+            incomplete = re.compile(marker_prefix_regex(close))
+            return _BodyStart(re.compile(rf"\{{|{re.escape(close)}"), incomplete)
     return _starts_with_one(r"\{")  # An object with quoted or unquoted keys, such as `{"a": 1}`.
 
 

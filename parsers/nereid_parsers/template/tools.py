@@ -35,6 +35,7 @@ from nereid_parsers.template.calls.call_texts import (
     mask_call_numbers,
     split_text_after_calls,
 )
+from nereid_parsers.template.calls.calls_without_arguments import add_call_without_arguments
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     EOS_TOKEN,
@@ -126,7 +127,8 @@ def find_tools(
     # The two tool calls must differ only in their names and arguments, so their numbers are masked.
     # The prober has already masked numbers directly after the name, as in `f:0`.
     # `mask_call_numbers` also masks numbers at other places, as in `0 f` or `f index=0`.
-    inference = infer_call_format(mask_call_numbers(texts))
+    texts = mask_call_numbers(texts)
+    inference = infer_call_format(texts)
     turn.prober.undecided += inference.problems  # sentences about what could not be inferred
     if inference.call_format is None:
         return findings
@@ -147,6 +149,7 @@ def find_tools(
     except FormatError as error:
         turn.prober.record_undecided(f"The tool section is invalid: {error}")
         return findings
+    section = add_call_without_arguments(section, inference.call_format, texts.no_arguments)
     # Related models may write tool calls with other markers. `add_family_variants` adds
     # descriptions of these tool calls.
     return replace(findings, part=add_family_variants(section))
@@ -230,6 +233,7 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
         number=renderer.text_of_calls(number),
         two_calls=two_calls,
         special_value=renderer.text_of_calls(special_value),
+        no_arguments=renderer.text_of_calls(ProbeCall(arguments=())),
     )
 
 

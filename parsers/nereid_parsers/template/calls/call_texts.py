@@ -16,7 +16,7 @@ from nereid_parsers.template.probe import COUNTER_MARK
 
 
 class CallTexts(NamedTuple):
-    """The rendered tool calls of five messages.
+    """The rendered tool calls of six messages.
 
     Each text starts where the tool calls start. A text is "" if the template fails to render the
     message.
@@ -28,6 +28,7 @@ class CallTexts(NamedTuple):
         two_calls: Two tool calls with one argument each, or "" if a message can have only one tool
             call.
         special_value: One tool call whose argument is SPECIAL_VALUE, a string that contains markup.
+        no_arguments: One tool call without arguments.
     """
 
     one_call: str
@@ -35,6 +36,7 @@ class CallTexts(NamedTuple):
     number: str
     two_calls: str
     special_value: str = ""
+    no_arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,8 @@ class Engine:
 
         Raises:
             RequestError: if the request is invalid, or if it has images and the model accepts none.
-            CapacityError: if max_num_waiting requests are waiting already.
+            CapacityError: if max_num_waiting requests are waiting already, or too many grammars
+                are waiting to be compiled.
         """
         parts = self._parts
         # `create` validates the request, and returns the first of its n sequences. The scheduler

@@ -11,7 +11,7 @@ from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.engine.disk_tier import DiskTier
 from nereid_backend.engine.pending_grammars import PendingGrammars
-from nereid_backend.errors import RequestError
+from nereid_backend.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
     from nereid_backend.grammar import Guides
@@ -65,12 +65,17 @@ class RequestPreparation:
 
         `sequence` is the first sequence of the request. If the request has a grammar, the grammar
         is compiled. If a prefix of the request is stored on disk, the prefix is read.
+
+        Raises:
+            CapacityError: if too many grammars are waiting to be compiled.
         """
-        is_reading = self._disk is not None and self._disk.start_reading(sequence)
         needs_guide = _needs_guide(sequence.params)
         if needs_guide:
             future = self._load_guides().prepare(sequence.params, sequence.stop_token_ids)
+            if future.done() and isinstance(error := future.exception(), CapacityError):
+                raise error
             self._pending_grammars.add(sequence.request_id, future)
+        is_reading = self._disk is not None and self._disk.start_reading(sequence)
         self._scheduler.add(sequence, is_prepared=not (needs_guide or is_reading))
 
     def cancel(self, request_id: str) -> None:

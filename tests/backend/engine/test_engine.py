@@ -498,6 +498,21 @@ class Never:
         pass
 
 
+def test_a_request_is_not_added_if_too_many_grammars_wait(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    engine._parts.preparation._guides = guides = Never()
+    params = SamplingParams(grammar=GrammarSpec("regex", "a+"))
+    future = Future()
+    future.set_exception(CapacityError("grammar: 256 grammars are being compiled."))
+    guides.prepare = lambda *_: future
+    with pytest.raises(CapacityError, match="256 grammars"):
+        engine.add_request("a", [5, 9], params)
+    assert not engine.has_work()
+    engine.add_request("a", [5, 9], GREEDY)
+    assert ends(drain(engine)["a"]) == ["length"]
+    engine.close()
+
+
 def test_while_a_guide_is_made_steps_wait_a_little_and_the_request_can_be_aborted(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     engine._parts.preparation._guides = guides = Never()

@@ -351,7 +351,11 @@ class PoolingModel:
         if not indices:
             return {}
         loaded = self._loaded
-        pooled_tokens = [(starts[i] + items[i].prompt_len, starts[i + 1]) for i in indices]
+        prompt_lens = [items[i].prompt_len for i in indices]
+        pooled_tokens = [
+            (starts[i] + prompt_len, starts[i + 1], prompt_len)
+            for i, prompt_len in zip(indices, prompt_lens, strict=True)
+        ]
         vectors = pool(hidden, pooled_tokens, loaded.poolers)
         for layer in loaded.layers.vector:
             vectors = layer(vectors)

@@ -162,13 +162,16 @@ def test_vectors_with_different_dimensions_in_one_batch_are_truncated_and_then_n
         np.testing.assert_allclose(value, cut, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["mean", "weightedmean"])
 @pytest.mark.parametrize("include_prompt", [True, False])
-def test_prompts_equal_those_of_sentence_transformers(include_prompt, encoder_of, texts, tmp_path):
+def test_prompts_equal_those_of_sentence_transformers(
+    include_prompt, mode, encoder_of, texts, tmp_path
+):
     folder = copy_of(encoder_of("bert"), tmp_path)
     prompts = {"query": "query : ", "document": ""}
     add_modules(
         folder,
-        pooling("mean", include_prompt=include_prompt),
+        pooling(mode, include_prompt=include_prompt),
         prompts=prompts,
         default_prompt_name="query",
     )

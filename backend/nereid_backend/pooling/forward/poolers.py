@@ -10,10 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# One pair for each text: the index of the first pooled token, and the index after the last pooled
-# token. Each range contains at least one token. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4,
-# and the tokens 6 to 8.
-Ranges = list[tuple[int, int]]
+# Three numbers for each text: the index of the first pooled token, the index after the last pooled
+# token, and the number of the text's tokens before the first pooled token (the tokens of its
+# prompt). Each range contains at least one token. Example: [(0, 5, 0), (6, 9, 1)] pools the tokens
+# 0 to 4, and the tokens 6 to 8. The token 5 is the prompt of the second text.
+Ranges = list[tuple[int, int, int]]
 
 
 def pool(hidden: Tensor, ranges: Ranges, poolers: tuple[str, ...]) -> Tensor:
@@ -42,7 +43,7 @@ def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tenso
     If `weights` is given, the sum is weighted.
     """
     parts = []
-    for number, (start, end) in enumerate(ranges):
+    for number, (start, end, _) in enumerate(ranges):
         rows = hidden[start:end].float()
         parts.append(rows.sum(0) if weights is None else weights[number] @ rows)
     return torch.stack(parts)
@@ -50,31 +51,38 @@ def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tenso
 
 def _lens(hidden: Tensor, ranges: Ranges) -> Tensor:
     """Return the number of pooled tokens of each text, [num_texts, 1]."""
-    return torch.tensor([end - start for start, end in ranges], device=hidden.device)[:, None]
+    return torch.tensor([end - start for start, end, _ in ranges], device=hidden.device)[:, None]
 
 
 def _weighted_mean(hidden: Tensor, ranges: Ranges) -> Tensor:
     """Return a weighted mean of the token vectors of each text.
 
-    The first token has the weight 1, the second token has the weight 2, and so on.
+    The first token has the weight 1, the second token has the weight 2, and so on. The tokens of a
+    prompt are counted, too. Example: if a prompt has 3 tokens, the first pooled token has the
+    weight 4.
     """
     weights = [
-        torch.arange(1, end - start + 1, device=hidden.device, dtype=torch.float32)
-        for start, end in ranges
+        torch.arange(
+            prompt_len + 1,
+            prompt_len + end - start + 1,
+            device=hidden.device,
+            dtype=torch.float32,
+        )
+        for start, end, prompt_len in ranges
     ]
     totals = torch.stack([text_weights.sum() for text_weights in weights])[:, None]
     return _sums(hidden, ranges, weights) / totals
 
 
 _POOLERS: dict[str, Callable[[Tensor, Ranges], Tensor]] = {
-    "cls": lambda hidden, ranges: _rows([start for start, _ in ranges], hidden),
-    "lasttoken": lambda hidden, ranges: _rows([end - 1 for _, end in ranges], hidden),
+    "cls": lambda hidden, ranges: _rows([start for start, _, _ in ranges], hidden),
+    "lasttoken": lambda hidden, ranges: _rows([end - 1 for _, end, _ in ranges], hidden),
     "mean": lambda hidden, ranges: _sums(hidden, ranges, None) / _lens(hidden, ranges),
     "mean_sqrt_len_tokens": lambda hidden, ranges: (
         _sums(hidden, ranges, None) / _lens(hidden, ranges).sqrt()
     ),
     "weightedmean": _weighted_mean,
     "max": lambda hidden, ranges: torch.stack(
-        [hidden[start:end].float().amax(0) for start, end in ranges]
+        [hidden[start:end].float().amax(0) for start, end, _ in ranges]
     ),
 }

@@ -117,7 +117,8 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     Eight numbers become one byte. The bit of a positive number is 1, and the bit of any other
     number is 0. The first of the eight numbers becomes the highest bit. Example: the array
     [1, -1, -1, -1, -1, -1, -1, 1] is encoded as "[129]" if the bytes are unsigned, and as "[1]" if
-    the bytes are signed, because Cohere's API subtracts 128 from each byte.
+    the bytes are signed, because Cohere's API subtracts 128 from each byte. If the array contains
+    several vectors, [num_vectors, dimension], each vector becomes a list of bytes.
 
     Args:
         is_signed: whether the bytes are from -128 to 127 (Cohere's `binary`) or from 0 to 255
@@ -126,7 +127,7 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     offset = 128 if is_signed else 0
 
     def write(array: Floats) -> str:
-        packed = np.packbits(array > 0).astype(np.int16)
+        packed = np.packbits(array > 0, axis=-1).astype(np.int16)
         return _encode((packed - offset).tolist())
 
     return write

@@ -513,3 +513,9 @@ async def test_a_type_that_is_repeated_many_times_is_encoded_once(ask, monkeypat
     response = await ask("/v2/embed", texts=["abc"], embedding_types=["float"] * 1000)
     assert response.status_code == 200
     assert len(encoded) == 1
+
+
+async def test_each_vector_of_a_token_has_its_own_bits(ask):
+    answer = await ask("/pooling", input=["ab"], task="token_embed", output_dtype="ubinary")
+    (row,) = [item["data"] for item in answer.json()["data"]]
+    assert row == [[0b11110000], [0b11110000]]  # four positive numbers for each of two tokens

@@ -1,5 +1,7 @@
 """POST /v1/score and /score."""
 
+import re
+
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,6 +15,7 @@ from nereid_client.embeddings.model_choice import (
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
+from nereid_client.errors import BackendError
 from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.protocol.rerank_requests import ScoreRequest, SimilarityRequest
 from nereid_client.request_context import request_id_of
@@ -65,8 +68,11 @@ async def similarity(request: Request) -> Response:
     require_kind(served, "dense")
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
-    inputs = ModelInputs({"texts": texts}, {"texts": "inputs"})
-    outputs = await call_model(request, served, inputs, options)
+    inputs = ModelInputs({"texts": texts}, {"texts": "inputs.sentences"})
+    try:
+        outputs = await call_model(request, served, inputs, options)
+    except BackendError as error:
+        raise _locate(error, 1, "inputs.source_sentence", "inputs.sentences") from None
     similarities = _cosine_similarities(outputs.arrays["embeddings"], num_queries=1)
     return JSONResponse(similarities.tolist())
 
@@ -94,7 +100,32 @@ async def _call_embedder(
     """
     require_kind(served, "dense")
     options = {"kind": "dense", "normalize": True, "truncate": body.truncates}
-    return await call_model(request, served, body.embedding_inputs, options)
+    try:
+        return await call_model(request, served, body.embedding_inputs, options)
+    except BackendError as error:
+        num_queries = len(body.query_texts)
+        raise _locate(error, num_queries, body.query_field, body.document_field) from None
+
+
+def _locate(
+    error: BackendError, num_queries: int, query_field: str, document_field: str
+) -> BackendError:
+    """Return the error with the field and the index of the wrong query or document.
+
+    The embedding model receives the queries and the documents as one list, so the index in its
+    error counts the queries, too. Example: with one query, "text_2: element 3: has 13 tokens"
+    becomes "text_2: element 2: has 13 tokens", and "text_2: element 0: has 13 tokens" becomes
+    "text_1: element 0: has 13 tokens".
+    """
+    match = re.match(rf"{re.escape(document_field)}: element (\d+): ", error.message)
+    if match is None:
+        return error
+    index = int(match[1])
+    is_query = index < num_queries
+    field = query_field if is_query else document_field
+    index_in_field = index if is_query else index - num_queries
+    rest = error.message[match.end() :]
+    return BackendError(error.code, f"{field}: element {index_in_field}: {rest}")
 
 
 def _cosine_similarities(vectors: Floats, num_queries: int) -> Floats:

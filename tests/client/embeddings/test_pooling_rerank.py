@@ -254,6 +254,28 @@ async def test_an_embedding_model_scores_by_cosine(ask):
 
 
 @pytest.mark.parametrize(
+    ("left", "right", "place"),
+    [
+        ("b" * 13, ["a"], "text_1: element 0"),
+        ("a", ["a", "b" * 13], "text_2: element 1"),
+        (["a", "b" * 13], ["a", "a"], "text_1: element 1"),
+    ],
+)
+async def test_an_embedding_model_names_the_text_that_is_too_long(ask, left, right, place):
+    answer = await ask("/v1/score", model="tiny-embed", text_1=left, text_2=right)
+    assert problem(answer)["message"] == f"{place}: has 13 tokens; the limit is 12"
+
+
+async def test_a_sentence_that_is_too_long_is_named(ask):
+    inputs = {"source_sentence": "a", "sentences": ["b" * 13]}
+    error = problem(await ask("/similarity", inputs=inputs))
+    assert error["message"].startswith("inputs.sentences: element 0: has 13 tokens")
+    inputs = {"source_sentence": "b" * 13, "sentences": ["a"]}
+    error = problem(await ask("/similarity", inputs=inputs))
+    assert error["message"].startswith("inputs.source_sentence: element 0: has 13 tokens")
+
+
+@pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"text_1": "a"}, "text_2 is required, but the request does not contain it"),

@@ -43,12 +43,12 @@ class RerankRequest(PoolingRequest):
     """The instruction of a reranker that reads one, such as "Judge the relevance of the text"."""
     instruct: str | None = None
     """Another name of instruction."""
-    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
     """The number of tokens at which a text is cut. Only the model's limit and larger values are
-    supported."""
-    max_tokens_per_query: Annotated[int, Field(ge=1)] | None = None
+    supported. 0 means no limit (vLLM)."""
+    max_tokens_per_query: Annotated[int, Field(ge=0)] | None = None
     """The number of tokens at which a text is cut. Only the model's limit and larger values are
-    supported."""
+    supported. 0 means no limit (vLLM)."""
     format: Literal["jina", "cohere", "sglang", "tei"] | None = None
     """The format of the response. The default depends on the route."""
 

@@ -109,8 +109,9 @@ async def _score(request: Request, served: ServedModel, body: RerankRequest) -> 
     Raises: ApiError 400 if the model cannot compute scores, or if the request truncates texts to
         fewer tokens than the model's limit. The server truncates texts only to this limit.
     """
-    refuse_truncation_below_model_limit(served, "max_tokens_per_doc", body.max_tokens_per_doc)
-    refuse_truncation_below_model_limit(served, "max_tokens_per_query", body.max_tokens_per_query)
+    for name in ("max_tokens_per_doc", "max_tokens_per_query"):
+        # 0 means that the client sets no limit, as in vLLM, whose default is 0.
+        refuse_truncation_below_model_limit(served, name, getattr(body, name) or None)
     options = body.options()
     if uses_late_interaction(served):  # an embedding model with one vector for each token
         truncate = options["truncate"]

@@ -174,6 +174,13 @@ async def test_what_is_wrong_is_named(ask, fields, said, param):
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("name", ["max_tokens_per_doc", "max_tokens_per_query"])
+async def test_a_limit_of_0_tokens_is_no_limit_as_in_vllm(ask, pooling, name):
+    response = await ask("/v1/rerank", query="x", documents=["a"], **{name: 0})
+    assert response.status_code == 200, response.text
+    assert not pooling.calls[-1].options.get("truncate")
+
+
 async def test_an_unknown_format_in_the_query_string_is_refused(ask):
     error = problem(await ask("/v1/rerank?format=xml", query="x", documents=["a"]))
     assert (

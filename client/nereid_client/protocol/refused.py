@@ -84,6 +84,8 @@ REFUSED_IN_CHAT = {
     "prompt_cache_options": Refusal(_CACHE_EVICTION),
     # SGLang
     "input_ids": Refusal("only /v1/completions accepts token ids, in its field prompt"),
+    # vLLM
+    "echo": Refusal("only /v1/completions repeats text of the request", _FALSE),
     # completions
     "best_of": Refusal("only /v1/completions has it", (1,)),
 }

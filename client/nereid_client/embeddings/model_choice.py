@@ -29,9 +29,8 @@ from nereid_client.request_context import (
     check_unicode,
     contexts_of,
     find_context,
-    read_body,
+    read_and_validate,
     unique_request_id,
-    validate,
 )
 from nereid_client.several_models.controlled import ControlledPooling
 from nereid_client.several_models.model_control import ModelControl
@@ -91,7 +90,7 @@ async def read_request(request: Request, kind: type[R]) -> R:
 
     Raises: ApiError 400 that names the first wrong field, its value and the limit.
     """
-    return validate(kind, await read_body(request))
+    return await read_and_validate(request, kind)
 
 
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
@@ -347,10 +346,12 @@ def _check_texts_are_unicode(inputs: ModelInputs, options: Mapping[str, Any]) ->
 
     Raises: ApiError 400.
     """
-    for values in (*inputs.tensors.values(), options.values()):
-        for value in values:
-            if isinstance(value, str):
-                check_unicode(value)
+    for values in inputs.tensors.values():
+        if values and isinstance(values[0], str):  # then all values are texts
+            check_unicode("".join(values))
+    for option in options.values():
+        if isinstance(option, str):
+            check_unicode(option)
 
 
 def _count_tokens(request: Request, num_tokens: int) -> None:

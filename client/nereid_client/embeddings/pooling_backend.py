@@ -20,6 +20,8 @@ KINDS = (EMBEDDING, RERANK)
 """The names of the pooling models in the model repository."""
 
 _INFO_TIMEOUT_S = 5.0
+_MANY_VALUES = 20_000
+"""The message for a call with more values is built in a thread, because this takes over 5 ms."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,10 @@ class TritonPooling:
         """Call a model, as described by `PoolingBackend.infer`."""
         if self._calls is None:
             self._calls = TritonCalls(self._url)
-        request = infer_request(call.model, call.request_id, _inputs(call))
+        if sum(map(len, call.tensors.values())) <= _MANY_VALUES:
+            request = _infer_request(call)
+        else:
+            request = await asyncio.to_thread(_infer_request, call)
         try:
             return _decode(await self._calls.infer(request))
         except grpc.RpcError as error:
@@ -228,6 +233,11 @@ class PoolingModels:
 _OUTPUT_TYPES: Mapping[str, Any] = {"FP32": np.float32, "INT32": np.int32}
 _NUMBER_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "INT32"}
 """Maps each input tensor with numbers to its data type. All other input tensors contain texts."""
+
+
+def _infer_request(call: PoolingCall) -> Any:  # noqa: ANN401 - a protobuf message
+    """Return the message for a call."""
+    return infer_request(call.model, call.request_id, _inputs(call))
 
 
 def _inputs(call: PoolingCall) -> list[InputTensor]:

@@ -31,6 +31,9 @@ _TEMPORARY_SUFFIX = ".prefix-part"
 # only if it is older than `_UNFINISHED_S` seconds, because another process may still be writing a
 # newer file.
 _UNFINISHED_S = 60
+# Other processes can use the same folder. After this number of seconds, the next write reads the
+# names and sizes of all files again, so that the size limit also counts the files of the others.
+_RESCAN_AFTER_S = 60
 # The largest number of bytes that may wait for the writer thread. If the limit would be exceeded,
 # `write` does nothing and returns False. Without the limit, a slow disk could fill the memory with
 # waiting bytes.
@@ -107,6 +110,7 @@ class DiskStore:
         # Maps the name of a file to its size. The least recently used file comes first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0  # the sum of the sizes
+        self._rescan_due = 0.0  # the time at which the sizes are read again
         # The tasks that wait for the writer thread. Each task writes or deletes one file.
         self._pending = _PendingFiles()
 
@@ -177,7 +181,9 @@ class DiskStore:
             data = path.read_bytes()
             os.utime(path)
         except OSError as error:
-            self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
+            is_deleted = isinstance(error, FileNotFoundError)  # by another process
+            if not is_deleted:
+                self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
             self._forget(name)
             return None
         return data
@@ -216,8 +222,9 @@ class DiskStore:
     def _find_existing_files(self) -> None:
         """Record the sizes of the existing files, and delete unfinished files.
 
-        Mutates: `_sizes` and `_num_bytes`.
+        Mutates: `_sizes`, `_num_bytes` and `_rescan_due`.
         """
+        self._rescan_due = time.monotonic() + _RESCAN_AFTER_S
         existing_files = []
         min_unfinished_time = time.time() - _UNFINISHED_S
         for path in self._folder.iterdir():
@@ -229,9 +236,10 @@ class DiskStore:
                 elif path.suffix == _TEMPORARY_SUFFIX and stat.st_mtime < min_unfinished_time:
                     path.unlink()
         # The least recently used file has the smallest modification time.
-        for _modified, name, size in sorted(existing_files):
-            self._sizes[name] = size
-            self._num_bytes += size
+        sizes = OrderedDict((name, size) for _modified, name, size in sorted(existing_files))
+        with self._lock:
+            self._sizes = sizes
+            self._num_bytes = sum(sizes.values())
 
     def _write_files(self) -> None:
         """Write and delete files until the queue returns None. The writer thread runs this method.
@@ -271,6 +279,8 @@ class DiskStore:
         is_too_large_for_folder = len(data) > self._max_bytes
         if is_too_large_for_folder:
             return
+        if time.monotonic() >= self._rescan_due:
+            self._find_existing_files()
         # An existing file with this name will be replaced, but its size still counts here. More
         # files than necessary may therefore be deleted, including this file, but the folder never
         # exceeds the limit.

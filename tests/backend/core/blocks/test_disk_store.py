@@ -132,6 +132,26 @@ def test_two_stores_can_share_a_folder(tmp_path):
     assert [store.read(b"a") for store in (first, second)] == [None, None]
 
 
+def test_the_files_of_two_models_that_share_a_folder_stay_below_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_store, "_RESCAN_AFTER_S", 0)
+    stores = [open_store(tmp_path, max_bytes=2000, model=model) for model in "ab"]
+    for store in stores:
+        for number in range(20):
+            store.write(bytes([number]), b"1" * 100)
+        store.flush(10)
+        assert 1000 < sum(path.stat().st_size for path in files_of(tmp_path)) <= 2000
+
+
+def test_a_file_that_another_process_has_deleted_is_no_reason_for_a_warning(tmp_path, caplog):
+    store = written(tmp_path, {b"a": b"1"})
+    for path in files_of(tmp_path):
+        path.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert store.read(b"a") is None
+    assert b"a" not in store
+    assert not caplog.records
+
+
 def test_writes_are_refused_while_too_many_bytes_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_store, "_MAX_PENDING_BYTES", 1000)
     store = open_store(tmp_path)

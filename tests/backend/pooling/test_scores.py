@@ -12,7 +12,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
 from sentence_transformers import CrossEncoder
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 HEADS = [
     ("bert", {}, "packed"),
@@ -85,6 +85,27 @@ def test_a_classifier_gives_the_probabilities_of_its_labels(encoder_of, pairs):
     np.testing.assert_allclose([found[i] for i in range(len(pairs))], wanted, rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match=r"requires a head with 1 label, but .* has 3"):
         Reranker(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "activation"),
+    [("multi_label_classification", "sigmoid"), ("regression", "none")],
+)
+def test_the_problem_type_of_a_classifier_selects_its_activation(
+    problem_type, activation, encoder_of, tmp_path
+):
+    folder = copy_of(encoder_of("bert", "sequence", num_labels=3), tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"problem_type": problem_type}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = PoolingEngine(PoolingConfig(str(folder), num_threads=1), progress=lambda _: None)
+    assert engine.info.activation == activation
+    engine.add("a", [PoolingItem(text="w1 w2 w3")])
+    (found,) = engine.step()
+    classify = pipeline("text-classification", model=str(folder), top_k=None)
+    wanted = {item["label"]: item["score"] for item in classify(["w1 w2 w3"])[0]}
+    expected = [wanted[label] for label in engine.info.labels]
+    np.testing.assert_allclose(found.value, expected, rtol=0, atol=1e-5)
 
 
 def judged(folder, prompts):

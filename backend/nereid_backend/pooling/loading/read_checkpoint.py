@@ -41,6 +41,9 @@ from nereid_backend.pooling.loading.sentence_modules import (
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.vision.load_processor import has_chat_template, has_processor
 
+# The activation of a classifier with several labels, for each value of problem_type in config.json
+# that does not mean softmax. transformers' pipeline for text classification has the same rules.
+_ACTIVATIONS_OF_PROBLEMS = {"multi_label_classification": "sigmoid", "regression": "none"}
 # The settings file contains an object with the variables of the chat template and some settings of
 # the tokenizer. These are the names of the tokenizer's settings, which are not passed to the
 # template.
@@ -194,9 +197,8 @@ def _describe_head(base: CheckpointSpec, activation: str | None) -> CheckpointSp
     `activation` is the activation that the checkpoint's files name, or None.
     """
     if base.config.num_labels != 1:
-        return replace(
-            base, kinds=("classify",), loader=SEQUENCE, activation=activation or "softmax"
-        )
+        default = _ACTIVATIONS_OF_PROBLEMS.get(str(base.config.problem_type), "softmax")
+        return replace(base, kinds=("classify",), loader=SEQUENCE, activation=activation or default)
     # The first kind is the default.
     kinds = ("classify", "score") if base.task == "classify" else ("score", "classify")
     return replace(base, kinds=kinds, loader=SEQUENCE, activation=activation or "sigmoid")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -139,13 +140,23 @@ def _tagged_choices(declaration: TaggedArguments, key: str, choices: list[Any]) 
     """
     if isinstance(choices[0], str):
         opening = _opening_tag_of_string(declaration, key)
-        texts = choices
+        texts = [_escape(declaration, choice) for choice in choices]
     else:
         types = frozenset(map(json_type_of, choices))
         field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
         opening = pattern_node(declaration.open, field_values)
         texts = [json.dumps(choice, ensure_ascii=False) for choice in choices]
     return sequence(opening, one_of(*map(const, texts)), const(declaration.close))
+
+
+def _escape(declaration: TaggedArguments, text: str) -> str:
+    """Return `text` with the escape sequences that the format declares for values: `&lt;`."""
+    match declaration.escapes:
+        case "json":
+            return json.dumps(text, ensure_ascii=False)[1:-1]  # The tags contain the quotes.
+        case "html":
+            return html.escape(text)
+    return text
 
 
 def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:

@@ -6,6 +6,7 @@ The conventions for markers, patterns and alternatives are described in declarat
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.pattern_syntax import (
@@ -123,11 +124,15 @@ class TaggedArguments:
             stands for the name of the argument: `"</{key}>"`. All other braces are plain text.
         also: Other forms in which models write a tagged value, for example in CDATA. One tool call
             may contain several forms. The attribute `also` of these forms must be empty.
+        escapes: The kind of escape sequences in the values: "json" for strings with sequences such
+            as `\n`, "html" for values with entities such as `&lt;`, or "" for plain text. For
+            "json", `open` and `close` contain the quotes of the string.
     """
 
     open: str
     close: str
     also: tuple[TaggedArguments, ...] = ()
+    escapes: Literal["", "json", "html"] = ""
 
     def __post_init__(self) -> None:
         """Check the values of `open` and `close`.

@@ -20,12 +20,11 @@ report.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError
-from nereid_parsers.format import Reasoning, TaggedArguments, ToolSection, Wrapper
+from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
 from nereid_parsers.template.calls.call_changes import record_changed_calls
 from nereid_parsers.template.calls.call_renderer import CallRenderer
@@ -138,11 +137,6 @@ def find_tools(
             f"of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
         )
         return findings
-    if _are_tagged_strings_escaped(inference.call_format, texts):
-        turn.prober.record_undecided(
-            "The strings between the tags of arguments contain escape sequences, such as \\n. The "
-            "parser does not decode them."
-        )
     findings = _add_form(findings, inference.call_format)
     try:
         section = _tool_section(inference.call_format)
@@ -187,16 +181,6 @@ def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
         *(call.close for call in call_format.calls),
     )
     return any(name in text for text in texts_after_calls for name in (FIRST_TOOL, SECOND_TOOL))
-
-
-def _are_tagged_strings_escaped(call_format: CallFormat, texts: CallTexts) -> bool:
-    r"""Return whether strings between tags are written as JSON: `<p=a>"two\nlines"</p>`.
-
-    The parser returns the text between two tags unchanged, so it does not decode the `\n`.
-    """
-    has_tags = any(isinstance(call.body, TaggedArguments) for call in call_format.calls)
-    escaped_value = json.dumps(SPECIAL_VALUE)  # SPECIAL_VALUE contains a line break.
-    return has_tags and escaped_value in texts.special_value
 
 
 def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:

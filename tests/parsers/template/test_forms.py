@@ -176,6 +176,25 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
     assert found == [{"line": 3, "name": "Nord"}, {"line": -1}]
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "written", "value"),
+    [
+        ("json_in_tags", "text", r'"a\n\"b\" \u00e9 C:\\d"', 'a\n"b" é C:\\d'),
+        ("json_in_tags", "text", '"12"', "12"),
+        ("json_in_tags", "text", r'"C:\dir"', r"C:\dir"),
+        ("json_in_tags", "note", '"null"', "null"),
+        ("json_in_tags", "note", "null", None),
+        ("html_in_tags", "text", "&lt;b&gt; &amp;amp; &#39;x&#39;", "<b> &amp; 'x'"),
+        ("html_in_tags", "place", "{&#34;a&#34;: [1]}", {"a": [1]}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_escapes_in_a_tagged_value_are_decoded(name, key, written, value, size):
+    text = f'<call name="save"><arg name="{key}">{written}</arg></call>'
+    got = streamed(analysis_of(name).format, Written("", text), size)
+    assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
+
+
 def test_an_argument_in_an_element_ends_only_at_the_closing_tag_with_its_name():
     value = "a <b>c</b> </arguments></tool_use> <text>d"
     text = f"<tool_use><name>save</name><arguments><note>{value}</note></arguments></tool_use>!"

@@ -38,13 +38,6 @@ def template(before_content="", call="", argument=""):
             "TaggedArguments.open is '{key}: \"', but must start with a visible character",
         ),
         (
-            template(
-                call="<call>{{ c.function.name }}ARGUMENTS<end>",
-                argument="<key>{{ k }}</key><value>{{ v | tojson }}</value>",
-            ),
-            "contain escape sequences, such as \\n. The parser does not decode them.",
-        ),
-        (
             template(call="<{{ c.function.name }}>{{ ARGS }}</{{ c.function.name }}>"),
             "could not be inferred: the text after a call repeats the name of the function",
         ),
@@ -57,7 +50,6 @@ def template(before_content="", call="", argument=""):
         "a value before its key",
         "values without markers",
         "keys without markers",
-        "strings in tags as JSON",
         "a closing text with the name",
         "reasoning without an end",
     ],

@@ -55,6 +55,7 @@ class CompiledTag:
         padding: The declared white space after the opening tag. The padding is not a part of the
             value.
         close: The closing marker, without white space.
+        escapes: The kind of escape sequences in the value, see `TaggedArguments`.
         find_end: A function that finds the closing marker (group "close") or an early end (group
             "early"). An early end is a marker that follows a value without a closing marker. The
             match includes the declared white space before the marker.
@@ -81,6 +82,7 @@ class CompiledTag:
         # `<p={key}>\n`. This white space is not a part of the value.
         self.padding = declaration.open.removeprefix(opening_tag)
         self.close = declaration.close.strip()
+        self.escapes = declaration.escapes
         # The format may declare white space before the closing marker, such as the first `\n` in
         # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
         # with the marker. The model may also omit the white space.

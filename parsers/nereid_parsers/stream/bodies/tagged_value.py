@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from html import unescape as unescape_html
 
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTag
 from nereid_parsers.stream.values.argument_types import Tools, to_json
@@ -46,11 +48,21 @@ class TaggedValue:
         Example: for the text `12`, the result is `12` if a number is allowed, and `"12"` if only a
         string is allowed.
         """
+        match self.tag.escapes:
+            case "html":
+                return to_json(unescape_html(self.text), self.types)
+            case "json":  # The text was in quotes, so it is a string if the schema allows a string.
+                allows_string = self.types is None or "string" in self.types
+                types = _STRING_ONLY if allows_string else self.types
+                return to_json(_unescape_json(self.text), types)
         return to_json(self.text, self.types)
 
     def is_declared_as_string(self) -> bool:
-        """Return whether "string" is the only type that is allowed for the value."""
-        return self.types == _STRING_ONLY
+        """Return whether the value is a string whose text needs no conversion.
+
+        "string" must be the only type that is allowed, and the text must not contain escapes.
+        """
+        return self.types == _STRING_ONLY and not self.tag.escapes
 
     def can_only_be_string(self) -> bool:
         """Return whether the value must be a string, regardless of the text that may still follow.
@@ -63,7 +75,11 @@ class TaggedValue:
             all              `12`, ` 12`   False: the value may be a number.
             string or null   `12`          True
             string or null   `nu`          False: the value may become `null`.
+
+        The result is False for a text with escapes, because an escape may be incomplete.
         """
+        if self.tag.escapes:
+            return False
         if self.types is not None and "string" not in self.types:
             return False
         if self.types == _STRING_OR_NULL:
@@ -73,6 +89,17 @@ class TaggedValue:
         # join all pieces each time a new piece arrives.
         first_char = self.pieces[0][0]
         return first_char not in _FIRST_CHARS_OF_JSON
+
+
+def _unescape_json(text: str) -> str:
+    r"""Replace the escape sequences of a JSON string, such as `\n`. The text has no quotes.
+
+    If a sequence is not valid, as in `C:\dir`, return the text unchanged.
+    """
+    try:
+        return str(json.loads(f'"{text}"', strict=False))
+    except ValueError:
+        return text
 
 
 def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> frozenset[str] | None:

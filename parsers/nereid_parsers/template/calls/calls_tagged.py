@@ -6,6 +6,8 @@ key, as in `<a>1</a>`.
 
 from __future__ import annotations
 
+import html
+import json
 import re
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from nereid_parsers.template.conversation import (
     SECOND_KEY,
     SECOND_TOOL,
     SECOND_VALUE,
+    SPECIAL_VALUE,
 )
 from nereid_parsers.template.difference import difference, drop_common_suffix
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
@@ -153,7 +156,26 @@ def _infer_arguments(texts: CallTexts, arguments: ListMarkup, before_value: str)
     """
     tags = _infer_value_tags(texts, arguments, before_value)
     quotes = _find_quotes(texts, before_value)
-    return tags if quotes is None else _add_quotes(tags, quotes)
+    if quotes is not None:
+        return _add_quotes(tags, quotes)
+    return _add_escapes(tags, texts.special_value)
+
+
+def _add_escapes(tags: TaggedArguments, special_value: str) -> TaggedArguments:
+    """Declare the escape sequences that the template writes in values, if there are any.
+
+    Example: a template that writes `x<y` as `<v>x&lt;y</v>` escapes values as in HTML.
+
+    Args:
+        tags: The tags around the value of an argument.
+        special_value: A rendered tool call whose argument is SPECIAL_VALUE.
+    """
+    if json.dumps(SPECIAL_VALUE) in special_value:
+        return replace(tags, escapes="json")  # Only strings have quotes, so `also` has no escapes.
+    if html.escape(SPECIAL_VALUE) in special_value:
+        also = tuple(replace(form, escapes="html") for form in tags.also)
+        return replace(tags, escapes="html", also=also)
+    return tags
 
 
 class _TextAroundArgument(NamedTuple):

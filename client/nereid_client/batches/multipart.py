@@ -5,12 +5,16 @@ Starlette's parser would first store the whole file in the temporary folder.
 
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from nereid_client.errors import ApiError, shown
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 # In file names, browsers and HTTP libraries escape only quotation marks and line breaks.
 _ESCAPED_CHARACTER = re.compile("%(?:22|0A|0D)")
@@ -35,7 +39,7 @@ class FormReader:
             content_type: the header Content-Type of the request.
             write: a function that receives the bytes of the file.
 
-        Raises: ApiError 400 if the content type is not a form.
+        Raises: ApiError 400 if the content type is not a form, or if its boundary is too long.
         """
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
@@ -54,19 +58,22 @@ class FormReader:
         self._header_value = b""
 
         # The parser calls these methods while it reads the parts of the form and their headers.
-        self._parser = MultipartParser(
-            _boundary_of(content_type),
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": self._add_header_name,
-                "on_header_value": self._add_header_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._read_names_of_part,
-                "on_part_data": self._add_data,
-                "on_part_end": self._end_part,
-                "on_end": self._end,
-            },
-        )
+        callbacks: MultipartCallbacks = {
+            "on_part_begin": self._begin_part,
+            "on_header_field": self._add_header_name,
+            "on_header_value": self._add_header_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._read_names_of_part,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+            "on_end": self._end,
+        }
+        try:
+            self._parser = MultipartParser(_boundary_of(content_type), callbacks)
+        except FormParserError as error:
+            raise ApiError(
+                400, f"The Content-Type of the request has an invalid boundary: {error}"
+            ) from None
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the body.
@@ -75,7 +82,7 @@ class FormReader:
         """
         try:
             self._parser.write(data)
-        except MultipartParseError as error:
+        except FormParserError as error:
             raise ApiError(400, f"The request body is not a valid form: {error}") from None
 
     def finish(self) -> None:

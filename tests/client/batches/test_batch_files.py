@@ -48,6 +48,12 @@ def test_a_form_is_the_same_in_pieces_of_any_size(content, size):
     assert reader.fields == {"purpose": "batch"}
 
 
+def test_a_boundary_that_is_too_long_is_a_wrong_request():
+    with pytest.raises(ApiError, match="invalid boundary") as error:
+        FormReader("multipart/form-data; boundary=" + "b" * 3000, lambda data: None)
+    assert error.value.status == 400
+
+
 @pytest.mark.parametrize(
     ("written", "name"), [("100%25.jsonl", "100%25.jsonl"), ("a%22b%0Ac.jsonl", 'a"b\nc.jsonl')]
 )

@@ -174,15 +174,17 @@ class DiskStore:
         """Return the content of a file, and set its modification time to the current time.
 
         When the folder is opened the next time, the modification times show which files were used
-        least recently. If the file cannot be read, log a warning, forget the file, and return None.
+        least recently. If the file cannot be read, forget the file and return None. Also log a
+        warning, unless another process has deleted the file.
         """
         path = self._folder / name
         try:
             data = path.read_bytes()
             os.utime(path)
         except OSError as error:
-            is_deleted = isinstance(error, FileNotFoundError)  # by another process
-            if not is_deleted:
+            # Another process that uses the folder may delete a file at any time.
+            is_expected = isinstance(error, FileNotFoundError) and self._folder.is_dir()
+            if not is_expected:
                 self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
             self._forget(name)
             return None

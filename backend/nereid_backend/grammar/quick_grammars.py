@@ -11,8 +11,9 @@ from nereid_backend.core.grammar import GrammarSpec
 _QUICK_BYTES = 8192
 _QUICK_PATTERN_CHARS = 128
 # Matches the parts of a regular expression that can take a long time to compile: a bound with three
-# or more digits, such as `{0,500}`, and a repetition of a group, such as `(a{9}){9}`.
-_SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
+# or more digits, such as `{0,500}`, and a repetition of a group or of another repetition, such as
+# `(a{9}){9}` and `a{9}{9}`.
+_SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]|\}\s*\{")
 # These keywords can make even a small schema slow to compile. For example, the libraries combine
 # all schemas of an `allOf` with each other.
 _SLOW_WORDS = frozenset(

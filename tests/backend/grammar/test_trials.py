@@ -45,6 +45,8 @@ def properties(count):
         (schema(properties={"a": {"maxLength": 100_000}}), False),
         (GrammarSpec("regex", "(ab)*"), False),
         (GrammarSpec("regex", "[0-9]{1,9999}"), False),
+        (GrammarSpec("regex", "a{99}{99}{99}"), False),
+        (GrammarSpec("regex", "a{2,9}?b{9}"), True),
         (GrammarSpec("ebnf", 'root ::= "a"'), False),
         (GrammarSpec("json_schema", "[" * 5000), True),
         (GrammarSpec("choice", '["a", "b"]'), True),

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from nereid_backend.errors import ModelError, one_line
-from nereid_backend.text.vocabulary_files import check_vocabulary_file, describe_conversion
+from nereid_backend.errors import ModelError
+from nereid_backend.text.vocabulary_files import (
+    check_vocabulary_file,
+    describe_tokenizer_error,
+)
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -33,8 +36,8 @@ def load_decoder(path: str) -> Callable[[list[int]], str]:
     except Exception as error:
         # A broken file can cause any exception in transformers.
         raise ModelError(
-            f"{path}: the checkpoint's tokenizer cannot be loaded: {one_line(error)}"
-            f"{describe_conversion(folder)}"
+            f"{path}: the checkpoint's tokenizer cannot be loaded: "
+            f"{describe_tokenizer_error(folder, error)}"
         ) from error
     check_vocabulary_file(folder, tokenizer)
 

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nereid_backend.errors import ModelError
+from nereid_backend.errors import ModelError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,15 +39,29 @@ def check_vocabulary_file(folder: Path, tokenizer: "PreTrainedTokenizerBase") ->
         )
 
 
-def describe_conversion(folder: Path) -> str:
-    """Return a sentence that explains how to create tokenizer.json; "" if the file exists.
+def describe_tokenizer_error(folder: Path, error: Exception) -> str:
+    """Return the reason why transformers cannot load the tokenizer in `folder`, and a remedy.
 
-    Other vocabulary files, such as tokenizer.model, can be read only with further packages.
+    `error` is the exception of `from_pretrained`, which must have been called with
+    trust_remote_code=False.
     """
-    if (folder / "tokenizer.json").is_file():
-        return ""
-    return (
-        f" {folder} has no tokenizer.json. Download this file, or create it with this command, "
-        "which needs the packages transformers, sentencepiece, tiktoken and protobuf: python -c "
-        f'"{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
-    )
+    is_code_of_checkpoint = "trust_remote_code" in str(error)
+    reason = one_line(error)
+    if is_code_of_checkpoint:
+        reason = (
+            "tokenizer_config.json names a class in a Python file of the checkpoint, which is not "
+            "run."
+        )
+    if not (folder / "tokenizer.json").is_file():
+        # Other vocabulary files, such as tokenizer.model, can be read only with further packages.
+        return (
+            f"{reason} {folder} has no tokenizer.json. Download this file, or create it with this "
+            "command, which needs the packages transformers, sentencepiece, tiktoken and protobuf: "
+            f'python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
+        )
+    if is_code_of_checkpoint:
+        return (
+            f"{reason} Remove auto_map from the file, and set tokenizer_class to "
+            "TokenizersBackend, which reads tokenizer.json."
+        )
+    return reason

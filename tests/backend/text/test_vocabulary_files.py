@@ -35,3 +35,21 @@ def test_the_error_about_a_sentencepiece_file_contains_a_command_for_tokenizer_j
     (folder / "tokenizer.model").write_bytes(b"\n\x0enot a vocabulary")
     with pytest.raises(ModelError, match=r"has no tokenizer\.json\. Download.* python -c"):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("has_json", [False, True])
+def test_python_code_of_a_tokenizer_is_not_run_even_if_the_terminal_answers_yes(
+    has_json, folder, monkeypatch
+):
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ran = folder / "ran"
+    (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')")
+    config = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if has_json:
+        byte_level().save(str(folder / "tokenizer.json"))
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    remedy = "Remove auto_map" if has_json else "has no tokenizer"
+    with pytest.raises(ModelError, match=f"Python file of the .* is not run.*{remedy}"):
+        load_tokenizer(str(folder))
+    assert not ran.exists()

@@ -4,9 +4,12 @@
 from tokenizers.normalizers import Lowercase, Normalizer, Sequence
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
-from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.pooling.loading.checkpoint_spec import TOKENS, CheckpointSpec
-from nereid_backend.text.vocabulary_files import check_vocabulary_file, describe_conversion
+from nereid_backend.text.vocabulary_files import (
+    check_vocabulary_file,
+    describe_tokenizer_error,
+)
 
 
 def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
@@ -27,8 +30,8 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
     except Exception as error:
         # If a file is broken, the tokenizers library raises a plain Exception, not a subclass.
         raise ModelError(
-            f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
-            f"{describe_conversion(spec.folder)}"
+            f"the tokenizer in {spec.folder} cannot be loaded: "
+            f"{describe_tokenizer_error(spec.folder, error)}"
         ) from error
     check_vocabulary_file(spec.folder, tokenizer)
     if spec.lower_case:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nereid_backend.errors import ConfigError, ModelError, RequestError, one_line
+from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.request_field_checks import shown
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
@@ -17,7 +17,10 @@ from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 from nereid_backend.text.prompt_encoder import PromptEncoder
-from nereid_backend.text.vocabulary_files import check_vocabulary_file, describe_conversion
+from nereid_backend.text.vocabulary_files import (
+    check_vocabulary_file,
+    describe_tokenizer_error,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,13 +65,13 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
         )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model, local_files_only=True
+            model, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
         # A broken file can cause any exception in transformers.
         raise ModelError(
-            f"model: the tokenizer in {model} cannot be loaded: {one_line(error)}"
-            f"{describe_conversion(folder)}"
+            f"model: the tokenizer in {model} cannot be loaded: "
+            f"{describe_tokenizer_error(folder, error)}"
         ) from error
     check_vocabulary_file(folder, tokenizer)
     _check_template(tokenizer.chat_template, folder / "tokenizer_config.json")

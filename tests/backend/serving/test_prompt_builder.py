@@ -101,6 +101,37 @@ def test_a_template_that_renders_only_lists_of_parts_gets_lists():
     assert continued == "user: a;assistant: bc"
 
 
+ONLY_KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }};"
+    "{% else %}UNKNOWN{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (ONLY_KNOWN_ROLES.replace("UNKNOWN", ""), "system"),
+        (ONLY_KNOWN_ROLES.replace("UNKNOWN", "{{ raise_exception(m.role) }}"), "system"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}", "developer"),
+    ],
+)
+def test_a_developer_becomes_a_system_message_if_the_template_would_omit_it(template, role):
+    renderer = renderer_of(template)
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "a"}]
+    assert renderer.render(messages) == f"{role}: be brief;user: a;"
+    assert renderer.render(messages[::-1]) == f"user: a;{role}: be brief;"
+    assert messages[0]["role"] == "developer"
+
+
+def test_a_developer_message_of_parts_becomes_a_system_message():
+    renderer = renderer_of(
+        "{% for m in messages if m.role != 'developer' %}{{ m.role }}: "
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %};{% endfor %}"
+    )
+    assert renderer.render([{"role": "developer", "content": "a"}]) == "system: a;"
+
+
 def test_a_checkpoint_may_have_a_template_for_tools():
     renderer = renderer_of({"default": "plain", "tool_use": "tools"})
     messages = [{"role": "user", "content": "a"}]

@@ -63,6 +63,9 @@ class ChatTemplateRenderer:
     ) -> str:
         """Render chat messages, and return the text. Rendering has limits on time and on size.
 
+        If the template does not render messages of the role developer, they become messages of the
+        role system.
+
         Example: the template `{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}`
         and the messages `[{"role": "user", "content": "Hi"}]` return "user: Hi;".
 
@@ -80,6 +83,9 @@ class ChatTemplateRenderer:
         from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
 
         template = self._template_for(tools)
+        has_developer = any(each.get("role") == "developer" for each in messages)
+        if has_developer and template in self._templates_without_developer:
+            messages = [_with_system_role(each) for each in messages]
         if template in self._templates_for_parts:
             messages = [{**each, "content": as_parts(each.get("content"))} for each in messages]
         template_variables = {
@@ -134,18 +140,40 @@ class ChatTemplateRenderer:
 
     def _reads_only_parts(self, template: "RequestTemplate") -> bool:
         """Return whether a template renders a list of parts, but not a text."""
-        from nereid_parsers.template import LimitError, RenderRefused
 
         def renders(content: object) -> bool:
-            messages = [{"role": "user", "content": content}]
-            variables = {**self._default_variables(), "messages": messages}
-            try:
-                return _TEST_TEXT in template.render(variables, continue_final_message=False)
-            except (LimitError, RenderRefused):
-                # A chat with such a content would fail with the same error.
-                return False
+            return self._renders_test_text(template, [{"role": "user", "content": content}])
 
         return not renders(_TEST_TEXT) and renders(as_parts(_TEST_TEXT))
+
+    @cached_property
+    def _templates_without_developer(self) -> "list[RequestTemplate]":
+        """The templates that leave out a message of the role developer, or fail because of it.
+
+        Clients of OpenAI's API send instructions with this role instead of the role system. Most
+        templates were written before this role existed.
+        """
+        return [each for each in self._templates.values() if not self._reads_developer(each)]
+
+    def _reads_developer(self, template: "RequestTemplate") -> bool:
+        """Return whether a template renders a message of the role developer."""
+        reads_parts = template in self._templates_for_parts
+        content = as_parts(_TEST_TEXT) if reads_parts else _TEST_TEXT
+        user = {"role": "user", "content": as_parts("Hi") if reads_parts else "Hi"}
+        return self._renders_test_text(template, [{"role": "developer", "content": content}, user])
+
+    def _renders_test_text(
+        self, template: "RequestTemplate", messages: list[dict[str, Any]]
+    ) -> bool:
+        """Return whether a template renders messages, and the result contains `_TEST_TEXT`."""
+        from nereid_parsers.template import LimitError, RenderRefused
+
+        variables = {**self._default_variables(), "messages": messages}
+        try:
+            return _TEST_TEXT in template.render(variables, continue_final_message=False)
+        except (LimitError, RenderRefused):
+            # A chat with such messages would fail with the same error.
+            return False
 
     def _default_variables(self) -> dict[str, Any]:
         """Return the variables that every chat template gets, such as "bos_token" and "tools"."""
@@ -169,3 +197,8 @@ class ChatTemplateRenderer:
         source = self._tokenizer.chat_template or ""
         sources = source if isinstance(source, dict) else {"default": source}
         return {name: RequestTemplate(source) for name, source in sources.items()}
+
+
+def _with_system_role(message: dict[str, Any]) -> dict[str, Any]:
+    """Change the role developer of a message to system. Return other messages unchanged."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message

@@ -181,7 +181,8 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
         header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
-    also_open = _alternative_openings(pair.opening, other_texts=(pair.closing, header))
+    other_texts = (pair.closing, header, after_reasoning)
+    also_open = _alternative_openings(pair.opening, other_texts)
     part = Reasoning(pair.opening, pair.closing, also_open=also_open)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(part, inner_headers=(header,) if is_header_repeated else ())
@@ -202,7 +203,7 @@ def _alternative_openings(opening: str, other_texts: tuple[str, ...]) -> tuple[s
     Args:
         opening: The text that opens the reasoning.
         other_texts: The texts that must not contain the last marker: the text that closes the
-            reasoning, and the text that opens an assistant message.
+            reasoning, the text that opens an assistant message, and the text before the next part.
     """
     has_several_markers = len(markers(opening)) > 1
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words

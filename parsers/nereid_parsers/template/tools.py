@@ -35,6 +35,7 @@ from nereid_parsers.template.calls.call_texts import (
     split_text_after_calls,
 )
 from nereid_parsers.template.calls.calls_without_arguments import add_call_without_arguments
+from nereid_parsers.template.content import strip_reasoning_markers
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     EOS_TOKEN,
@@ -53,7 +54,7 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import markers, text_between
+from nereid_parsers.template.difference import leading_marker, markers, text_between
 from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import restore_numbers_and_ids
@@ -79,7 +80,8 @@ class ToolFindings:
         with_content: Whether one message can have both content and tool calls.
         end_markers: The markers that follow the tool calls and end the model's turn.
         inner_headers: The turn markers that the model writes between the content and a tool call,
-            such as `<|end|>` and `<|start|>assistant`.
+            such as `<|end|>` and `<|start|>assistant`. If other text than in an answer opens the
+            content before a tool call, such as `<|note|>` instead of `<|answer|>`, also this text.
     """
 
     part: ToolSection | None = None
@@ -118,10 +120,13 @@ def find_tools(
     # example, how the template renders a call of another function, or a call with two arguments.
     record_changed_calls(turn.prober)
     content_before_call = render_content_before_call(turn)  # records T8
+    opening = strip_reasoning_markers(content_before_call.opening, reasoning).strip()
+    has_other_wrapper = wrapper is not None and opening != wrapper.open.strip()
+    other_wrapper = (opening,) if has_other_wrapper and leading_marker(opening) else ()
     findings = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
-        inner_headers=content_before_call.inner_headers,
+        inner_headers=(*content_before_call.inner_headers, *other_wrapper),
     )
     # The two tool calls must differ only in their names and arguments, so their numbers are masked.
     # The prober has already masked numbers directly after the name, as in `f:0`.
@@ -291,10 +296,12 @@ class ContentBeforeCall(NamedTuple):
         inner_headers: The turn markers between the content and the tool call: the header of the
             second turn, and the end marker of the first turn. Example: `<|start|>assistant` and
             `<|end|>`. Empty if the content and the tool call are in one turn.
+        opening: The text of the message before the content, such as `<think></think><|note|>`.
     """
 
     is_rendered: bool
     inner_headers: tuple[str, ...] = ()
+    opening: str = ""
 
 
 def render_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
@@ -331,7 +338,8 @@ def render_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
         right=with_content,
         finding=finding,
     )
-    return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers)
+    opening, _, _ = text.partition(CONTENT_TEXT)
+    return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers, opening=opening)
 
 
 def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:

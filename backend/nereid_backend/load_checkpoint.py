@@ -165,7 +165,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         model = load("eager")
     if device.type != "cpu" and distributed is None:
         progress(f"copying the weights to {device}")
-        model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
+        model.to(device)
     model.train(False)
     return Checkpoint(
         model=model,

@@ -209,7 +209,7 @@ def _from_pretrained(
         raise _loading_error(error, folder, config, attention) from error
     _check_missing_weights(folder, sorted(report["missing_keys"]))
     check_unused_weights(folder, sorted(report["unexpected_keys"]))
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _loading_error(

@@ -114,7 +114,7 @@ def _without_warnings() -> Iterator[None]:
     no problem, because some rules apply only to other variants of the architecture.
     """
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:

@@ -263,7 +263,7 @@ def _padded_block_tables(chunks: list[Chunk], num_blocks: int, null_block: int) 
     return torch.tensor(tables)
 
 
-class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transformers' is untyped
+class GatheredLayer(BlockCacheLayer):
     """A cache layer for transformers. It stores keys and values in blocks of the KV cache.
 
     `begin` must be called before each forward pass.
@@ -390,7 +390,7 @@ def _pad_left(rows: Tensor, positions: Tensor) -> Tensor:
     return torch.take_along_dim(rows, positions[:, None, :, None], dim=2)
 
 
-class StateAndGatheredLayer(LinearAttentionLayer, GatheredLayer):  # type: ignore[no-untyped-call, override]
+class StateAndGatheredLayer(LinearAttentionLayer, GatheredLayer):
     """A cache layer that stores recurrent states in tensors, and keys and values in blocks."""
 
     def __init__(self, cache: KVCache, parts: LayerParts, number_of_states: int) -> None:

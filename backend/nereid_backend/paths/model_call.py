@@ -111,7 +111,7 @@ class ModelCall:
         return logits[:, -num_logits:]
 
 
-class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
+class BlockCacheLayer(CacheLayerMixin):
     """A cache layer for transformers. Its keys and values are stored in the engine's blocks.
 
     Attributes:
@@ -123,7 +123,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
     engine_names = frozenset({"num_past_tokens"})
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_past_tokens = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

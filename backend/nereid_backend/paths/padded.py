@@ -131,4 +131,4 @@ class PaddedPath:
         cache.layers = [gathered_layer(None, parts, self._cache) for parts in self._layout.parts]
         for layer in cache.layers:
             layer.begin(step)
-        return cache  # type: ignore[no-any-return]
+        return cache

@@ -29,7 +29,7 @@ from nereid_backend.paths.model_call import BlockCacheLayer, UnfitError, num_byt
 State = list[dict[str, Any]]
 
 
-class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):  # type: ignore[no-untyped-call, override]
+class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):
     """A cache layer for the recurrent state. The keys and values are in the engine's blocks."""
 
     def __init__(self, number_of_states: int) -> None:
@@ -48,7 +48,7 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         raise UnfitError("the model's cache contains only keys and values, but no state")
     cache.layers = [_replace_layer(layer) for layer in cache.layers]
-    return cache  # type: ignore[no-any-return]
+    return cache
 
 
 def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped

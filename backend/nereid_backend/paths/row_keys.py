@@ -141,7 +141,7 @@ class GatheredKeys:
             parts = self._layout.parts[index]
             if parts.keys_index is not None or parts.indexer_index is not None:
                 cache.layers[index] = gathered_layer(layer, parts, self.kv_cache)
-        return cache  # type: ignore[no-any-return]
+        return cache
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[Tensor]:

@@ -47,12 +47,6 @@ def optional_bool(request: Any, name: str) -> bool | None:  # noqa: ANN401 - the
     return None if value is None else bool(value)
 
 
-def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 - the server's own type
-    """Return the token ids of an optional INT32 input of shape [-1]; None if it is missing."""
-    values = optional_array(request, name)
-    return None if values is None else values.tolist()
-
-
 def has_input(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether the input with the name `name` is present and has at least one element."""
     values = optional_array(request, name)

@@ -55,7 +55,7 @@ def _prompt_text(body: bytes) -> str:
     return json.dumps(parts, ensure_ascii=False).rstrip(']}"')
 
 
-class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type check
+class PrefixRouter(RequestRouter):
     """Selects the server that has already received the longest prefix of a request's prompt.
 
     The server with the fewest requests is selected in two cases: no server has received the first

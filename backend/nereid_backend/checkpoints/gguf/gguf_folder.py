@@ -145,7 +145,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
     # vocabularies, and False for other vocabularies.
     is_sentencepiece = values["tokenizer_type"] == "llama"
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast_tokenizer,
         add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", is_sentencepiece)),
         add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),

@@ -63,7 +63,7 @@ def unpack_skeleton(message: bytes) -> Skeleton:
     """
     # A checkpoint can contain Python files. transformers copies these files to a folder, and this
     # call lets pickle import them from that folder.
-    init_hf_modules()  # type: ignore[no-untyped-call]
+    init_hf_modules()
     skeleton: Skeleton = pickle.loads(message)
     return skeleton
 

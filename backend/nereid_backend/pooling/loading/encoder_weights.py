@@ -83,7 +83,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
         raise ModelError(_describe_damage(spec, error)) from error
     _check_missing_weights(spec, report["missing_keys"])
     _check_unused_weights(spec, report["unexpected_keys"])
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
@@ -104,14 +104,14 @@ def quiet() -> Iterator[None]:
     """Return a context manager that hides the progress bars and the warnings of transformers."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if was_shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
 
 
 def _check_missing_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:

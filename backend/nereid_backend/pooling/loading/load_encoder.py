@@ -53,7 +53,8 @@ class Encoder:
     @property
     def dtype(self) -> torch.dtype:
         """The data type of the weights."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +97,7 @@ def load_encoder(
     model = load_encoder_weights(spec, torch_dtype)
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
-        model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
+        model.to(device)
     model.train(False)
     if spec.loader == SEQUENCE:  # a head that classifies whole texts
         # Some heads that classify whole texts need the padding token, to find the last token of a

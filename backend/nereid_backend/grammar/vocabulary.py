@@ -20,6 +20,9 @@ TokenMask = NDArray[np.int32]
 # The token masks of n sequences, an array of the shape [n, ceil(size / 32)].
 TokenMasks = NDArray[np.int32]
 
+# These decoders of the library tokenizers put a space between two words. Whether a token begins a
+# word depends on the tokens around it, so the bytes of a single token are not known.
+_DECODERS_WITH_SPACES = {"WordPiece", "BPEDecoder", "CTC"}
 _SHORT_WHITE_SPACE = frozenset({b" ", b"\n", b"  ", b" \n", b"\n ", b"\n\n"})
 
 
@@ -229,7 +232,8 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
         vocab_size: the number of the model's logits.
 
     Raises:
-        RequestError: if the tokenizer is not built on the library tokenizers.
+        RequestError: if the tokenizer is not built on the library tokenizers, or if its tokens have
+            no fixed bytes.
     """
     backend = _backend_of(tokenizer)  # a `Tokenizer` of the library tokenizers
     # The tokens that were added to the vocabulary. Only some of them are special tokens.
@@ -239,10 +243,9 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
         if token_id < vocab_size
     }
     special_ids = [token_id for token_id, token in added_tokens.items() if token.special]
+    # The decoder also converts added tokens. Example: Gemma's vocabulary has the added token "▁▁",
+    # which means two spaces.
     tokens = _token_bytes(backend, tokenizer.get_vocab(), vocab_size)
-    # The content of an added token is plain text, which needs no conversion.
-    for token_id, token in added_tokens.items():
-        tokens[token_id] = token.content.encode()
 
     def encode(text: str) -> list[int]:
         return list(backend.encode(text, add_special_tokens=False).ids)
@@ -311,8 +314,17 @@ def _bytes_function(decoder: object, ids: Mapping[str, int]) -> Callable[[str], 
     Args:
         decoder: the value of "decoder" in tokenizer.json.
         ids: maps the text of each token to its id.
+
+    Raises:
+        RequestError: if the text of a token depends on the token before it.
     """
     types = set(_decoder_types(decoder))  # such as {"Sequence", "ByteFallback"}
+    unusable = sorted(types & _DECODERS_WITH_SPACES)
+    if unusable:
+        raise RequestError(
+            "grammar: grammars and thinking budgets cannot be used with this checkpoint, because "
+            f"the decoder {unusable[0]} of its tokenizer adds spaces between the tokens."
+        )
     if "ByteLevel" in types:
         return byte_level
     if "ByteFallback" in types or _has_byte_tokens(ids):

@@ -1,6 +1,7 @@
 """The bytes of tokens, for each way in which tokenizers spell them."""
 
 import pytest
+from backend.text.tokenizers_zoo import byte_fallback, byte_level, unigram
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.vocabulary import mask_of, vocabulary_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -42,6 +43,27 @@ def test_the_logits_may_be_narrower_than_the_vocabulary(vocabulary):
 def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused():
     with pytest.raises(RequestError, match="does not define the bytes of its tokens"):
         vocabulary_of(object(), 10)
+
+
+@pytest.mark.parametrize("create", [byte_level, byte_fallback, unigram])
+@pytest.mark.parametrize("content", ["▁▁", "Ġx", "\n\n", "日本"])
+def test_the_bytes_of_an_added_token_are_those_that_the_decoder_returns(create, content):
+    backend = Tokenizer.from_str(create().to_str())
+    backend.add_tokens([AddedToken(content, normalized=False)])
+    vocabulary = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend), 500)
+    token_id = backend.token_to_id(content)
+    # The decoder may remove a space at the start of a text, so the token follows the letter a.
+    decoded = backend.decode([backend.token_to_id("a"), token_id])
+    assert vocabulary.tokens[token_id].decode() == decoded.removeprefix("a")
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder()])
+def test_a_tokenizer_whose_decoder_adds_spaces_between_tokens_is_refused(decoder):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.Sequence([decoder])
+    name = type(decoder).__name__
+    with pytest.raises(RequestError, match=f"the decoder {name} of its tokenizer adds spaces"):
+        vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 2)
 
 
 def test_bytes_can_be_spelled_with_any_tokens(vocabulary):

@@ -40,6 +40,8 @@ _MIN_IMAGE_SIZE = _SLICE_SIZE // 8
 # The inputs of a job are sent to the engine in groups (slices). At most `_MAX_SLICES` groups of one
 # job are in the engine at the same time.
 _MAX_SLICES = 2
+# The largest total size of a job's values in bytes. A response of gRPC has less than 2 GiB.
+_MAX_VALUE_BYTES = 2**31 - 2**20
 # Before each batch, inputs are sent to the engine for at most `_PREPARE_S` seconds.
 _PREPARE_S = 0.01
 # Matches an error message of the engine about a slice, which is a group of inputs. If the slice has
@@ -85,6 +87,7 @@ class _JobProgress:
             result yet.
         num_left: the number of the job's inputs that have no result yet.
         values: one value for each input; None until the input has a result.
+        num_bytes: the size of all values so far, in bytes.
         num_tokens: one number of tokens for each input; 0 until the input has a result.
         offsets: one element for each input: the range of characters of each token (see
             PoolingResult.offsets); None if the input has no result yet, or if its result has no
@@ -100,6 +103,7 @@ class _JobProgress:
         self.num_left_by_slice: dict[int, int] = {}
         self.num_left = len(job.inputs)
         self.values: list[Value | None] = [None] * len(job.inputs)
+        self.num_bytes = 0
         self.num_tokens = [0] * len(job.inputs)
         self.offsets: list[npt.NDArray[np.int32] | None] = [None] * len(job.inputs)
         self.started: float | None = None
@@ -164,6 +168,7 @@ class _JobProgress:
         """Store the result of an input. The index of this input is `first` + `result.index`."""
         index = first + result.index
         self.values[index] = result.value
+        self.num_bytes += _num_value_bytes(result.value)
         self.num_tokens[index] = result.num_tokens
         self.offsets[index] = result.offsets
         self.num_left -= 1
@@ -296,6 +301,9 @@ class WorkerJobs:
             started: the time by time.monotonic() at which the engine began to compute the batch
                 that contains the result.
 
+        If the values of the job are too large for one response, refuse the job. Otherwise, a
+        request for the vectors of all tokens could take all memory of the machine.
+
         Raises:
             EngineError: the result has an error because the GPU is lost (`_refuse_result`).
         """
@@ -313,6 +321,9 @@ class WorkerJobs:
         if progress.started is None:  # This is the first result of the job.
             progress.started = started
         progress.add_result(first, result)
+        if progress.num_bytes > _MAX_VALUE_BYTES:
+            self._refuse(progress, _too_large_error(progress.job.field))
+            return
         if not progress.num_left:  # This is the last result of the job.
             del self._jobs[job_id]
             done_message = ["done", job_id, progress.started, *progress.outcome().row()]
@@ -364,6 +375,21 @@ def _size(content: str | bytes | list[int]) -> int:
     A small image file counts as `_MIN_IMAGE_SIZE` bytes, because decoding takes long even then.
     """
     return max(len(content), _MIN_IMAGE_SIZE) if isinstance(content, bytes) else len(content)
+
+
+def _num_value_bytes(value: Value | None) -> int:
+    """Return the number of bytes that a value takes in the response."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return 8 * len(value) if isinstance(value, dict) else 4  # a dict: an id and a weight each
+
+
+def _too_large_error(field: str) -> RequestError:
+    """Return the error for a job whose values do not fit into one response."""
+    return RequestError(
+        f"{field}: the outputs of the request have more than {_MAX_VALUE_BYTES} bytes, which is "
+        "the limit of a response. Send fewer or shorter inputs."
+    )
 
 
 def _kind_of(value: Value) -> str:

@@ -122,6 +122,20 @@ def test_an_input_without_a_value_is_an_engine_error(work, sent):
     ]
 
 
+def test_a_job_whose_outputs_are_too_large_for_a_response_is_refused(
+    work, engine, sent, monkeypatch
+):
+    monkeypatch.setattr(job_progress, "_MAX_VALUE_BYTES", 100)
+    work.add("large", texts(*(["a"] * 50)))
+    work.add("small", texts("a"))
+    run(work)
+    by_id = {message[1]: message for message in sent}
+    assert by_id["large"][:3] == ["refused", "large", "RequestError"]
+    assert by_id["large"][3].startswith("texts: the outputs of the request have more than 100")
+    assert by_id["small"][0] == "done"
+    assert not engine.has_work()
+
+
 def test_an_aborted_job_leaves_nothing_in_the_engine(work, engine, sent):
     work.add("a", texts(*["x"] * 1000))
     work.advance()

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from backend.serving.fake_server import Request
 from nereid_backend import RequestError
+from nereid_backend.serving.tokenizer import stream_context
+from nereid_backend.serving.tokenizer.prompt_builder import Prompt
 from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 
@@ -37,3 +39,23 @@ def test_the_error_about_half_of_a_surrogate_pair_can_be_sent(text):
     with pytest.raises(RequestError) as caught:
         json_object(request(text), "sampling_parameters", LIMITS)
     assert "half of a surrogate pair" in str(caught.value).encode().decode()
+
+
+def text_to_prepend(text, excluded, *, stream=False):
+    prompt = Prompt([5, 6], text)
+    return stream_context._text_to_prepend(prompt, stream=stream, is_chat=False, excluded=excluded)
+
+
+def test_the_output_begins_with_the_prompt_only_if_it_is_requested():
+    assert text_to_prepend("a", None) == text_to_prepend("a", False) == "a"
+    assert text_to_prepend("a", True) == text_to_prepend("a", None, stream=True) == ""
+    assert text_to_prepend(None, None) == text_to_prepend(None, True) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "stream", "message"),
+    [(None, False, "requires text_input or chat_request"), ("a", True, "requires stream=false")],
+)
+def test_an_output_that_cannot_begin_with_the_prompt_is_refused(text, stream, message):
+    with pytest.raises(RequestError, match=f"exclude_input_in_output: the value false {message}"):
+        text_to_prepend(text, False, stream=stream)

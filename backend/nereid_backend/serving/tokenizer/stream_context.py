@@ -52,7 +52,8 @@ def stream_context(
     """Return the data that the postprocessor needs about a request.
 
     Raises:
-        RequestError: the request is streaming and sets exclude_input_in_output to false.
+        RequestError: the request sets exclude_input_in_output to false, but it is streaming or its
+            prompt consists of token ids.
     """
     prompt, params, options = checked.prompt, checked.params, checked.options
     is_chat = checked.body is not None
@@ -113,12 +114,18 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
         excluded: the input exclude_input_in_output; None if the request does not have this input.
 
     Raises:
-        RequestError: the request is streaming and sets exclude_input_in_output to false.
+        RequestError: the request sets exclude_input_in_output to false, but it is streaming or its
+            prompt consists of token ids.
     """
     if excluded is False and stream:
         raise RequestError(
             "exclude_input_in_output: the value false requires stream=false, but the request has "
             "stream=true. Leave the field out or send true."
+        )
+    if excluded is False and prompt.text is None:
+        raise RequestError(
+            "exclude_input_in_output: the value false requires text_input or chat_request, but the "
+            "request has input_ids. Leave the field out or send true."
         )
     is_excluded_by_default = stream or is_chat
     is_excluded = is_excluded_by_default if excluded is None else excluded

@@ -106,9 +106,16 @@ class SinglePath:
         prefix_lens = range(last_len - chunk.num_logits + 1, last_len + 1)
         if self._uses_cache:
             self._restore_state(row, chunk.sequence, num_tokens=prefix_lens[0] - 1)
-        return torch.stack(
-            [self._logits_after(row, chunk.sequence, prefix_len) for prefix_len in prefix_lens]
-        )
+        logits: list[Tensor] = []
+        prompt_len = chunk.sequence.num_prompt_tokens
+        if chunk.sequence.images is not None and prefix_lens[0] < prompt_len:
+            # Log-probabilities of the prompt were requested. Most models refuse a part of a prompt
+            # with images, because the part lacks image tokens. Therefore, compute the whole prompt.
+            prompt_logits = self._run_model(row, chunk.sequence, prompt_len)[-prompt_len:]
+            logits += prompt_logits[prefix_lens[0] - 1 : last_len]
+            prefix_lens = range(prompt_len + 1, last_len + 1)
+        logits += [self._logits_after(row, chunk.sequence, length) for length in prefix_lens]
+        return torch.stack(logits)
 
     def _restore_state(self, row: int, sequence: Sequence, num_tokens: int) -> None:
         """Compute the first `num_tokens` tokens of a preempted sequence again.
@@ -136,6 +143,15 @@ class SinglePath:
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits at the token with the index `num_tokens - 1`, [vocab_size].
 
+        Mutates: the stored state of `row`.
+        """
+        return self._run_model(row, sequence, num_tokens)[-1]
+
+    def _run_model(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
+        """Call the model for the first `num_tokens` tokens of a sequence, and return its logits.
+
+        The result is [num_rows, vocab_size]. Its last row contains the logits at the last token.
+
         If the stored state of `row` covers exactly the tokens before this token, the model computes
         only this token. Otherwise, it computes the first `num_tokens` tokens of the sequence. The
         model is called in the same way as by transformers' `generate`.
@@ -158,7 +174,7 @@ class SinglePath:
                 output, state.arguments, is_encoder_decoder=self._has_encoder
             )
             self._states[row] = _SequenceState(arguments, num_tokens)
-        logits: Tensor = output.logits[0, -1]
+        logits: Tensor = output.logits[0]
         return logits
 
     def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:

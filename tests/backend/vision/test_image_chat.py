@@ -1,15 +1,18 @@
 """Chats with images: the engine's tokens equal those of transformers' generate."""
 
 import base64
+import dataclasses
 import io
 import random
 from pathlib import Path
 
 import pytest
+import torch
 from backend.vision import image_archs
 from backend.vision.image_archs import MAX_TOKENS, PARAMS, chat, open_engine, picture
 from nereid_backend import RequestError, UnsupportedModelError
 from nereid_backend.vision.chat_processor import ChatProcessor
+from nereid_backend.vision.image_tensors import place_images
 from nereid_backend.vision.messages import FoundImage, split_messages
 from nereid_backend.vision.read_image import ImageLimits
 from tokenizers.processors import TemplateProcessing
@@ -75,6 +78,25 @@ def test_several_answers_share_the_prompt(model, engine):
     )
     outputs = engine.chat(chats[0], params).outputs
     assert [output.token_ids for output in outputs] == [answers[0]] * 3
+
+
+def test_log_probabilities_of_a_prompt_with_images_are_those_of_transformers(model, engine):
+    _, folder, chats, answers = model
+    reference, processor = image_archs._load_reference(folder)
+    params = dataclasses.replace(PARAMS, prompt_logprobs=0)
+    for messages, answer in zip(chats, answers, strict=True):
+        prompt = processor.prepare(messages)
+        images = place_images(prompt.images, reference.device, torch.float32)
+        ids = torch.tensor([prompt.token_ids])
+        mask = torch.ones_like(ids)
+        with torch.inference_mode():
+            logits = reference(input_ids=ids, attention_mask=mask, **images.arguments).logits[0]
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        output = engine.chat(messages, params)
+        _, *reported = output.prompt_logprobs
+        found = torch.tensor([entry.logprobs[0] for entry in reported])
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        assert output.outputs[0].token_ids == answer
 
 
 def test_a_data_url_and_bytes_give_the_tokens_of_the_image(model, engine):

@@ -59,13 +59,13 @@ class TokenText:
 
     def _read(self, token_id: int) -> bytes:
         """Compute the bytes of a token, or return b"" for an id without a token."""
-        # Added tokens, such as special tokens, are stored as plain text.
-        if token_id in self._added:
-            return self._added[token_id].encode("utf-8")
         if self._bytes_of_piece is None:
-            text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            text = self._added.get(token_id)
+            if text is None:
+                text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
             return str(text).encode("utf-8")
-        # The vocabulary entry for `token_id`; None if there is no token with this id.
+        # The vocabulary entry for `token_id`; None if there is no token with this id. The decoder
+        # also converts added tokens, such as "▁▁" in Gemma's vocabulary, which means two spaces.
         piece: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         return self._bytes_of_piece(piece) if isinstance(piece, str) else b""
 

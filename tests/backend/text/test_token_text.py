@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend.text.logprob_entries import LOWEST, openai_entry, vllm_entry
 from nereid_backend.text.token_text import TokenText
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = {
@@ -33,6 +34,18 @@ def test_a_sentencepiece_token_keeps_the_space_before_it():
 def test_a_special_token_is_its_own_text(name):
     token_id = ALL[name]().token_to_id(SPECIAL)
     assert TEXTS[name].text(token_id) == SPECIAL
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("content", ["▁▁", "Ġx", "\n\n", "日本"])
+def test_the_text_of_an_added_token_is_the_text_in_an_answer(name, content):
+    tokenizer = Tokenizer.from_str(ALL[name]().to_str())
+    tokenizer.add_tokens([AddedToken(content, normalized=False)])
+    texts = TokenText(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    token_id = tokenizer.token_to_id(content)
+    # The decoder may remove a space at the start of a text, so the token follows the letter a.
+    decoded = tokenizer.decode([tokenizer.token_to_id("a"), token_id])
+    assert texts.text(token_id) == decoded.removeprefix("a")
 
 
 def test_half_a_character_is_a_replacement_mark_with_exact_bytes():

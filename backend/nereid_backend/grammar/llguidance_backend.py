@@ -325,10 +325,11 @@ def _short_line(text: str) -> str:
 def _column_in_pattern(error_text: str) -> int | None:
     """Return the column that an error message marks with "^"; None if the message has no "^".
 
-    The first line that begins with spaces and "^" marks the column; see `_pattern_problem`. If "^"
-    directly follows the indentation of 4 spaces, the column is 1.
+    The first line of only spaces and "^" marks the column; see `_pattern_problem`. If "^" directly
+    follows the indentation of 4 spaces, the column is 1. The line before quotes the expression,
+    which can begin with "^", too.
     """
-    indent = re.search(r"^( +)\^", error_text, re.MULTILINE)
+    indent = re.search(r"^( +)\^+$", error_text, re.MULTILINE)
     return None if indent is None else len(indent[1]) - _EXCERPT_INDENT + 1
 
 

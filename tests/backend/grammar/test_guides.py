@@ -190,6 +190,7 @@ def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
             r"\$\.properties\.a is not valid: unclosed group",
         ),
         ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}', "not recognized"),
+        ("regex", "^ab(c$", r"unclosed group \(column 4\)"),
         ("regex", r"a[^\s\S]", "no text that the model can write matches"),
         ("json_schema", '{"$ref": "#"}', "no text that the model can write matches"),
         ("ebnf", "start: start", "no text that the model can write matches"),

@@ -256,7 +256,7 @@ def _add_cors(app: FastAPI, origins: Sequence[str]) -> None:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
+        expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
     )
 
 

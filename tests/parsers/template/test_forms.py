@@ -182,6 +182,7 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
         ("json_in_tags", "text", r'"a\n\"b\" \u00e9 C:\\d"', 'a\n"b" é C:\\d'),
         ("json_in_tags", "text", '"12"', "12"),
         ("json_in_tags", "text", r'"C:\dir"', r"C:\dir"),
+        ("json_in_tags", "text", r'"\ud83d"', "\ud83d"),
         ("json_in_tags", "note", '"null"', "null"),
         ("json_in_tags", "note", "null", None),
         ("html_in_tags", "text", "&lt;b&gt; &amp;amp; &#39;x&#39;", "<b> &amp; 'x'"),
@@ -192,6 +193,28 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
 def test_escapes_in_a_tagged_value_are_decoded(name, key, written, value, size):
     text = f'<call name="save"><arg name="{key}">{written}</arg></call>'
     got = streamed(analysis_of(name).format, Written("", text), size)
+    assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
+    assert got.tool_calls[0].arguments.encode()  # Half of a surrogate pair stays an escape.
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("place", "<name>Zoë</name>\n<tags><item>a</item></tags>", {"name": "Zoë", "tags": ["a"]}),
+        ("place", "<lat>48.5</lat><lat>2</lat>", {"lat": [48.5, 2]}),
+        ("place", "<a><a>x</a></a>", {"a": {"a": "x"}}),
+        ("tags", "<tag>1</tag><tag>b</tag>", [1, "b"]),
+        ("place", "", {}),
+        ("tags", "", []),
+        ("place", "<name>a</name> b", "<name>a</name> b"),
+        ("text", "<name>a</name>", "<name>a</name>"),
+        ("note", "<name>a</name>", "<name>a</name>"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_an_object_or_array_in_an_argument_may_consist_of_tags(key, written, value, size):
+    text = f"<tool_use><name>save</name><arguments><{key}>{written}</{key}></arguments></tool_use>"
+    got = streamed(analysis_of("elements").format, Written("", text), size)
     assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
 
 

@@ -115,11 +115,17 @@ class TaggedReader(StepReader):
 
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
-        types = types_of_value(opening.fields, self._head.name, self.writer.tools)
+        function, tools = self._head.name, self.writer.tools
+        types = types_of_value(opening.fields, function, tools)
         key = opening.fields["key"].strip()
         self._value_tags = self._tags.for_key(key)
         variant_index = self._tags.variants.index(opening.variant)
-        self._value = TaggedValue(self._value_tags.variants[variant_index], types)
+        self._value = TaggedValue(
+            self._value_tags.variants[variant_index],
+            types,
+            schema=tools.argument_schema(function, key),
+            root=tools.parameters.get(function, {}),
+        )
         separator = ", " if self._keys else "{"
         self._keys.add(key)
         self.writer.write(f"{separator}{quote_json(key)}: ")

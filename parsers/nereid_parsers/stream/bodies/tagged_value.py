@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import unescape as unescape_html
+from typing import Any
 
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTag
-from nereid_parsers.stream.values.argument_types import Tools, to_json
+from nereid_parsers.stream.values.argument_types import Tools, escape_surrogates, to_json
+from nereid_parsers.stream.values.nested_values import nested_tags_to_json
 
 # JSON values, and the words True, False, None, NaN and Infinity, start with one of these
 # characters. A text with any other first character can only be a string.
@@ -30,11 +33,15 @@ class TaggedValue:
     Attributes:
         tag: The compiled declaration of the tags around the value.
         types: The JSON types that the value may have, or None if the types are not known.
+        schema: The JSON schema of the value, or None.
+        root: The JSON schema of all arguments, which contains the definitions.
         pieces: The stored text of the value. The text of a string is not stored.
     """
 
     tag: CompiledTag
     types: frozenset[str] | None
+    schema: object
+    root: Mapping[str, Any]
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -50,12 +57,17 @@ class TaggedValue:
         """
         match self.tag.escapes:
             case "html":
-                return to_json(unescape_html(self.text), self.types)
+                return self._text_to_json(unescape_html(self.text))
             case "json":  # The text was in quotes, so it is a string if the schema allows a string.
                 allows_string = self.types is None or "string" in self.types
                 types = _STRING_ONLY if allows_string else self.types
-                return to_json(_unescape_json(self.text), types)
-        return to_json(self.text, self.types)
+                return escape_surrogates(to_json(_unescape_json(self.text), types))
+        return self._text_to_json(self.text)
+
+    def _text_to_json(self, text: str) -> str:
+        """Convert text without escapes to JSON. An object may be written as tags: `<x>1</x>`."""
+        nested = nested_tags_to_json(text, self.schema, self.root)
+        return to_json(text, self.types) if nested is None else nested
 
     def is_declared_as_string(self) -> bool:
         """Return whether the value is a string whose text needs no conversion.

@@ -93,9 +93,12 @@ class Tools:
     def _declared_argument_types(self, function: str, key: str) -> frozenset[str] | None:
         """Return the JSON types that the schema of `function` declares for the argument `key`."""
         parameters = self.parameters.get(function, {})
-        properties = parameters.get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return json_types_of(schema, root=parameters)
+        return json_types_of(self.argument_schema(function, key), root=parameters)
+
+    def argument_schema(self, function: str, key: str) -> object:
+        """Return the JSON schema of the argument `key`, or None if it is not declared."""
+        properties = self.parameters.get(function, {}).get("properties")
+        return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def json_types_of(

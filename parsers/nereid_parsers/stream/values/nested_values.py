@@ -1,0 +1,104 @@
+"""Converts an object or array that is written as nested tags: `<x>1</x>` becomes `{"x": 1}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from json.encoder import encode_basestring as quote_json
+from typing import Any, NamedTuple
+
+from nereid_parsers.stream.values.argument_types import json_types_of, to_json
+
+_CONTAINERS = frozenset({"object", "array"})
+# If the schema declares no type, elements with this name are the items of an array.
+_ARRAY_ITEM = "item"
+_MAX_DEPTH = 32  # Deeper tags are plain text. Each level searches the text once.
+_find_tags = re.compile(r"<(?P<slash>/?)(?P<name>[^<>/\s]+)>").finditer
+_match_opening_tag = re.compile(r"\s*<(?P<name>[^<>/\s]+)>").match
+
+
+class _Element(NamedTuple):
+    """The name of an element such as `<x>1</x>`, and the text between its tags."""
+
+    name: str
+    text: str
+
+
+def nested_tags_to_json(text: str, schema: object, root: Mapping[str, Any]) -> str | None:
+    """Convert the text of an argument to JSON if the text consists of elements, or if it is empty.
+
+    Example: `<x>1</x><y>2</y>` gives `{"x": 1, "y": 2}`. Return None for any other text, and if
+    `schema` allows anything besides an object, an array or null.
+
+    Args:
+        text: The text of the argument.
+        schema: The JSON schema of the argument.
+        root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
+    """
+    types = json_types_of(schema, root)
+    is_container = types is not None and bool(types) and types <= _CONTAINERS | {"null"}
+    if not is_container or (text.strip() and _split_elements(text) is None):
+        return None
+    return _to_json(text, schema, root, depth=0)
+
+
+def _to_json(text: str, schema: object, root: Mapping[str, Any], depth: int) -> str:
+    """Convert the text of an element to JSON. The schema and the text decide its type."""
+    types = json_types_of(schema, root)
+    if types is None or types & _CONTAINERS:
+        elements = _split_elements(text) if depth < _MAX_DEPTH else None
+        if elements is not None:
+            return _container_to_json(elements, schema, root, depth)
+        if types is not None and types <= _CONTAINERS and not text.strip():
+            return "[]" if "array" in types else "{}"
+    return to_json(text, types)
+
+
+def _container_to_json(
+    elements: list[_Element], schema: object, root: Mapping[str, Any], depth: int
+) -> str:
+    """Convert elements to an array or an object. In an object, equal names become one array."""
+    types = json_types_of(schema, root)
+    has_items = types is None and elements[0].name == _ARRAY_ITEM
+    is_array = has_items or (types is not None and "object" not in types)
+    declared = schema if isinstance(schema, Mapping) else {}
+    if is_array:
+        items = [_to_json(one.text, declared.get("items"), root, depth + 1) for one in elements]
+        return f"[{', '.join(items)}]"
+    properties = declared.get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    values: dict[str, list[str]] = {}
+    for one in elements:
+        value = _to_json(one.text, schemas.get(one.name), root, depth + 1)
+        values.setdefault(one.name, []).append(value)
+    members = [
+        f"{quote_json(name)}: " + (f"[{', '.join(same)}]" if len(same) > 1 else same[0])
+        for name, same in values.items()
+    ]
+    return f"{{{', '.join(members)}}}"
+
+
+def _split_elements(text: str) -> list[_Element] | None:
+    """Split `<x>1</x><y>2</y>` into its elements. Return None if `text` contains anything else."""
+    elements: list[_Element] = []
+    pos = 0
+    while (opening := _match_opening_tag(text, pos)) is not None:
+        closing = _find_closing_tag(text, opening["name"], opening.end())
+        if closing is None:
+            return None
+        elements.append(_Element(opening["name"], text[opening.end() : closing.start()]))
+        pos = closing.end()
+    has_other_text = bool(text[pos:].strip())
+    return elements if elements and not has_other_text else None
+
+
+def _find_closing_tag(text: str, name: str, pos: int) -> re.Match[str] | None:
+    """Find the tag that closes the element `name`, which may contain elements of this name."""
+    depth = 1
+    for tag in _find_tags(text, pos):
+        if tag["name"] != name:
+            continue
+        depth += -1 if tag["slash"] else 1
+        if depth == 0:
+            return tag
+    return None

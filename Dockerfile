@@ -37,9 +37,10 @@ ENV XDG_CACHE_HOME=/var/lib/nereid XDG_STATE_HOME=/var/lib/nereid NEREID_OPENAI_
 RUN install --directory --owner=1000 --group=1000 /var/lib/nereid
 USER 1000
 EXPOSE 9000
-# A large checkpoint needs minutes to load. Until then the container is neither ready nor unhealthy.
+# A large checkpoint needs minutes to load. Until then the container is neither ready nor unhealthy. The check ignores
+# variables such as http_proxy, because a proxy cannot reach the server.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9000/health/ready', timeout=4)"]
+    CMD ["python3", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ.get('NEREID_OPENAI_PORT', '9000') + '/health/ready', timeout=4)"]
 ENTRYPOINT ["nereid", "serve", "--log-file", "-"]
 
 FROM nvcr.io/nvidia/tritonserver:${TRITON_TAG} AS gpu
@@ -58,5 +59,5 @@ RUN install --directory --owner=1000 --group=1000 /var/lib/nereid
 USER 1000
 EXPOSE 9000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9000/health/ready', timeout=4)"]
+    CMD ["python3", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ.get('NEREID_OPENAI_PORT', '9000') + '/health/ready', timeout=4)"]
 ENTRYPOINT ["nereid", "serve", "--log-file", "-"]

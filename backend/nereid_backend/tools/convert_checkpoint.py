@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
@@ -177,7 +178,13 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     names_by_shard: list[list[str]] = []
     total_bytes = 0
     for index, shard in enumerate(_shards(tensors)):
-        save_file(shard, folder / _unfinished(index), metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / _unfinished(index), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ConfigError(
+                f"The folder {folder} cannot be written ({error}). Delete the folder, free space "
+                "on the disk and run the command again."
+            ) from error
         names_by_shard.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
     weight_map: dict[str, str] = {}

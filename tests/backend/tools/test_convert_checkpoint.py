@@ -1,6 +1,7 @@
 """`nereid convert`: a checkpoint as integers, and back."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from backend.checkpoints.gguf_writer import write_gguf
 from backend.exactness import open_engine, reference, run_alone
 from backend.tiny_models import BY_NAME
 from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.tools import convert_checkpoint
 from nereid_backend.tools.convert_checkpoint import convert, main
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 
@@ -65,6 +68,15 @@ def test_a_gguf_file_is_converted_to_floats(tmp_path):
     [weights] = (tmp_path / "floats").glob("*.safetensors")
     assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
     open_engine(tmp_path / "floats").close()
+
+
+def test_a_full_disk_is_an_error_of_one_line(checkpoint, tmp_path, capsys, monkeypatch):
+    full = SafetensorError("I/O error: No space left on device")
+    monkeypatch.setattr(convert_checkpoint, "save_file", Mock(side_effect=full))
+    assert main([str(checkpoint("llama")), str(tmp_path / "new"), "int8"]) == 2
+    error = capsys.readouterr().err
+    assert "/new cannot be written (I/O error: No space left on device). Delete the fold" in error
+    assert error.count("\n") == 1
 
 
 def test_a_folder_with_files_is_not_overwritten(checkpoint, tmp_path, capsys):

@@ -214,6 +214,27 @@ def read_pooling_settings(
     return serving, from_texts(PoolingConfig, texts, prefix=prefix) if has_checkpoint else None
 
 
+def check_single_instance(args: Mapping[str, str]) -> None:
+    """Raise a ConfigError if the config.pbtxt of a Triton model asks for several instances.
+
+    Several instances of the executor or of a pooling model would each load the checkpoint, and a
+    request to abort or to change something would reach only one of them. Several instances of the
+    postprocessor would mix up the order of the steps of a stream.
+
+    Args:
+        args: the arguments of the model's `initialize`.
+    """
+    groups = json.loads(args["model_config"]).get("instance_group", [])
+    # A group has `count` instances on each of its GPUs, or `count` instances on the CPU.
+    count = sum(int(group.get("count", 1)) * max(1, len(group.get("gpus", []))) for group in groups)
+    if count > 1:
+        raise ConfigError(
+            f"instance_group: the model {args.get('model_name', '')} must have one instance, but "
+            f"its config.pbtxt asks for {count}. Use: "
+            "instance_group [ { count: 1 kind: KIND_CPU } ]"
+        )
+
+
 def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str = "") -> None:
     """Raise a ConfigError if the value of a setting contains a character outside ASCII.
 

@@ -2,7 +2,11 @@ import json
 
 import pytest
 from nereid_backend import ConfigError
-from nereid_backend.serving.serving_settings import read_pooling_settings, read_settings
+from nereid_backend.serving.serving_settings import (
+    check_single_instance,
+    read_pooling_settings,
+    read_settings,
+)
 
 OTHER_SETTINGS = {
     "NEREID_API_KEY": "k",
@@ -26,6 +30,22 @@ def test_the_environment_overrides_config_pbtxt(tmp_path):
     environment = {"NEREID_MODEL": "/other", "NEREID_MAX_NUM_SEQS": "7", "NEREID_HEARTBEAT_MS": "9"}
     settings, engine = read_settings(args(tmp_path, model="x", max_num_seqs="3"), environment)
     assert (settings.model, engine.max_num_seqs, settings.heartbeat_ms) == ("/other", 7, 9)
+
+
+ONE_ON_EACH_GPU = [{"count": 1, "kind": "KIND_GPU", "gpus": [0, 1]}]
+
+
+@pytest.mark.parametrize("groups", [[{"count": 2}], [{"count": 1}, {}], ONE_ON_EACH_GPU])
+def test_several_instances_of_a_model_are_refused(groups):
+    config = {"model_config": json.dumps({"instance_group": groups}), "model_name": "executor"}
+    message = "instance_group: the model executor must have one instance, but .* asks for 2"
+    with pytest.raises(ConfigError, match=message):
+        check_single_instance(config)
+
+
+@pytest.mark.parametrize("config", [{}, {"instance_group": [{"count": 1, "gpus": []}]}])
+def test_one_instance_of_a_model_is_accepted(config):
+    check_single_instance({"model_config": json.dumps(config)})
 
 
 def test_an_empty_variable_is_ignored(tmp_path):

@@ -34,7 +34,7 @@ from nereid_backend.serving.feedback import FeedbackReader
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
-from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.serving_settings import check_single_instance, read_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import RequestEnvelope, StepState, unpack_update
@@ -69,6 +69,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         description of this Triton model.
         """
         try:
+            check_single_instance(args)
             settings, config = read_settings(args)
             self._settings = settings
             # The shared memory in which the postprocessor reports disconnected clients and

@@ -33,7 +33,7 @@ from nereid_backend.serving.pooling.shared_memory import fits_shared_memory
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
-from nereid_backend.serving.serving_settings import read_pooling_settings
+from nereid_backend.serving.serving_settings import check_single_instance, read_pooling_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing, traceparent_of
 
@@ -149,6 +149,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         for information about the model, and every other request is refused.
         """
         try:
+            check_single_instance(args)
             self._settings, config = read_pooling_settings(self.kind, args)
             if config is not None:  # The settings contain a checkpoint.
                 self._start_worker(config)

@@ -22,7 +22,7 @@ from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
 from nereid_backend.serving.postprocessor.open_streams import OpenStreams
 from nereid_backend.serving.postprocessor.strict_check import strict_check
-from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.serving_settings import check_single_instance, read_settings
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
 from nereid_backend.serving.tracing import Tracing
 from nereid_backend.serving.wire import StepState, StreamContext
@@ -45,6 +45,7 @@ class PostprocessorModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint's tokenizer and choose its chat format."""
         try:
+            check_single_instance(args)
             settings, _ = read_settings(args)
             tokenizer = load_tokenizer(settings.model)
             self._format = choose_format(settings)

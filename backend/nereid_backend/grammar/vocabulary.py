@@ -228,7 +228,8 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     """Return the vocabulary of a transformers tokenizer: the bytes of each token.
 
     Args:
-        tokenizer: a tokenizer of transformers that is built on the library tokenizers.
+        tokenizer: a tokenizer of transformers that is built on the library tokenizers. Its
+            truncation and padding are turned off.
         vocab_size: the number of the model's logits.
 
     Raises:
@@ -236,6 +237,9 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
             no fixed bytes.
     """
     backend = _backend_of(tokenizer)  # a `Tokenizer` of the library tokenizers
+    # Some checkpoints contain the truncation and the padding with which they were trained.
+    backend.no_truncation()
+    backend.no_padding()
     # The tokens that were added to the vocabulary. Only some of them are special tokens.
     added_tokens = {
         token_id: token

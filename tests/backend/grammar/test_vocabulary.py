@@ -45,6 +45,15 @@ def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused():
         vocabulary_of(object(), 10)
 
 
+def test_texts_are_neither_truncated_nor_padded():
+    backend = Tokenizer.from_str(byte_level().to_str())
+    expected = backend.encode("the brown fox").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    vocabulary = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend), 500)
+    assert vocabulary.encode("the brown fox") == expected
+
+
 @pytest.mark.parametrize("create", [byte_level, byte_fallback, unigram])
 @pytest.mark.parametrize("content", ["▁▁", "Ġx", "\n\n", "日本"])
 def test_the_bytes_of_an_added_token_are_those_that_the_decoder_returns(create, content):

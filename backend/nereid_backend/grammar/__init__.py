@@ -17,6 +17,7 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     shared_compilations.py  lets requests with equal grammars share one compilation
     trial_compiler.py       starts a trial: another process tries to compile a grammar
     trial_process.py        the program that runs in the process for trials
+    try_tokens.py          begins an answer in a trial, because masks can also take too long
     byte_cache.py           the cache of compiled grammars
     vocabulary.py           the tokens of a tokenizer, and token masks
     token_bytes.py          converts the entries of a vocabulary into bytes

@@ -272,6 +272,7 @@ def main() -> None:
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries
+    from nereid_backend.grammar.try_tokens import try_first_tokens
 
     vocabulary, eos_token_ids = connection.recv()
     libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)
@@ -281,8 +282,13 @@ def main() -> None:
     gc.freeze()
 
     def compile_spec(kind: str, source: str) -> None:
-        """Compile a grammar in a child process. Raise a RequestError if the compilation fails."""
-        compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
+        """Compile a grammar in a child process, and compute the masks of the first tokens.
+
+        Raises:
+            RequestError: if the compilation fails.
+        """
+        compiled = compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
+        try_first_tokens(compiled, vocabulary.size, eos_token_ids)
 
     TrialServer(connection, compile_spec, timeout_s).serve()
 

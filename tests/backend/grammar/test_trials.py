@@ -247,6 +247,18 @@ def test_a_slow_schema_is_compiled_after_a_real_trial(guides):
     assert guides.prepare(params, frozenset({2})).result(60)
 
 
+@pytest.mark.parametrize("start", ["r0", '"b" r0'])
+def test_a_grammar_that_must_be_followed_by_endless_text_is_refused(problem, start):
+    doubling = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60))
+    error = problem("ebnf", f'root ::= {start}\n{doubling}\nr60 ::= "a"')
+    assert isinstance(error, RequestError)
+    assert "needed too much memory" in str(error)
+
+
+def test_a_grammar_whose_answer_ends_at_once_passes_its_trial(problem):
+    assert problem("ebnf", 'root ::= "a" | ""') is None
+
+
 def test_a_process_that_ends_is_an_error_of_the_server(monkeypatch):
     monkeypatch.setattr(trial_compiler, "_MODULE", "a_module_that_does_not_exist")
     trials = trial_compiler.TrialCompiler(vocabulary=None, eos_token_ids=(2,), timeout_s=10.0)

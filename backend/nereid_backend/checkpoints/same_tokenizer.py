@@ -15,10 +15,11 @@ from nereid_backend.errors import ModelError
 TokenizerFiles = dict[str, str]
 """Maps the name of each tokenizer file in a checkpoint to a hash of the file's content."""
 
-_VOCABULARIES = (
+VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model"),
 )
+"""The names of the files that can contain the vocabulary of a tokenizer."""
 _OTHER_FILES = (
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json"),
@@ -44,7 +45,7 @@ def hash_tokenizer_files(folder: str) -> TokenizerFiles:
         ModelError: if a file cannot be read.
     """
     digests = {}
-    for name in (*_VOCABULARIES, *_OTHER_FILES):
+    for name in (*VOCABULARIES, *_OTHER_FILES):
         file = Path(folder, name)
         try:
             content = file.read_bytes()
@@ -87,7 +88,7 @@ def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
     is accepted. Example: the old checkpoint has only
     tokenizer.json, and the new checkpoint has only vocab.txt.
     """
-    new_vocabularies = [name for name in _VOCABULARIES if name in new]
+    new_vocabularies = [name for name in VOCABULARIES if name in new]
     has_common_vocabulary = any(name in old for name in new_vocabularies)
     if new_vocabularies and not has_common_vocabulary:
         raise ModelError(

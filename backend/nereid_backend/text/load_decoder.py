@@ -6,13 +6,14 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from nereid_backend.checkpoints.same_tokenizer import VOCABULARIES
 from nereid_backend.errors import ModelError
 from nereid_backend.text.vocabulary_files import (
     check_vocabulary_file,
     describe_tokenizer_error,
 )
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_FILES = (*VOCABULARIES, "tokenizer_config.json")
 
 
 def load_decoder(path: str) -> Callable[[list[int]], str]:

@@ -19,6 +19,7 @@ import torch
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
 from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
+from nereid_backend.checkpoints.same_tokenizer import VOCABULARIES
 from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.config import EngineConfig
 from nereid_backend.engine.engine import Engine
@@ -27,6 +28,7 @@ from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.weight_memory import memory_by_setting
+from nereid_backend.text.load_decoder import load_decoder
 
 Finding = dict[str, Any]
 
@@ -120,14 +122,15 @@ def _memory_findings(folder: Path) -> list[Finding]:
 
 
 def _describe_tokenizer(folder: Path) -> str:
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    found = [name for name in files if (folder / name).is_file()]
+    load_decoder(str(folder))  # raises a ModelError if the tokenizer cannot be loaded
+    found = [name for name in VOCABULARIES if (folder / name).is_file()]
     return found[0] if found else "none, so the server cannot read text"
 
 
 def _describe_template(folder: Path) -> str:
-    if (folder / "chat_template.jinja").is_file():
-        return "chat_template.jinja"
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (folder / name).is_file():
+            return name
     file = folder / "tokenizer_config.json"
     if file.is_file() and "chat_template" in file.read_text(encoding="utf-8"):
         return "in tokenizer_config.json"

@@ -58,3 +58,13 @@ def test_an_unsupported_quantisation_is_a_failed_check(checkpoint, tmp_path):
     assert "quantised with the method 'other'" in found["weights"]["finding"]
     assert not any(check.startswith("memory") for check in found)
     assert found["tokenizer"]["ok"]
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_a_failed_check(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "copy")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (folder / "chat_template.json").write_text('{"chat_template": "x"}')
+    found = by_check(describe(str(folder)))
+    assert not found["tokenizer"]["ok"]
+    assert "has no tokenizer.json and no other file" in found["tokenizer"]["finding"]
+    assert found["chat template"]["finding"] == "chat_template.json"

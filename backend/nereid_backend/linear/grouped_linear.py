@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_kernels, kernels
+from nereid_backend.linear.integer_layout import LANES, dequantise, pack_values, panels_of_groups
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The CPU kernels read a weight in panels. A panel contains the weights of `LANES` outputs.
-LANES = 16
 # The number of inputs that a kernel multiplies at once. Every group size is a multiple of `UNIT`.
 UNIT = 8
 # The largest number of inputs in a group. A larger group is divided, because one large activation
@@ -43,7 +42,7 @@ class GroupedLinear(nn.Linear):
     `PackedLinear`.
 
     Attributes:
-        values: the integers as uint8, in panels of 16 outputs; see `pack_values`.
+        values: the integers as uint8, in panels of 16 outputs; see integer_layout.py.
         scales: float16 [panels, groups, 16].
         zeros: float16 [panels, groups, 16]. None means that the zero of every group is the middle
             of the range (8 for 4 bits, 128 for 8 bits).
@@ -202,7 +201,7 @@ class GroupedLinear(nn.Linear):
         # copies of the scale. The last group of a row may be shorter and need fewer copies, so the
         # slice removes the surplus copies.
         num_stored_groups = self.scales.shape[1]
-        return _panels_of_groups(repeated[:, :num_stored_groups])
+        return panels_of_groups(repeated[:, :num_stored_groups])
 
     def dequantised(self) -> Tensor:
         """Return the weights as float32 [out_features, in_features]."""
@@ -243,26 +242,6 @@ class GroupedLinear(nn.Linear):
         compute = torch.ops.nereid.grouped_linear if is_exporting else linear
         output: Tensor = compute(x, *weights, bias, self.bits, self.group_size, num_outputs)
         return output
-
-
-def dequantise(
-    values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int
-) -> Tensor:
-    """Return the weights of packed integers as float32 [panels * 16, groups * group_size].
-
-    `GroupedLinear` describes the arguments.
-    """
-    zero = 2.0 ** (bits - 1) if zeros is None else _by_input(zeros, group_size)
-    return (unpack_values(values, bits).float() - zero) * _by_input(scales, group_size)
-
-
-def _by_input(of_groups: Tensor, group_size: int) -> Tensor:
-    """Repeat the scale or zero of each group, so that every weight of the group gets a copy.
-
-    The result is [panels * 16, groups * group_size].
-    """
-    rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
-    return rows.repeat_interleave(group_size, dim=1)
 
 
 def linear(  # noqa: PLR0913 - the arguments of a torch operator
@@ -333,96 +312,6 @@ def _linear_meta(x: Tensor, *arguments: Any) -> Tensor:  # noqa: ANN401 - the ar
 def is_available() -> bool:
     """Return whether the kernel exists for the instruction set of this processor."""
     return has_kernels() and bool(kernels().nereid_has_grouped_linear())
-
-
-def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
-    """Rearrange unsigned integers [out_features, in_features] for the kernels.
-
-    16 outputs form one panel. The outputs are padded with zeros to whole panels, and the inputs are
-    padded with zeros to whole groups. With 8 bits, the result is [panels, inputs / 4, 16, 4], so
-    that four inputs of one output are adjacent. With 4 bits, the result is [panels, inputs / 8, 16,
-    4], and each byte contains two integers: input j of eight inputs in the lower half, and input
-    j + 4 in the upper half.
-
-    Example: with 4 bits, the inputs [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes
-    [0x51, 0x62, 0x73, 0x84].
-    """
-    padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
-    # `pad` copies the values, so it is called only if padding is needed.
-    padded = functional.pad(values, padding) if any(padding) else values.contiguous()
-    # The shape is [panels, inputs / 4, 16, 4].
-    quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
-    if bits == 8:
-        return quadruples.contiguous()
-    # Two consecutive quadruples share four bytes. The first is stored in the lower halves, and the
-    # second in the upper halves.
-    lower_halves = quadruples[:, 0::2]
-    upper_halves = quadruples[:, 1::2] << 4
-    return (lower_halves | upper_halves).contiguous()
-
-
-def unpack_values(packed: Tensor, bits: int) -> Tensor:
-    """Convert packed integers back to a matrix, uint8 [panels * 16, padded inputs].
-
-    This is the inverse of `pack_values`. A panel contains the integers of 16 outputs. With 4 bits,
-    the bytes [0x51, 0x62, 0x73, 0x84] of one output become the inputs [1, 2, 3, 4, 5, 6, 7, 8].
-    """
-    quadruples = _split_halves(packed, dim=1) if bits == 4 else packed
-    return quadruples.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
-
-
-def _split_halves(packed: Tensor, dim: int) -> Tensor:
-    """Split each byte into two integers of 4 bits, which doubles the size of the dimension `dim`.
-
-    Example: with dim=0, [[0x51, 0x62, 0x73, 0x84]] becomes [[1, 2, 3, 4], [5, 6, 7, 8]].
-    """
-    lower_halves, upper_halves = packed & 15, packed >> 4
-    return torch.stack((lower_halves, upper_halves), dim=dim + 1).flatten(dim, dim + 1)
-
-
-def dequantise_rows(
-    indices: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    *,
-    bits: int,
-    group_size: int,
-) -> Tensor:
-    """Return some rows of a packed weight as floating-point numbers.
-
-    A row contains the weights of one output. A weight is (integer - zero) * scale, with one zero
-    and one scale for each group of `group_size` consecutive inputs.
-
-    Args:
-        indices: the indices of the rows, an integer tensor of any shape [...].
-        values: the packed integers; see `pack_values`.
-        scales: [panels, groups, 16]. A panel contains 16 rows.
-        zeros: [panels, groups, 16]. None means that every zero is 2 ** (bits - 1).
-        bits: the number of bits of an integer, 4 or 8.
-        group_size: the number of inputs in a group.
-
-    Returns:
-        float32 [..., groups * group_size]. The last inputs may be padding.
-    """
-    panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
-    # Indexing with [panels, :, lanes] gives a result that begins with the dimensions of `indices`.
-    integers = values[panels, :, lanes]  # [..., num_bytes / 4, 4]
-    if bits == 4:
-        integers = _split_halves(integers, dim=indices.dim())  # [..., num_bytes / 2, 4]
-    integers = integers.float().reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
-    scale = scales[panels, :, lanes].float().unsqueeze(-1)  # [..., groups, 1]
-    zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
-    return ((integers - zero) * scale).flatten(-2)
-
-
-def _panels_of_groups(of_groups: Tensor) -> Tensor:
-    """Rearrange scales or zeros from [out_features, groups] to [panels, groups, 16 outputs].
-
-    A panel contains 16 outputs. The last panel is padded with zeros.
-    """
-    padded = functional.pad(of_groups, (0, 0, 0, -of_groups.shape[0] % LANES))
-    return padded.view(-1, LANES, of_groups.shape[1]).transpose(1, 2).contiguous()
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nereid_backend.linear import grouped_linear, native_linear
+from nereid_backend.linear import native_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.integer_layout import dequantise_rows
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import free_weight, output_layer_of
 from nereid_backend.linear.quantise_weights import can_quantise, round_layer
@@ -76,7 +77,7 @@ class GroupedEmbedding(_PackedEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embedding vectors of the given indices as floating-point numbers."""
-        rows = grouped_linear.dequantise_rows(
+        rows = dequantise_rows(
             input, self.values, self.scales, self.zeros, bits=self.bits, group_size=self.group_size
         )
         return rows[..., : self.embedding_dim].to(self.weight.dtype)

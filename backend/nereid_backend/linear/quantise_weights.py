@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from nereid_backend.freed_memory import FreedMemory, discard_file_pages
 from nereid_backend.linear import grouped_linear
-from nereid_backend.linear.grouped_linear import LANES, GroupedLinear
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.integer_layout import LANES
 from nereid_backend.linear.prepack import (
     change_class,
     free_weight,

@@ -10,7 +10,8 @@ from nereid_backend.attention.cpu.instruction_sets import (
     usable_instruction_sets,
 )
 from nereid_backend.linear import grouped_linear
-from nereid_backend.linear.grouped_linear import GroupedLinear, pack_values, unpack_values
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.integer_layout import pack_values, unpack_values
 
 # The fastest and the slowest instruction set with a kernel. They have different products of bytes.
 KERNELS = ["best", "avx2"] if has_kernels() and grouped_linear.is_available() else []

@@ -3,9 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 from nereid_backend import RequestError
+from nereid_backend.serving.tokenizer.chat_messages import read_messages
 from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplateRenderer
 from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.prompt_builder import read_flag
+from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
 
@@ -121,6 +123,32 @@ def test_a_developer_becomes_a_system_message_if_the_template_would_omit_it(temp
     assert renderer.render(messages) == f"{role}: be brief;user: a;"
     assert renderer.render(messages[::-1]) == f"user: a;{role}: be brief;"
     assert messages[0]["role"] == "developer"
+
+
+def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_omit_it():
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}result: {{ m.content }};"
+        "{% elif m.tool_calls %}{% for call in m.tool_calls %}{{ call.function.name }}"
+        "({{ call.function.arguments.a }});{% endfor %}{% elif m.role == 'user' %}"
+        "{{ m.content }};{% endif %}{% endfor %}"
+    )
+    given = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "f", "content": "5"},
+    ]
+    limits = RequestLimits(
+        max_model_len=99,
+        max_prompt_bytes=999,
+        max_request_bytes=999,
+        max_messages=9,
+        max_values=99,
+    )
+    messages = read_messages({"messages": given}, limits)
+    assert renderer_of(template).render(messages) == "x;f(1);result: 5;"
+    every_role = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    rendered = renderer_of(every_role).render(messages)
+    assert rendered == "user: x;assistant: ;function: 5;"
 
 
 def test_a_developer_message_of_parts_becomes_a_system_message():

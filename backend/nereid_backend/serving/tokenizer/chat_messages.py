@@ -79,6 +79,9 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
     _check_message(message, index)
     converted = {**message, "content": _read_content(message.get("content"), index)}
     calls = message.get("tool_calls")
+    if not calls and message.get("function_call") is not None:
+        # In OpenAI's older API, this field contains the only call of a message.
+        calls = [{"type": "function", "function": message["function_call"]}]
     if calls:
         converted["tool_calls"] = _read_tool_calls(calls, index, limits)
     return converted

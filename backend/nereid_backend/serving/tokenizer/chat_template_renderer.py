@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 
 # The content of a message that is rendered to test a chat template.
 _TEST_TEXT = "nereid7text7test"
+_USER = {"role": "user", "content": "Hi"}
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+# Roles that many chat templates do not know, and the roles that replace them. Clients of OpenAI's
+# API send instructions with the role developer, and older clients send the result of a tool with
+# the role function. For each role, there is also a chat that tests whether a template renders it.
+_REPLACED_ROLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "developer": ("system", [{"role": "developer", "content": _TEST_TEXT}, _USER]),
+    "function": (
+        "tool",
+        [
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "function", "name": "f", "content": _TEST_TEXT},
+        ],
+    ),
+}
 
 
 class ChatTemplateRenderer:
@@ -64,7 +80,7 @@ class ChatTemplateRenderer:
         """Render chat messages, and return the text. Rendering has limits on time and on size.
 
         If the template does not render messages of the role developer, they become messages of the
-        role system.
+        role system. In the same way, the role function becomes the role tool.
 
         Example: the template `{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}`
         and the messages `[{"role": "user", "content": "Hi"}]` return "user: Hi;".
@@ -83,11 +99,12 @@ class ChatTemplateRenderer:
         from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
 
         template = self._template_for(tools)
-        has_developer = any(each.get("role") == "developer" for each in messages)
-        if has_developer and template in self._templates_without_developer:
-            messages = [_with_system_role(each) for each in messages]
-        if template in self._templates_for_parts:
-            messages = [{**each, "content": as_parts(each.get("content"))} for each in messages]
+        if any(each.get("role") in _REPLACED_ROLES for each in messages):
+            roles = self._replacements[template]
+            messages = [
+                {**each, "role": roles.get(each["role"], each["role"])} for each in messages
+            ]
+        messages = self._with_content_for(template, messages)
         template_variables = {
             **self._default_variables(),
             **variables,
@@ -146,21 +163,30 @@ class ChatTemplateRenderer:
 
         return not renders(_TEST_TEXT) and renders(as_parts(_TEST_TEXT))
 
+    def _with_content_for(
+        self, template: "RequestTemplate", messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Convert the contents to lists of parts if the template renders only such lists."""
+        if template not in self._templates_for_parts:
+            return messages
+        return [{**each, "content": as_parts(each.get("content"))} for each in messages]
+
     @cached_property
-    def _templates_without_developer(self) -> "list[RequestTemplate]":
-        """The templates that leave out a message of the role developer, or fail because of it.
+    def _replacements(self) -> "dict[RequestTemplate, dict[str, str]]":
+        """For each template, a dict that maps each role that it does not render to another role.
 
-        Clients of OpenAI's API send instructions with this role instead of the role system. Most
-        templates were written before this role existed.
+        Such a template leaves out messages of this role, or fails because of them.
+
+        Example: the templates of Qwen have {"developer": "system", "function": "tool"}.
         """
-        return [each for each in self._templates.values() if not self._reads_developer(each)]
-
-    def _reads_developer(self, template: "RequestTemplate") -> bool:
-        """Return whether a template renders a message of the role developer."""
-        reads_parts = template in self._templates_for_parts
-        content = as_parts(_TEST_TEXT) if reads_parts else _TEST_TEXT
-        user = {"role": "user", "content": as_parts("Hi") if reads_parts else "Hi"}
-        return self._renders_test_text(template, [{"role": "developer", "content": content}, user])
+        return {
+            template: {
+                role: replacement
+                for role, (replacement, chat) in _REPLACED_ROLES.items()
+                if not self._renders_test_text(template, self._with_content_for(template, chat))
+            }
+            for template in self._templates.values()
+        }
 
     def _renders_test_text(
         self, template: "RequestTemplate", messages: list[dict[str, Any]]
@@ -197,8 +223,3 @@ class ChatTemplateRenderer:
         source = self._tokenizer.chat_template or ""
         sources = source if isinstance(source, dict) else {"default": source}
         return {name: RequestTemplate(source) for name, source in sources.items()}
-
-
-def _with_system_role(message: dict[str, Any]) -> dict[str, Any]:
-    """Change the role developer of a message to system. Return other messages unchanged."""
-    return {**message, "role": "system"} if message.get("role") == "developer" else message

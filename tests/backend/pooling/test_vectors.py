@@ -284,6 +284,14 @@ def clip(clip_folder):
     return Embedder(str(clip_folder), num_threads=1)
 
 
+def test_a_dense_module_after_two_towers_is_refused_instead_of_ignored(clip_folder, tmp_path):
+    folder = copy_of(clip_folder, tmp_path)
+    size = json.loads((folder / "config.json").read_text())["projection_dim"]
+    add_modules(folder, add_dense(folder, "1_Dense", size, 20))
+    with pytest.raises(UnsupportedModelError, match="the module Dense is not supported after"):
+        Embedder(str(folder))
+
+
 def test_vectors_of_texts_and_images_equal_those_of_transformers(clip, clip_folder):
     rng = random.Random(0)
     texts = [text(rng, n) for n in (3, 20, 1, 60)]

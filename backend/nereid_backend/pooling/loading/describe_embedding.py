@@ -71,9 +71,26 @@ def describe_embedding(
     if base.architecture.endswith(RETRIEVAL_HEAD):
         return replace(base, kinds=("multi_vector",), loader=RETRIEVAL)
     if _has_towers(base.config) and not base.takes_messages:
+        _check_tower_modules(root, later_modules)
         normalizes = ends_with_normalize(later_modules)
         return replace(base, kinds=("dense",), loader=TOWERS, normalizes=normalizes)
     return _describe_token_vectors(base, settings, root, later_modules)
+
+
+def _check_tower_modules(root: Path, later_modules: list[ModuleSpec]) -> None:
+    """Raise an UnsupportedModelError if a module converts the vectors of a model with two towers.
+
+    Args:
+        root: the folder of the checkpoint.
+        later_modules: the modules that follow the transformers model.
+    """
+    for module in later_modules:
+        if module.kind in ("Dense", "LayerNorm"):
+            raise UnsupportedModelError(
+                f"{root}/modules.json: the module {module.kind} is not supported after a model "
+                "with one encoder for texts and one for images. Remove the module, or use another "
+                "checkpoint."
+            )
 
 
 def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> CheckpointSpec:

@@ -191,6 +191,18 @@ def test_prompts_equal_those_of_sentence_transformers(
         embedder.encode("w1", prompt_name="qury")
 
 
+@pytest.mark.parametrize(
+    "config", [{"pooling_strategy": "mean"}, {"activation_function": "log1p_gelu"}]
+)
+def test_an_unknown_setting_of_a_splade_module_is_refused(config, encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert", "masked"), tmp_path)
+    kind = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
+    add_modules(folder, (kind, "1_Splade", config), model_type="SparseEncoder")
+    (value,) = config.values()
+    with pytest.raises(UnsupportedModelError, match=f"{value}.*strategies max and sum"):
+        Embedder(str(folder))
+
+
 def test_no_special_tokens_are_added_to_token_ids(encoder_of, texts):
     folder = encoder_of("roberta")
     embedder = Embedder(str(folder), num_threads=1)

@@ -97,10 +97,20 @@ def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> Checkpoint
     """Return the description of a checkpoint with sparse output.
 
     `splade` is the config of the module SpladePooling.
+
+    Raises:
+        UnsupportedModelError: the pooling strategy or the activation is unknown.
     """
+    strategy = str(splade.get("pooling_strategy") or "max")
+    activation = str(splade.get("activation_function") or "relu")
+    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise UnsupportedModelError(
+            f"{base.folder}: the module SpladePooling has the pooling_strategy {strategy} and the "
+            f"activation_function {activation}. Only the strategies max and sum, and the "
+            "activations relu and log1p_relu are supported."
+        )
     # The pooling always applies log1p once. The activation log1p_relu applies log1p a second time.
-    num_log1p = 2 if splade.get("activation_function") == "log1p_relu" else 1
-    strategy = str(splade.get("pooling_strategy", "max"))
+    num_log1p = 2 if activation == "log1p_relu" else 1
     return replace(base, kinds=("sparse",), loader=MASKED, splade=(strategy, num_log1p))
 
 

@@ -5,6 +5,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -56,8 +57,10 @@ def run_frontend(
     _raise_descriptor_limit()  # each connection needs a file descriptor
     server = uvicorn.Server(_uvicorn_config(app, settings))
     sockets = _listening_sockets_of_process(settings, worker)
-    # After SIGINT, uvicorn closes the application and then raises a KeyboardInterrupt.
-    with suppress(KeyboardInterrupt):
+    # After a signal, uvicorn closes the application and then sends the signal to this process.
+    # SIGTERM would then kill the process, and the spans that were not exported yet would be lost.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with suppress(KeyboardInterrupt):  # raised by SIGINT
         server.run(sockets)
 
 

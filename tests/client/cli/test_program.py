@@ -1,6 +1,7 @@
 """`python -m nereid_client` as a program."""
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from contextlib import suppress
 
 from fakes.live_frontend import wait_for
+from fakes.otlp_receiver import receive_spans
 
 from loadtest.server.served import free_ports
 
@@ -36,3 +38,20 @@ def test_an_idle_connection_stays_open_longer_than_clients_keep_it():
         finally:
             connection.close()
             program.terminate()
+
+
+def test_the_spans_of_the_last_requests_are_exported_after_sigterm():
+    port, unused_port = free_ports(2)
+    flags = ["--port", str(port), "--grpc-url", f"127.0.0.1:{unused_port}"]
+    command = [sys.executable, "-m", "nereid_client", *flags]
+    with receive_spans() as collector:
+        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
+        with subprocess.Popen(command, env=environment) as program:
+            wait_for(lambda: listens(port), timeout_s=120)
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("POST", "/tokenize", "{}")
+            assert connection.getresponse().status == 400
+            connection.close()
+            program.terminate()
+            assert program.wait(60) == 0
+        assert [span.name for span in collector.spans] == ["POST /tokenize"]

@@ -36,7 +36,7 @@ def is_quick(spec: GrammarSpec) -> bool:
     if len(spec.source) > _QUICK_BYTES or spec.kind == "ebnf":
         return False
     if spec.kind == "regex":
-        return _is_quick_pattern(spec.source)
+        return is_quick_pattern(spec.source)
     try:
         value = json.loads(spec.source)
     except (ValueError, RecursionError):
@@ -73,12 +73,12 @@ def _is_slow(schema: dict[str, object]) -> bool:
     if not _SLOW_WORDS.isdisjoint(schema):
         return True
     pattern = schema.get("pattern")
-    if isinstance(pattern, str) and not _is_quick_pattern(pattern):
+    if isinstance(pattern, str) and not is_quick_pattern(pattern):
         return True
     return any(_is_long(schema.get(name)) for name in _LENGTHS)
 
 
-def _is_quick_pattern(pattern: str) -> bool:
+def is_quick_pattern(pattern: str) -> bool:
     """Return whether a regular expression is short, repeats no group, and has only small bounds.
 
     Examples: `[a-z]{1,99}` is quick. `[a-z]{1,100}` and `(ab)*` need a trial.

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the first tokens of an answer in a trial (trial_process.py), as the engine would.
 
-A small EBNF grammar can compile at once although xgrammar needs exponential time for a token mask,
-or exponential memory for the text that must follow. Such a grammar would stop the steps of all
-requests, and the text could fill the memory. In a trial, the limits of time and memory end the
-child process, and the grammar is refused.
-
-Example: 40 rules such as `r0 ::= r1 r1` and the rule `r40 ::= "a"` describe a text of 2**40
-characters.
+A small EBNF grammar can compile at once although xgrammar needs exponential time or memory for a
+token mask. Such a grammar would stop the steps of all requests. In a trial, the limits of time and
+memory end the child process, and the grammar is refused.
 """
 
 from collections.abc import Sequence
@@ -32,7 +28,6 @@ def try_first_tokens(compiled: Compiled, vocab_size: int, eos_token_ids: Sequenc
     mask = np.zeros(mask_width(vocab_size), np.int32)
     for _ in range(_NUM_TOKENS):
         matcher.fill(mask)
-        matcher.forced()
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = np.setdiff1d(allowed, eos_token_ids)
         if not allowed.size or not matcher.accept(int(allowed[0])):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles structural tags and EBNF grammars with the library xgrammar."""
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,6 +10,7 @@ import xgrammar
 
 from nereid_backend.errors import RequestError, one_line
 from nereid_backend.grammar.backend_interface import Matcher
+from nereid_backend.grammar.quick_grammars import is_quick_pattern
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
@@ -53,9 +55,10 @@ class XGrammarBackend:
     def compile(self, kind: str, source: str) -> "XGrammarGrammar":
         """Compile a structural tag or an EBNF grammar; see GrammarBackend.compile."""
         try:
-            return XGrammarGrammar(self._compile(kind, source))
+            grammar = self._compile(kind, source)
         except (RuntimeError, ValueError, TypeError) as error:
             raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
+        return XGrammarGrammar(grammar, forces_short_texts=_forces_short_texts(kind, source))
 
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
         """Compile a grammar, and return xgrammar's compiled grammar."""
@@ -74,20 +77,22 @@ class XGrammarBackend:
 class XGrammarGrammar:
     """Implements the interface `Compiled` with xgrammar."""
 
-    def __init__(self, grammar: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
+    def __init__(self, grammar: Any, *, forces_short_texts: bool) -> None:  # noqa: ANN401 - untyped
         self._grammar = grammar
+        self._forces_short_texts = forces_short_texts
         self.num_bytes = int(grammar.memory_size_bytes)
 
     def matcher(self) -> "XGrammarMatcher":
         """Return a new matcher; see Compiled.matcher."""
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar))
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), self._forces_short_texts)
 
 
 class XGrammarMatcher:
     """Implements the interface `Matcher` with xgrammar."""
 
-    def __init__(self, matcher: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
+    def __init__(self, matcher: Any, forces_short_texts: bool) -> None:  # noqa: ANN401 - untyped
         self._matcher = matcher
+        self._forces_short_texts = forces_short_texts
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; see Matcher.accept."""
@@ -112,8 +117,11 @@ class XGrammarMatcher:
         return bool(self._matcher.is_completed())
 
     def forced(self) -> bytes:
-        """Return the bytes that must follow the text so far; see Matcher.forced."""
-        if self._matcher.is_completed():
+        """Return the bytes that must follow the text so far; see Matcher.forced.
+
+        Return b"" if the bytes could be very many; see `_forces_short_texts`.
+        """
+        if not self._forces_short_texts or self._matcher.is_completed():
             return b""
         try:
             return str(self._matcher.find_jump_forward_string()).encode()
@@ -122,7 +130,32 @@ class XGrammarMatcher:
 
     def fork(self) -> "XGrammarMatcher":
         """Return an independent copy; see Matcher.fork."""
-        return XGrammarMatcher(self._matcher.fork())
+        return XGrammarMatcher(self._matcher.fork(), self._forces_short_texts)
+
+
+def _forces_short_texts(kind: str, source: str) -> bool:
+    """Return whether each text that a grammar forces certainly has a moderate length.
+
+    xgrammar computes a forced text completely, without a limit. With the grammar `root ::= "a"
+    root` or the regular expression `((a{900}){900}){900}`, xgrammar would take all memory of the
+    machine. Therefore the texts of EBNF grammars, nodes of the type "repeat", and expressions that
+    repeat a group are never forced.
+    """
+    if kind == "ebnf":
+        return False
+    nodes = [json.loads(source)]  # the values of the structural tag that are not examined yet
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            names = node.get("patternProperties")
+            patterns = [node.get("pattern"), *(names if isinstance(names, dict) else ())]
+            are_quick = all(is_quick_pattern(text) for text in patterns if isinstance(text, str))
+            if node.get("type") in ("grammar", "repeat") or not are_quick:
+                return False
+            nodes += node.values()
+    return True
 
 
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped

@@ -79,6 +79,37 @@ def test_a_schema_that_the_library_misreads_is_enforced(schema, fits, fits_not, 
         guide(spec).accept([*vocabulary.encode(fits_not), 2])
 
 
+DOUBLED = "\n".join(
+    ["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(24)), 'r24 ::= "ab"']
+)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"type": "grammar", "grammar": DOUBLED},
+        {"type": "regex", "pattern": "((a{99}){99}){99}"},
+        {
+            "type": "json_schema",
+            "json_schema": {"type": "string", "pattern": "^((a{99}){99}){99}$"},
+        },
+        {"type": "repeat", "content": {"type": "const_string", "value": "a"}, "min": 9, "max": 9},
+    ],
+)
+def test_a_text_that_may_be_huge_is_not_forced(node, guide, vocabulary):
+    elements = [{"type": "const_string", "value": "x"}, node]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    held = guide(GrammarSpec("structural_tag", json.dumps(tag)))
+    held.accept(vocabulary.encode("x"))
+    assert held.fork().forced() == []
+
+
+def test_the_text_of_an_ebnf_grammar_is_not_forced(guide, vocabulary):
+    held = guide(GrammarSpec("ebnf", DOUBLED))
+    held.accept(vocabulary.encode("a")[:1])
+    assert held.fork().forced() == []
+
+
 def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
     held = guide(GrammarSpec.choice(["yes"]))
     held.accept(vocabulary.encode("yes"))

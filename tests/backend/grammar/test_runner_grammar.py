@@ -30,7 +30,15 @@ SCHEMA = {
     "additionalProperties": False,
 }
 REGEX = "The whole answer is (yes|no), and nothing else was asked\\."
-EBNF = 'root ::= "The whole answer is " ("yes" | "no") ", and nothing else was asked."'
+TEXTS = [{"type": "const_string", "value": text} for text in ("yes", "no")]
+TAG = {
+    "type": "sequence",
+    "elements": [
+        {"type": "const_string", "value": "The whole answer is "},
+        {"type": "or", "elements": TEXTS},
+        {"type": "const_string", "value": ", and nothing else was asked."},
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +102,10 @@ def test_answers_match_their_schema_and_guesses_change_nothing(guides, decode, p
 
 
 def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
+    spec = GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": TAG}))
+
     def answer_of(guesses=(), **params):
-        sequence = make_sequence(guides, GrammarSpec("ebnf", EBNF), temperature=0.0, **params)
+        sequence = make_sequence(guides, spec, temperature=0.0, **params)
         runner = Runner(HashedPath(VOCAB))
         run(runner, chunk_of(sequence, guesses=guesses))
         answer(runner, [sequence])

@@ -76,7 +76,7 @@ def _renamed(line: re.Match[str], model_names: Mapping[str, str]) -> str:
 
     def changed_label(label: re.Match[str]) -> str:
         model_name = model_names.get(label[1], label[1])
-        escaped = model_name.replace("\\", r"\\").replace('"', r"\"")
+        escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         return f'model_name="{escaped}"{engine_label}'
 
     return f"{start}vllm:{name}{_MODEL_LABEL.sub(changed_label, rest, count=1)}"

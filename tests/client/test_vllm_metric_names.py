@@ -20,3 +20,8 @@ def test_each_of_several_models_gets_its_name_and_the_label_of_its_engine():
     page = 'nereid:prompt_tokens_total{model_name="org-chat"} 3\n'
     renamed = 'vllm:prompt_tokens_total{model_name="org/\\"chat\\"",engine="0"} 3\n'
     assert with_vllm_names(page, names) == renamed
+
+
+def test_the_name_of_a_model_is_escaped():
+    page = with_vllm_names('nereid:num_requests_running{model_name="llm"} 1\n', {"llm": 'a"\\\nb'})
+    assert page == 'vllm:num_requests_running{model_name="a\\"\\\\\\nb",engine="0"} 1\n'

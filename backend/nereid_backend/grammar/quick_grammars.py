@@ -22,6 +22,14 @@ _SLOW_WORDS = frozenset(
         *("dependentSchemas", "multipleOf", "uniqueItems", "contains"),
     }
 )
+# The types of nodes of structural tags that only clients use. With some of these nodes, xgrammar
+# 0.2.8 ends the process that compiles the tag, for example because of a token that does not exist.
+_RISKY_NODES = frozenset(
+    {
+        *("token", "exclude_token", "any_tokens", "token_triggered_tags"),
+        *("dispatch", "token_dispatch", "repeat"),
+    }
+)
 _LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties"})
 _QUICK_LENGTH = 1000
 
@@ -67,10 +75,15 @@ def _has_slow_part(value: object) -> bool:
 def _is_slow(schema: dict[str, object]) -> bool:
     """Return whether the keywords of one schema can make the compilation slow.
 
-    Schemas inside this schema are not examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
+    Nodes of structural tags that can make a grammar library crash are treated like slow schemas,
+    because such a tag must be tested in another process. Schemas inside this schema are not
+    examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
     and `{"pattern": "(ab)*"}` can take long.
     """
     if not _SLOW_WORDS.isdisjoint(schema):
+        return True
+    node_type = schema.get("type")
+    if isinstance(node_type, str) and node_type in _RISKY_NODES:
         return True
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and not is_quick_pattern(pattern):

@@ -46,6 +46,8 @@ def properties(count):
         (GrammarSpec("regex", "(ab)*"), False),
         (GrammarSpec("regex", "[0-9]{1,9999}"), False),
         (GrammarSpec("regex", "a{99}{99}{99}"), False),
+        (GrammarSpec("structural_tag", '{"format": {"type": "token_dispatch"}}'), False),
+        (GrammarSpec("structural_tag", '{"format": {"type": "any_text"}}'), True),
         (GrammarSpec("regex", "a{2,9}?b{9}"), True),
         (GrammarSpec("ebnf", 'root ::= "a"'), False),
         (GrammarSpec("json_schema", "[" * 5000), True),
@@ -253,6 +255,15 @@ def test_a_grammar_that_must_be_followed_by_endless_text_needs_little_memory(gui
     grammar = GrammarSpec("ebnf", f'root ::= "a" | {start}\n{doubling}\nr60 ::= "a"')
     guide = guides.prepare(SamplingParams(grammar=grammar), frozenset({2})).result(60)
     assert guide.forced() == []
+
+
+def test_a_tag_that_crashes_the_library_is_refused(problem):
+    rules = [["a", {"type": "any_text"}]]
+    dispatch = {"type": "token_dispatch", "rules": rules}
+    node = {"type": "repeat", "content": {"type": "plus", "content": dispatch}, "min": 0, "max": 1}
+    error = problem("structural_tag", json.dumps({"type": "structural_tag", "format": node}))
+    assert isinstance(error, RequestError)
+    assert "the grammar library failed" in str(error)
 
 
 def test_a_grammar_whose_answer_ends_at_once_passes_its_trial(problem):

@@ -78,8 +78,8 @@ class CpuThreads:
         self._start: tuple[float, float | None] | None = None
         # The time at which the last pause began.
         self._pause_time = clock()
-        # The seconds of earlier measurements that have not changed the number of threads yet, and
-        # the CPU time of other processes during these seconds.
+        # The duration of all measurements since the number of threads was last determined, in
+        # seconds, and the CPU time of other processes during this time.
         self._measured_s = self._used_by_others_s = 0.0
 
     def adjust(self) -> None:

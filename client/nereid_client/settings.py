@@ -106,9 +106,10 @@ def _check_key(value: object) -> object:
 
 
 def _check_origins(value: str) -> str:
-    """Return `value`. Raise ValueError for an item that no browser sends as the origin of a page.
+    """Raise ValueError if a list of origins contains a text that no browser sends as an origin.
 
-    Without this check, an item such as "https://example.org/" would allow no page.
+    `value` is the list, separated by commas. The function returns it unchanged. Without this check,
+    a text such as "https://example.org/" would allow no page.
     """
     for item in filter(None, map(str.strip, value.split(","))):
         if item not in ("*", "null") and not re.fullmatch(r"[a-z][\w+.-]*://[^/*\sA-Z]+", item):

@@ -51,7 +51,7 @@ def rounded_weights(folder: Path, bits: int) -> tuple[Answers, Answers]:
     """
     model = _load_rounded(folder, bits)
     for layer in model.modules():
-        if type(layer) is GroupedLinear:
+        if isinstance(layer, GroupedLinear):
             weight = layer.dequantised().contiguous()
             layer.__class__ = nn.Linear
             layer.weight = nn.Parameter(weight, requires_grad=False)

@@ -9,9 +9,9 @@ from nereid_backend.grammar.compile_cost import subschemas
 # The distance between an exclusive bound and the inclusive bound that replaces it. Example:
 # "greater than 3" becomes "at least 3.000000001".
 _BOUND_DISTANCE = 1e-9
-# The largest maximum of an integer that llguidance 1.9 accepts, and the largest absolute value of
-# every other bound. llguidance converts these bounds to floats, and _LARGEST_FLOAT is the largest
-# float below 2**63.
+# The limits of llguidance 1.9 for bounds. `maximum` of an integer may be at most _LARGEST_INTEGER.
+# The absolute value of any other bound may be at most _LARGEST_FLOAT, which is the largest float
+# below 2**63, because llguidance converts these bounds to floats.
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT = 2**63 - 1024
 # The keywords of JSON Schema whose values are lengths or counts.

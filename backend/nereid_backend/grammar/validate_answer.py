@@ -117,7 +117,7 @@ def _default_validator_class() -> Any:  # noqa: ANN401 - jsonschema creates its 
     current, older = jsonschema.Draft202012Validator, jsonschema.Draft4Validator
 
     def items(validator: Any, value: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401
-        """Check `items`. A list contains the schemas of the first items."""
+        """Check the keyword `items`. If its value is a list, it has one schema for each item."""
         draft = jsonschema.Draft7Validator if isinstance(value, list) else current
         return draft.VALIDATORS["items"](validator, value, instance, schema)
 

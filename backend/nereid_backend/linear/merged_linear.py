@@ -58,8 +58,8 @@ class _MergedGroup:
         `sizes` contains the number of outputs of each layer.
         """
         self._sizes = sizes
-        # The input of the stored outputs, and the outputs of the layers. After `take_output` has
-        # returned the output of a layer, the list contains None for this layer.
+        # The input from which the stored outputs were computed, and the outputs. After `take_output`
+        # has returned the output of a layer, the list contains None for this layer.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -244,21 +244,26 @@ def _merge(layers: list[nn.Linear]) -> None:
     # The tensors are registered as buffers, so that torch.export treats them as part of the model.
     first.register_buffer("merged_bias", merged_bias, persistent=False)
     for name in merged_class.weight_names:
-        weights: list[Tensor | None] = [getattr(layer, name) for layer in merged_layers]
-        merged = _concatenated(weights)
+        merged = None if getattr(first, name) is None else _join(merged_layers, name)
         first.register_buffer(f"merged_{name}", merged, persistent=False)
-        if merged is None:
-            continue
-        views = torch.split(merged, [len(weight) for weight in weights if weight is not None])
-        for layer, view in zip(merged_layers, views, strict=True):
-            is_parameter = name == "weight"
-            setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
 
 
-def _concatenated(weights: list[Tensor | None]) -> Tensor | None:
-    """Concatenate tensors with weights. Return None if a layer does not have such a tensor."""
-    tensors = [weight.detach() for weight in weights if weight is not None]
-    return torch.cat(tensors) if len(tensors) == len(weights) else None
+@torch.no_grad()
+def _join(layers: list[MergedLayer], name: str) -> Tensor:
+    """Copy the tensors with the name `name` of several layers into one tensor, and return it.
+
+    Mutates: the tensor of each layer becomes a view into the returned tensor.
+    """
+    sizes = [len(getattr(layer, name)) for layer in layers]
+    example: Tensor = getattr(layers[0], name).detach()
+    merged = example.new_empty(sum(sizes), *example.shape[1:])
+    del example
+    for layer, view in zip(layers, torch.split(merged, sizes), strict=True):
+        view.copy_(getattr(layer, name))
+        is_parameter = name == "weight"
+        # The original tensor of the layer is freed here, before the next one is copied.
+        setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
+    return merged
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:

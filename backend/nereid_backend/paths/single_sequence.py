@@ -109,8 +109,8 @@ class SinglePath:
         logits: list[Tensor] = []
         prompt_len = chunk.sequence.num_prompt_tokens
         if chunk.sequence.images is not None and prefix_lens[0] < prompt_len:
-            # Log-probabilities of the prompt were requested. Most models refuse a part of a prompt
-            # with images, because the part lacks image tokens. Therefore, compute the whole prompt.
+            # Log-probabilities of the prompt were requested. If a prompt has images, most models
+            # accept only the whole prompt, because a part of it lacks image tokens.
             prompt_logits = self._run_model(row, chunk.sequence, prompt_len)[-prompt_len:]
             logits += prompt_logits[prefix_lens[0] - 1 : last_len]
             prefix_lens = range(prompt_len + 1, last_len + 1)

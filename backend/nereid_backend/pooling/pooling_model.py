@@ -108,7 +108,7 @@ class PoolingModel:
         return model
 
     def _check_layers(self) -> None:
-        """Compute each kind of output once, if layers after the transformers model compute it.
+        """Run each layer that follows the transformers model once, for a test.
 
         The self-check of the transformers model does not run these layers. Without this check, a
         layer with a wrong size would fail in each request.

@@ -350,7 +350,7 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
 
 
 def _nearest_64_bit_integer(value: object) -> int:
-    """Replace an integer in the schema of a tool that has too many bits for msgpack.
+    """Replace an integer with too many bits for msgpack, in the schema of a tool.
 
     The parsing of tool calls depends on the types of the numbers in a schema, but not on the
     numbers.

@@ -178,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse a request that asks for another protocol again, without the header Upgrade.
+        """Parse a request with the header Upgrade a second time, without this header.
 
         The parser ends such a request after its headers, and would parse the body as a new request.
         Java's HttpClient and `curl --http2` ask for HTTP/2 in each request, and continue with

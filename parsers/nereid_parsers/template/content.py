@@ -30,8 +30,8 @@ from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 # Matches markers that alternate with words, such as `<|out|>turn<|of|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
 # Matches a text that may end a turn although MARKER does not match it, such as `{end}` or
-# `=== end ===`. The text contains a word between punctuation, because the parser removes the text
-# from all content, and content often contains words or punctuation alone.
+# `=== end ===`. The text must contain both a word and punctuation. The parser removes the text from
+# all content, and a single word or single punctuation marks often occur in ordinary content.
 _WORD_IN_PUNCTUATION = re.compile(r"[^\w\s][^\w\n]*\w[^\n]*[^\w\s]")
 
 
@@ -267,9 +267,9 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _end_without_marker(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the text that ends every message although it is no marker, such as `{end}`, as a list.
+    """Return a list with the text that ends every message, if this text is a word in punctuation.
 
-    The text is a word in punctuation. Return [] if there is no such text.
+    An example of such a text is `{end}`. Return [] if no such text ends every message.
 
     >>> _end_without_marker("{end}", after_user_message="{end}{bot}", header="{bot}")
     ['{end}']

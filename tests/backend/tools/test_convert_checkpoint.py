@@ -39,7 +39,7 @@ def test_integers_load_into_panels_and_back_into_the_same_numbers(
     assert run_alone(exact) == reference(tmp_path / "back")
     exact.close()
     engine = open_engine(tmp_path / "integers")
-    assert any(type(module) is GroupedLinear for module in modules_of(engine))
+    assert any(isinstance(module, GroupedLinear) for module in modules_of(engine))
     engine.close()
 
 
@@ -50,7 +50,7 @@ def test_the_integers_are_those_of_the_setting_weight_dtype(checkpoint, tmp_path
         open_engine(checkpoint("llama"), weight_dtype="int4"),
     ]
     layers = [
-        [module for module in modules_of(engine) if type(module) is GroupedLinear]
+        [module for module in modules_of(engine) if isinstance(module, GroupedLinear)]
         for engine in engines
     ]
     assert len(layers[0]) > 10

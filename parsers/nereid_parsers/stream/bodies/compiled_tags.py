@@ -265,7 +265,7 @@ class CompiledTags:
 
     @lru_cache(maxsize=1024)  # noqa: B019  # A program has few formats, and keeps all of them.
     def for_key(self, key: str) -> CompiledTags:
-        """Return the tags of the argument `key`, whose closing tags may contain this name.
+        """Return the tags of the argument `key`. The closing tag may contain the argument's name.
 
         Example: for the declaration `<{key}>`, `</{key}>`, the value of `city` ends at `</city>`.
         """

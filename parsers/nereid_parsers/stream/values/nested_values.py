@@ -57,7 +57,10 @@ def _to_json(text: str, schema: object, root: Mapping[str, Any], depth: int) -> 
 def _container_to_json(
     elements: list[_Element], schema: object, root: Mapping[str, Any], depth: int
 ) -> str:
-    """Convert elements to an array or an object. In an object, equal names become one array."""
+    """Convert elements to an array or to an object.
+
+    In an object, the values of all elements with the same name become one array.
+    """
     types = json_types_of(schema, root)
     has_items = types is None and elements[0].name == _ARRAY_ITEM
     is_array = has_items or (types is not None and "object" not in types)

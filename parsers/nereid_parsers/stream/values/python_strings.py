@@ -30,7 +30,8 @@ _match_after_key = re.compile(r"\s*(?:[:,}]|\Z)").match
 _match_after_item = re.compile(r"\s*(?:[,\])}]|\Z)").match
 # If a quote is followed by `)` and then by a quote or another `)`, the first quote is a part of the
 # string. Example: in `f(a='g('x')')`, the quote after `x` is followed by `)'`, so this quote does
-# not end the argument. Three backticks after the `)` close a code fence around the tool call.
+# not end the argument. If three backticks follow the `)`, the quote ends the argument, because the
+# backticks close a code fence around the tool call.
 _match_after_argument = re.compile(
     r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|`{1,2}\Z|```|[^\s)"'`]))"""
 ).match

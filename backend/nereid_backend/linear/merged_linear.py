@@ -58,8 +58,8 @@ class _MergedGroup:
         `sizes` contains the number of outputs of each layer.
         """
         self._sizes = sizes
-        # The input from which the stored outputs were computed, and the outputs. After `take_output`
-        # has returned the output of a layer, the list contains None for this layer.
+        # The input from which the stored outputs were computed, and the outputs. After
+        # `take_output` has returned the output of a layer, the list contains None for this layer.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 

@@ -309,6 +309,9 @@ def remote_modules(monkeypatch, tmp_path):
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path])
+    # An earlier test may have imported code of another checkpoint from another folder.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_code_that_comes_with_a_checkpoint_runs_where_that_is_allowed(copy, remote_modules):

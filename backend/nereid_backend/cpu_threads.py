@@ -71,16 +71,7 @@ class CpuThreads:
         """
         self._max_threads = max_threads
         self._num_cpus = num_cpus
-        self._cpu_time_of_others = cpu_time_of_others
-        self._clock = clock
-        # The start of the present measurement: the time, and the CPU time of other processes. None
-        # during a pause, because no measurement is running then.
-        self._start: tuple[float, float | None] | None = None
-        # The time at which the last pause began.
-        self._pause_time = clock()
-        # The duration of all measurements since the number of threads was last determined, in
-        # seconds, and the CPU time of other processes during this time.
-        self._measured_s = self._used_by_others_s = 0.0
+        self._meter = _LoadMeter(cpu_time_of_others, clock)
 
     def adjust(self) -> None:
         """Set the number of threads with which a step is expected to be fastest.
@@ -91,21 +82,19 @@ class CpuThreads:
         is unknown, the number does not change. After a pause of more than a second, the largest
         number of threads is used until other processes have been measured for a second.
         """
-        now = self._clock()
-        if self._start is None:
-            if now - self._pause_time > _WINDOW_S:
-                self._measured_s = self._used_by_others_s = 0.0
+        meter = self._meter
+        if not meter.is_running:
+            if meter.seconds_since_stop() > _WINDOW_S:
+                meter.reset()
                 _change_num_threads(self._max_threads)
-            self._start = (now, self._cpu_time_of_others())
-            return
-        if self._measured_s + now - self._start[0] < _WINDOW_S:
-            return
-        self.pause()
-        if self._measured_s > 0.0:
-            used_by_others = self._used_by_others_s / self._measured_s
-            _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, used_by_others))
-        self._measured_s = self._used_by_others_s = 0.0
-        self._start = (now, self._cpu_time_of_others())
+            meter.start()
+        elif meter.measured_seconds() >= _WINDOW_S:
+            meter.stop()
+            load = meter.mean_load()
+            if load is not None:
+                _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, load))
+            meter.reset()
+            meter.start()
 
     def pause(self) -> None:
         """Stop measuring other processes until the next call of `adjust`.
@@ -113,15 +102,65 @@ class CpuThreads:
         The engine calls this method when no request is waiting. Other processes do not delay the
         engine while the engine has no work, so their CPU time during a pause must not count.
         """
-        if self._start is None:
-            return
+        if self._meter.is_running:
+            self._meter.stop()
+
+
+class _LoadMeter:
+    """Measures the CPU time of other processes in periods, each from `start` to `stop`."""
+
+    def __init__(
+        self, cpu_time_of_others: Callable[[], float | None], clock: Callable[[], float]
+    ) -> None:
+        """Create a meter that is not running. `CpuThreads` describes the arguments."""
+        self._cpu_time_of_others = cpu_time_of_others
+        self._clock = clock
+        # The time, and the CPU time of other processes, at the start of the present period. None if
+        # the meter is not running.
+        self._start: tuple[float, float | None] | None = None
+        self._stop_time = clock()
+        self.reset()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a period has started and not ended."""
+        return self._start is not None
+
+    def start(self) -> None:
+        """Begin a period."""
+        self._start = (self._clock(), self._cpu_time_of_others())
+
+    def stop(self) -> None:
+        """End the present period. The period does not count if the CPU time is unknown."""
+        assert self._start is not None
         start_time, start_cpu_time = self._start
         self._start = None
-        self._pause_time = self._clock()
+        self._stop_time = self._clock()
         cpu_time = self._cpu_time_of_others()
         if cpu_time is not None and start_cpu_time is not None:
-            self._measured_s += self._pause_time - start_time
-            self._used_by_others_s += cpu_time - start_cpu_time
+            self._seconds += self._stop_time - start_time
+            self._cpu_seconds += cpu_time - start_cpu_time
+
+    def reset(self) -> None:
+        """Forget the periods that have ended."""
+        self._seconds = 0.0
+        self._cpu_seconds = 0.0
+
+    def seconds_since_stop(self) -> float:
+        """Return the time since the end of the last period, in seconds."""
+        return self._clock() - self._stop_time
+
+    def measured_seconds(self) -> float:
+        """Return the length of all periods since the last reset, including the present period."""
+        present = 0.0 if self._start is None else self._clock() - self._start[0]
+        return self._seconds + present
+
+    def mean_load(self) -> float | None:
+        """Return the CPUs that other processes used on average; None without a measured period.
+
+        Only periods that have ended since the last reset count.
+        """
+        return self._cpu_seconds / self._seconds if self._seconds > 0.0 else None
 
 
 def _change_num_threads(num_threads: int) -> None:

@@ -237,14 +237,16 @@ def _merge(layers: list[nn.Linear]) -> None:
     merged_class = _MERGED_CLASSES[type(layers[0])]
     group = _MergedGroup([layer.out_features for layer in layers])
     merged_bias = _merged_bias(layers)
-    first, *_ = merged_layers = [change_class(layer, merged_class) for layer in layers]
+    merged_layers = [change_class(layer, merged_class) for layer in layers]
+    first = merged_layers[0]
     for position, layer in enumerate(merged_layers):
         layer.group = group
         layer.position = position
     # The tensors are registered as buffers, so that torch.export treats them as part of the model.
     first.register_buffer("merged_bias", merged_bias, persistent=False)
     for name in merged_class.weight_names:
-        merged = None if getattr(first, name) is None else _join(merged_layers, name)
+        has_tensor = getattr(first, name) is not None  # integers can have no zeros
+        merged = _join(merged_layers, name) if has_tensor else None
         first.register_buffer(f"merged_{name}", merged, persistent=False)
 
 
@@ -254,13 +256,12 @@ def _join(layers: list[MergedLayer], name: str) -> Tensor:
 
     Mutates: the tensor of each layer becomes a view into the returned tensor.
     """
+    is_parameter = name == "weight"
     sizes = [len(getattr(layer, name)) for layer in layers]
-    example: Tensor = getattr(layers[0], name).detach()
-    merged = example.new_empty(sum(sizes), *example.shape[1:])
-    del example
+    shape = (sum(sizes), *getattr(layers[0], name).shape[1:])
+    merged: Tensor = getattr(layers[0], name).detach().new_empty(shape)
     for layer, view in zip(layers, torch.split(merged, sizes), strict=True):
         view.copy_(getattr(layer, name))
-        is_parameter = name == "weight"
         # The original tensor of the layer is freed here, before the next one is copied.
         setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
     return merged

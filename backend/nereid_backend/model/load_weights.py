@@ -187,10 +187,13 @@ def _merge(checkpoint: Checkpoint) -> None:
 
     One matrix product then computes all merged layers. Mutates: the checkpoint.
     """
-    logits: list[Tensor | None] = []
-    # `merge_linears` runs the model once before it merges layers.
-    merge_linears(checkpoint.model, lambda: logits.append(_logits_of_test_tokens(checkpoint)))
-    (original_logits,) = logits
+    original_logits: Tensor | None = None
+
+    def run() -> None:
+        nonlocal original_logits
+        original_logits = _logits_of_test_tokens(checkpoint)
+
+    merge_linears(checkpoint.model, run)  # calls `run` once, before it merges layers
     if original_logits is None or not _are_equal(
         original_logits, _logits_of_test_tokens(checkpoint)
     ):

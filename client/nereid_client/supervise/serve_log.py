@@ -44,6 +44,7 @@ def _open_file(path: Path) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # The mode "w" deletes the lines of earlier servers. Later writes append to the file.
         return open(path, "w", buffering=1, encoding="utf-8", opener=_open_for_appending)
     except OSError as error:
         example = Path(tempfile.gettempdir()) / "nereid.log"

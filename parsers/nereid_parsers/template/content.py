@@ -258,7 +258,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     if first == EOS_TOKEN:
         return []
     if not first:
-        return _end_without_marker(after_content, after_user_message, turn.header)  # Case 4
+        word = _end_word(after_content, after_user_message, turn.header)
+        return [] if word is None else [word]  # Case 4
     is_new = second != first  # For `<|eot|><|eot|>`, the result contains the marker only once.
     if is_new and _ends_user_turn(second, after_user_message, turn.header):
         return [first, second]  # Case 1
@@ -266,13 +267,13 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     return with_words or [first]  # Case 2 or case 3
 
 
-def _end_without_marker(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return a list with the text that ends every message, if this text is a word in punctuation.
+def _end_word(after_content: str, after_user_message: str, header: str) -> str | None:
+    """Return the text that ends every message, if the text is a word between punctuation marks.
 
-    An example of such a text is `{end}`. Return [] if no such text ends every message.
+    Return None if no such text ends every message.
 
-    >>> _end_without_marker("{end}", after_user_message="{end}{bot}", header="{bot}")
-    ['{end}']
+    >>> _end_word("{end}", after_user_message="{end}{bot}", header="{bot}")
+    '{end}'
 
     Args:
         after_content: The text after the content of an answer.
@@ -282,7 +283,7 @@ def _end_without_marker(after_content: str, after_user_message: str, header: str
     turn_end = after_content.partition(EOS_TOKEN)[0].strip()
     is_in_punctuation = _WORD_IN_PUNCTUATION.fullmatch(turn_end) is not None
     ends_every_message = after_user_message.startswith(turn_end) and turn_end not in header
-    return [turn_end] if is_in_punctuation and ends_every_message else []
+    return turn_end if is_in_punctuation and ends_every_message else None
 
 
 def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:

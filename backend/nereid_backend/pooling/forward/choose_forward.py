@@ -82,6 +82,11 @@ class _ExpectedVectors:
     vectors: Tensor
     is_causal: bool
 
+    def of_first_text(self) -> "_ExpectedVectors":
+        """Return the first text and its vectors."""
+        text = self.batch.split()[0]
+        return replace(self, batch=text, vectors=self.vectors[: text.lens[0]])
+
 
 class _Comparison(NamedTuple):
     """The difference between the vectors that a method computes and the expected vectors.
@@ -158,12 +163,13 @@ def _merge(encoder: Encoder, expected: _ExpectedVectors) -> None:
 
     One matrix product then computes all merged layers. Mutates: the model.
     """
-    text = expected.batch.split()[0]
-    of_text = replace(expected, batch=text, vectors=expected.vectors[: text.lens[0]])
-    forward = PaddedForward(encoder)
-    # `merge_linears` runs the model once before it merges layers.
-    merge_linears(encoder.model, lambda: _compare_with_single_texts(forward, of_text))
-    if _compare_with_single_texts(forward, of_text).difference > TOLERANCE[encoder.dtype]:
+    forward, one_text = PaddedForward(encoder), expected.of_first_text()
+
+    def difference() -> float:
+        return _compare_with_single_texts(forward, one_text).difference
+
+    merge_linears(encoder.model, run=difference)  # `difference` runs the model once
+    if difference() > TOLERANCE[encoder.dtype]:
         separate_linears(encoder.model)
 
 

@@ -62,14 +62,21 @@ def _infer_variants(call_format: CallFormat, no_arguments: str) -> tuple[Call, .
         no_arguments: The rendered text of a tool call without arguments.
     """
     body, markup = call_format.calls[0].body, call_format.markup
+    if not isinstance(body, ArgumentsBody):
+        return ()
     before, _, after = no_arguments.partition(FIRST_TOOL)
     has_other_opening = before.strip() != (markup.open + markup.item_open).strip()
-    if not isinstance(body, ArgumentsBody) or has_other_opening:
+    if has_other_opening:
         return ()
     after_name = after.removesuffix(markup.close)
-    last_marker = next(iter(reversed(list(MARKER.finditer(after_name)))), None)
-    close_start = last_marker.start() if last_marker is not None else 0
-    variant_markup = replace(markup, item_close=after_name[close_start:])
-    if not variant_markup.item_close.strip():
+    end_of_header = _start_of_last_marker(after_name)
+    item_close = after_name[end_of_header:]
+    if not item_close.strip():
         return ()
-    return calls_with_head(variant_markup, after_name[:close_start], body)
+    return calls_with_head(replace(markup, item_close=item_close), after_name[:end_of_header], body)
+
+
+def _start_of_last_marker(text: str) -> int:
+    """Return the index of the last marker in `text`; 0 if there is no marker."""
+    starts = [marker.start() for marker in MARKER.finditer(text)]
+    return starts[-1] if starts else 0

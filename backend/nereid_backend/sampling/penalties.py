@@ -147,8 +147,8 @@ class TokenCounts:
         self._ids[row, : len(tokens)] = tokens
         # The unused columns repeat the first token, so that the repetition penalty applies to no
         # further token. If there is no first token, the columns contain the token 0 with the count
-        # 0. No penalty then changes the logit of the token 0: the request has no repetition
-        # penalty, and the other penalties ignore tokens with the count 0.
+        # 0. The penalties do not change the logit of this token 0, because the request has no
+        # repetition penalty, and the other penalties ignore tokens with the count 0.
         self._ids[row, len(tokens) :] = tokens[0] if tokens else 0
         self._counts[row] = 0
         columns = {token_id: column for column, token_id in enumerate(tokens)}

@@ -92,7 +92,7 @@ def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain valu
 
 
 def _unpack(value: Any) -> Any:  # noqa: ANN401 - a value of msgpack
-    """Convert a value that `_pack` has returned to the value that was passed to `_pack`."""
+    """Restore the argument of `_pack` from its result `value`."""
     if isinstance(value, list):
         return [_unpack(item) for item in value]
     if isinstance(value, dict):

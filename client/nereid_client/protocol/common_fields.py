@@ -24,7 +24,7 @@ from nereid_client.protocol.request_body import RequestBody
 
 
 class Origin(Enum):
-    """The API that defines a field. A field without an origin is defined by OpenAI's API."""
+    """The origin of a request field: the API that defines it. OpenAI's fields have no origin."""
 
     VLLM = "vLLM"
     SGLANG = "SGLang"

@@ -165,7 +165,7 @@ class OpenCall:
         return Outcome.ENDED if has_ended else Outcome.BROKEN
 
     def end_at_marker_in_arguments(self) -> bool:
-        """End the tool call before the first closing marker in its stored arguments.
+        """Cut the tool call's stored arguments at their first closing marker, and end the call.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text

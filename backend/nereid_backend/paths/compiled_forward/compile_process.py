@@ -130,7 +130,7 @@ def _delete_folders_of_killed_compilations(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Let only one process of this machine at a time run the `with` block.
+    """Return a context manager whose block runs in only one process of this machine at a time.
 
     Other processes wait until this process leaves the block. The lock belongs to a file in
     `folder`, and the operating system releases the lock if the process dies. If the folder does not

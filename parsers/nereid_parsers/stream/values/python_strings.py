@@ -46,7 +46,7 @@ def escape_json(text: str) -> str:
 
 
 def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
-    """Return a function that matches the text after the closing quote of a string, such as `,`.
+    """Return a function that matches a text, such as `,`, after the closing quote of a string.
 
     Examples of these texts, for three kinds of strings:
 

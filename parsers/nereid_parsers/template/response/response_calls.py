@@ -310,8 +310,8 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
             "it the group (?P<value>..)"
         )
     value_index = pieces.index(VariableText("value"))
-    # The parser searches for the opening tag, so the tag must start with visible text. White space
-    # before the closing tag belongs to the closing tag, not to the value, so it is kept.
+    # The parser searches for the opening tag, so the tag must start with visible text. The closing
+    # tag may start with white space, because this white space is not a part of the value.
     opening_tag = _without_leading_whitespace(pieces[:value_index])
     closing_tag = pieces[value_index + 1 :]
     # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.

@@ -156,7 +156,7 @@ class _LoadMeter:
         return self._seconds + present
 
     def mean_load(self) -> float | None:
-        """Return the CPUs that other processes used on average; None without a measured period.
+        """Return how many CPUs other processes used on average; None without a measured period.
 
         Only periods that have ended since the last reset count.
         """

@@ -120,8 +120,9 @@ class TaggedArguments:
             pattern ends with white space, the parser removes this white space once from the start
             of the value.
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
-            the parser removes this white space once from the end of the value. The text `{key}`
-            stands for the name of the argument: `"</{key}>"`. All other braces are plain text.
+            the parser removes this white space once from the end of the value. The parser
+            replaces the text `{key}`, as in `"</{key}>"`, with the name of the argument. All other
+            braces are plain text.
         also: Other forms in which models write a tagged value, for example in CDATA. One tool call
             may contain several forms. The attribute `also` of these forms must be empty.
         escapes: The kind of escape sequences in the values: "json" for strings with sequences such

@@ -175,7 +175,7 @@ def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of bits that all quantisation schemes have in common, or else 4.
+    """Return the number of bits if it is equal in all quantisation schemes; 4 otherwise.
 
     `weights` contains the settings of each scheme.
     """

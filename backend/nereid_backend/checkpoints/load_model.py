@@ -276,7 +276,7 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 
 
 def _weights_path(folder: Path) -> Path:
-    """Return the path of the weights for error messages.
+    """Return the path of the weights. Error messages contain this path.
 
     If `folder` contains a link to a GGUF file, return the path of the GGUF file. Otherwise, return
     `folder`.

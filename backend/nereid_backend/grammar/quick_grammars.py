@@ -22,8 +22,9 @@ _SLOW_WORDS = frozenset(
         *("dependentSchemas", "multipleOf", "uniqueItems", "contains"),
     }
 )
-# The types of nodes of structural tags that only clients use. With some of these nodes, xgrammar
-# 0.2.8 ends the process that compiles the tag, for example because of a token that does not exist.
+# Types of nodes in structural tags. Only clients use these types. With some of these nodes,
+# xgrammar 0.2.8 ends the process that compiles the tag, for example because of a token that does
+# not exist.
 _RISKY_NODES = frozenset(
     {
         *("token", "exclude_token", "any_tokens", "token_triggered_tags"),

@@ -199,7 +199,7 @@ class TrialCompiler:
         self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
 
     def _receive(self, connection: Connection) -> tuple[int, str, str] | None:
-        """Wait for a message of the process. Return None if the process has ended or hangs.
+        """Wait for a message from the process. Return None if the process has ended or hangs.
 
         The process is considered to be hanging if it has sent nothing for too long, although the
         same job was unfinished for the whole time. A message contains the id of a job, its outcome

@@ -134,7 +134,7 @@ class XGrammarMatcher:
 
 
 def _forces_short_texts(kind: str, source: str) -> bool:
-    """Return whether each text that a grammar forces certainly has a moderate length.
+    """Return True only if every text that a grammar forces has a moderate length.
 
     xgrammar computes a forced text completely, without a limit. With the grammar `root ::= "a"
     root` or the regular expression `((a{900}){900}){900}`, xgrammar would take all memory of the

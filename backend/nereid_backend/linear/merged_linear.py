@@ -59,7 +59,7 @@ class _MergedGroup:
         """
         self._sizes = sizes
         # The input from which the stored outputs were computed, and the outputs. After
-        # `take_output` has returned the output of a layer, the list contains None for this layer.
+        # `take_output` has returned the output of a layer, `_outputs` contains None for this layer.
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -252,7 +252,7 @@ def _merge(layers: list[nn.Linear]) -> None:
 
 @torch.no_grad()
 def _join(layers: list[MergedLayer], name: str) -> Tensor:
-    """Copy the tensors with the name `name` of several layers into one tensor, and return it.
+    """Copy the tensor `name` of each of several layers into one tensor, and return this tensor.
 
     Mutates: the tensor of each layer becomes a view into the returned tensor.
     """

@@ -302,7 +302,7 @@ def _candidates(
     """
 
     def add_packed(path: ForwardPath) -> ForwardPath:
-        """Add the support for images to `path`, and return `path`.
+        """Enable images in the forward path `path`, and return `path`.
 
         A single forward pass then computes all sequences of a step, with or without images. This
         candidate is therefore the fastest. Raise an UnfitError if `path` is not a PackedPath.

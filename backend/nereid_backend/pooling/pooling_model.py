@@ -108,7 +108,7 @@ class PoolingModel:
         return model
 
     def _check_layers(self) -> None:
-        """Run each layer that follows the transformers model once, for a test.
+        """Test each layer that follows the transformers model by running the layer once.
 
         The self-check of the transformers model does not run these layers. Without this check, a
         layer with a wrong size would fail in each request.

@@ -112,8 +112,7 @@ class StreamContext:
 
     def pack(self) -> bytes:
         """Convert the context to msgpack bytes."""
-        packed: bytes = msgpack.packb(asdict(self), default=_nearest_64_bit_integer)
-        return packed
+        return _pack(asdict(self), default=_nearest_64_bit_integer)
 
     @staticmethod
     def unpack(data: bytes) -> "StreamContext":
@@ -350,7 +349,7 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
 
 
 def _nearest_64_bit_integer(value: object) -> int:
-    """Replace an integer with too many bits for msgpack, in the schema of a tool.
+    """Return the integer of at most 64 bits that is nearest to a larger integer.
 
     The parsing of tool calls depends on the types of the numbers in a schema, but not on the
     numbers.
@@ -363,6 +362,7 @@ def _nearest_64_bit_integer(value: object) -> int:
     return 2**64 - 1 if value > 0 else -(2**63)
 
 
-def _pack(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
+def _pack(value: object, default: Callable[[object], object] | None = None) -> bytes:
+    """Convert a value to msgpack bytes. `default` replaces an object that msgpack cannot pack."""
+    packed: bytes = msgpack.packb(value, use_bin_type=True, default=default)
     return packed

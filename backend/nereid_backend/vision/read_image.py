@@ -148,7 +148,7 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
                 return _to_rgb(decoded)
     except (RequestError, MemoryError):
         # A MemoryError is not converted to an error about this image, because all images of the
-        # request use the memory together. The caller handles the MemoryError for the whole request.
+        # request share this memory. The caller handles the MemoryError for the whole request.
         raise
     except PIL.Image.DecompressionBombError as error:
         raise RequestError(

@@ -191,7 +191,7 @@ class FileStore:
             try:
                 file = self._read_metadata(file_id)
             except OSError:
-                # For a moment, the metadata cannot be read, for example because this process has
+                # The metadata cannot be read now, for example because this process has
                 # too many open files. The file may not have expired yet.
                 continue
             if file is None or file.expires_at <= now:  # damaged or expired

@@ -213,7 +213,7 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
 
 
 async def _is_unloaded_on_live_server(context: Context, control: ModelControl | None) -> bool:
-    """Return whether a language model is not loaded although the server answers.
+    """Return True if the server answers, but a language model is not loaded.
 
     Args:
         context: the context of the language model.

@@ -178,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Parse a request with the header Upgrade a second time, without this header.
+        """Remove the header Upgrade from a request, and parse the request again.
 
         The parser ends such a request after its headers, and would parse the body as a new request.
         Java's HttpClient and `curl --http2` ask for HTTP/2 in each request, and continue with
@@ -262,10 +262,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Let the end of the connection end a response without Content-Length.
+    """Send a response without Content-Length as plain bytes instead of chunks.
 
-    uvicorn would send chunks, but HTTP/1.0 has no chunks. It closes each connection with HTTP/1.0
-    after the response.
+    HTTP/1.0 has no chunks. The client recognises the end of the response by the end of the
+    connection, because uvicorn closes a connection with HTTP/1.0 after the response.
 
     Mutates: cycle, before it has sent anything.
     """

@@ -131,7 +131,7 @@ class ServedModels:
                 )
 
     def replace_repository(self, folder: Path, source: Path) -> None:
-        """Delete a folder if it exists, and write a model repository with all models there.
+        """Write a model repository with all models to a folder, and replace an existing folder.
 
         Args:
             folder: the folder of the new model repository.

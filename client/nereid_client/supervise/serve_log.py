@@ -55,7 +55,7 @@ def _open_file(path: Path) -> IO[str]:
 
 
 def _open_for_appending(path: str, flags: int) -> int:
-    """Return the descriptor of an opened file, so that each write goes to the end of the file.
+    """Open a file in append mode, and return its descriptor.
 
     Programs such as logrotate can then truncate the file. Otherwise, the next write would go to the
     old position, and zero bytes would fill the file before this position.

@@ -34,7 +34,7 @@ def marker_prefix_regex(marker: str) -> str:
 
 
 def _optional_chars_regex(chars: str) -> str:
-    """Return a regex that matches the longest possible prefix of `chars`, which may be empty.
+    """Return a regex that matches the longest possible prefix of `chars`, or the empty text.
 
     Example: `_optional_chars_regex("ab")` returns `"(?:a(?:b)?)?"`.
     """

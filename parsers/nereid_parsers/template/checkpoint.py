@@ -164,7 +164,7 @@ def _join_formats(named: Format, from_files: Format, sections: Sections) -> Form
 
 
 def _prefer_named_reasoning(named: Sections, from_files: Sections) -> Sections:
-    """Combine the layouts of two formats. The user chose the format `named` for its reasoning.
+    """Combine the layouts of two formats. The user selected `named` as the format of reasoning.
 
     The reasoning part is that of `named`, even if `named` declares no reasoning. Each of the parts
     `content` and `tools` is that of `named`, or that of `from_files` if `named` lacks the part.
@@ -177,7 +177,7 @@ def _prefer_named_reasoning(named: Sections, from_files: Sections) -> Sections:
 
 
 def _prefer_named_tools(named: Sections, from_files: Sections) -> Sections:
-    """Combine the layouts of two formats. The user chose the format `named` for its tool calls.
+    """Combine the layouts of two formats. The user selected `named` as the format of tool calls.
 
     Each of the parts `content` and `tools` is that of `named`, or that of `from_files` if `named`
     lacks the part. The reasoning part is that of `from_files`, or that of `named` if `from_files`

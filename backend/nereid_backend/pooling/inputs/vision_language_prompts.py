@@ -88,7 +88,7 @@ class ChatPrompts:
         query, document = pair
         # The reranker accepts only texts. Therefore, `image_mark` represents an image in the
         # messages of the reranker, and `_parts` then replaces `image_mark` by a part for the image.
-        # The text is random, so that no query contains it.
+        # `image_mark` is random, so that no query contains it.
         image_mark = secrets.token_hex()
         if isinstance(document, bytes):
             text, image = image_mark, document

@@ -87,7 +87,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
 
 
 def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
-    """Return the message for a checkpoint that transformers cannot load, because it is damaged.
+    """Return the error message for a damaged checkpoint, which transformers cannot load.
 
     `error` is the exception of transformers' `from_pretrained`.
     """

@@ -90,7 +90,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
 
 
 def _embedding_modules(settings: PoolingConfig, modules: list[ModuleSpec]) -> list[ModuleSpec]:
-    """Return the modules in the checkpoint's files that an embedding model uses.
+    """Return the modules of an embedding model, which are described in the checkpoint's files.
 
     The result is empty if the setting `pooling` replaces the modules, or if the modules are for
     another task.

@@ -173,7 +173,7 @@ class ChatTemplateRenderer:
 
     @cached_property
     def _replacements(self) -> "dict[RequestTemplate, dict[str, str]]":
-        """For each template, a dict that maps each role that it does not render to another role.
+        """For each template, a dict from roles that it leaves out to the roles that replace them.
 
         Such a template leaves out messages of this role, or fails because of them.
 

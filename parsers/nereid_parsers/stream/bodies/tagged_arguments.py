@@ -316,7 +316,7 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
-        # The method that would read the next text shows where the message has ended.
+        # The next step of the reader shows in which part of the call the message has ended.
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value
         if is_between_arguments:

@@ -27,8 +27,8 @@ class _Element(NamedTuple):
 def nested_tags_to_json(text: str, schema: object, root: Mapping[str, Any]) -> str | None:
     """Convert the text of an argument to JSON if the text consists of elements, or if it is empty.
 
-    Example: `<x>1</x><y>2</y>` gives `{"x": 1, "y": 2}`. Return None for any other text, and if
-    `schema` allows anything besides an object, an array or null.
+    Return None for any other text. Also return None if `schema` allows a type other than object,
+    array and null, for example a string. Example: `<x>1</x><y>2</y>` gives `{"x": 1, "y": 2}`.
 
     Args:
         text: The text of the argument.

@@ -175,7 +175,7 @@ def has_number_or_id(text: str) -> bool:
 
 
 def pattern_of_text(rendered: str) -> str:
-    r"""Replace the name, the number and the id in the text of a tool call with fields.
+    r"""Put fields in the place of the name, the number and the id in the text of a tool call.
 
     The result is a pattern with the fields `{name}`, `{number}` and `{id}`. In this example,
     "\ue010" is the placeholder character for the number of the tool call:

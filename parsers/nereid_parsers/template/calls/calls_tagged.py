@@ -91,7 +91,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 def _mask_repeated_keys(text: str) -> str:
     """Replace the second occurrence of each key with `{key}`, as in `<a>1</{key}>` for `<a>1</a>`.
 
-    In the declaration of a closing tag, `{key}` stands for the name of the argument.
+    The parser replaces `{key}` in a declared closing tag with the name of the argument.
     """
     for key in (FIRST_KEY, SECOND_KEY):
         before, first_key, after = text.partition(key)

@@ -1,4 +1,4 @@
-"""Infer how a template writes tool calls without arguments, if it leaves out the arguments' markup.
+"""Infer the markup of a tool call without arguments, if it lacks the markup of arguments.
 
 Example: a template writes `<c>f<args><p=a>1</p></args></c>`, but only `<c>f</c>` if the call of `f`
 has no arguments.

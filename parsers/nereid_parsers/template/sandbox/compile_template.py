@@ -113,7 +113,7 @@ class CompiledTemplate:
             # The budget also limits the length of the written text. Outside loops and macros, a
             # rendering writes each literal text of the template at most once, so the length of all
             # literal texts is counted here. Each loop item and each macro call may write all
-            # literal texts again, so `env` counts this length once more for each of them.
+            # literal texts again, so `env` counts this length for each item and each call.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # Otherwise, the last handler would catch a LimitError.

@@ -100,8 +100,8 @@ class RoundedWeight:
     def integer_bytes(self) -> int:
         """The approximate number of bytes that the integers and their scales need in memory."""
         group_size = GROUP_SIZES[self.bits]
-        # Each group has a scale of 2 bytes. With 4 bits, each group also has a zero of 2 bytes.
-        scale_bytes = 2 if self.bits == 8 else 4
+        # Each group has a scale of 2 bytes. With 4 bits, each group also has a zero of one byte.
+        scale_bytes = 2 if self.bits == 8 else 3
         group_bytes = group_size * self.bits // 8 + scale_bytes
         return self.num_elements // group_size * group_bytes
 

@@ -13,7 +13,8 @@
 //     4 bits   [panel][dim / 8][16][4]    the lower halves of 64 bytes are a quad, the upper halves are the next quad
 //
 // Example: with 4 bits, the inputs 1, 2, 3, 4, 5, 6, 7, 8 of one output are the bytes 0x51, 0x62, 0x73, 0x84.
-// Scales and zeros are float16 numbers, [panel][group][16].
+// Scales are float16 numbers, [panel][group][16]. Zeros have the same shape. They are bytes if all zeros of the layer are
+// integers from 0 to 255, and float16 numbers otherwise.
 //
 // The rows of the input are quantised to signed integers of 8 bits with one scale for each row and group, so that the
 // products of a group are exact sums of integers:
@@ -72,6 +73,9 @@ inline WideFloats to_floats(Wide words) { return _mm512_cvtepi32_ps(words); }
 inline WideFloats load_float16(const uint16_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
+inline WideFloats load_bytes(const uint8_t* at) {
+  return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+}
 inline WideFloats multiply(WideFloats a, WideFloats b) { return _mm512_mul_ps(a, b); }
 inline WideFloats multiply_add(WideFloats a, WideFloats b, WideFloats c) { return _mm512_fmadd_ps(a, b, c); }
 inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { return _mm512_fnmadd_ps(a, b, c); }
@@ -93,12 +97,28 @@ inline WideFloats to_floats(Wide words) { return _mm256_cvtepi32_ps(words); }
 inline WideFloats load_float16(const uint16_t* at) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }
+inline WideFloats load_bytes(const uint8_t* at) {
+  return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
 inline WideFloats multiply(WideFloats a, WideFloats b) { return _mm256_mul_ps(a, b); }
 inline WideFloats multiply_add(WideFloats a, WideFloats b, WideFloats c) { return _mm256_fmadd_ps(a, b, c); }
 inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { return _mm256_fnmadd_ps(a, b, c); }
 #endif
 
 constexpr int kParts = kPanel / kWideLanes;  // vectors of one panel
+
+// Loads the zeros of one vector of outputs, and converts them to float32. `place` is the index of the first zero.
+inline WideFloats load_zeros(const GroupedWeights& weights, int64_t place) {
+  return weights.has_byte_zeros ? load_bytes(static_cast<const uint8_t*>(weights.zeros) + place)
+                                : load_float16(static_cast<const uint16_t*>(weights.zeros) + place);
+}
+
+// Prefetches the scales and zeros of one group of a panel. `place` is the index of the first scale.
+inline void prefetch_group(const GroupedWeights& weights, int64_t place) {
+  __builtin_prefetch(weights.scales + place, 0, 2);
+  const auto* zeros = static_cast<const uint8_t*>(weights.zeros);
+  if (zeros) __builtin_prefetch(zeros + (weights.has_byte_zeros ? place : 2 * place), 0, 2);
+}
 
 // Returns a quad of the values at `at` for one vector of outputs. `quad` is the index of the quad in a unit of eight
 // inputs, 0 or 1.
@@ -211,8 +231,6 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
   // From this address on, a prefetch of the same panel would be beyond the end of the panel.
   const uint8_t* near_end = values + panel_bytes - kAhead<P>;
   int64_t ahead = kAhead<P>;  // the distance of the next prefetch in bytes
-  const uint16_t* scales = weights.scales + panel * groups * kPanel;
-  const uint16_t* zeros = weights.zeros ? weights.zeros + panel * groups * kPanel : nullptr;
   const auto* x = call.inputs + row * groups * units * 2;
   const RowGroup* row_groups = call.row_groups + row * groups;
   WideFloats sums[R][V] = {};
@@ -262,15 +280,15 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
     }
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      const int64_t place = (v / kParts * groups + g) * kPanel + v % kParts * kWideLanes;
-      const WideFloats scale = load_float16(scales + place);
-      // The scales of the next P panels are prefetched.
-      if (P > 1 && v % kParts == 0) __builtin_prefetch(scales + place + P * groups * kPanel, 0, 2);
-      const WideFloats zero = zeros ? load_float16(zeros + place) : WideFloats{};
+      const int64_t place = ((panel + v / kParts) * groups + g) * kPanel + v % kParts * kWideLanes;
+      const WideFloats scale = load_float16(weights.scales + place);
+      // The scales and zeros of the next P panels are prefetched.
+      if (P > 1 && v % kParts == 0) prefetch_group(weights, place + P * groups * kPanel);
+      const WideFloats zero = weights.zeros ? load_zeros(weights, place) : WideFloats{};
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         WideFloats total = to_floats(totals[r][v]);
-        if (zeros) total = subtract_product(total, zero, fill_floats(row_groups[r].sum));
+        if (weights.zeros) total = subtract_product(total, zero, fill_floats(row_groups[r].sum));
         sums[r][v] = multiply_add(total, multiply(scale, fill_floats(row_groups[r].scale)), sums[r][v]);
       }
     }

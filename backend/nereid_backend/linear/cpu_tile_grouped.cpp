@@ -55,7 +55,6 @@ void block(const GroupedWeights& weights, const QuantisedRows& rows, int64_t row
   const int8_t* x = rows.numbers + row * stride;
   const RowGroup* row_groups = rows.row_groups + row * rows.num_groups;
   const uint16_t* scales = weights.scales + panel * rows.num_groups * kPanel;
-  const uint16_t* zeros = weights.zeros + (kHasZeros ? panel * rows.num_groups * kPanel : 0);
   __m512 sums[kTileRows] = {};
   for (int64_t g = 0; g < rows.num_groups; ++g, ++row_groups, next += per_group) {
     for (int64_t i = 0; i < per_group; i += kLineBytes) __builtin_prefetch(next + i, 0, 1);
@@ -67,7 +66,7 @@ void block(const GroupedWeights& weights, const QuantisedRows& rows, int64_t row
       _tile_dpbsud(0, 4, 5);
     }
     _tile_stored(0, totals, kTileRowBytes);
-    const __m512 zero = kHasZeros ? load_float16(zeros + g * kPanel) : __m512{};
+    const __m512 zero = kHasZeros ? load_zeros(weights, (panel * rows.num_groups + g) * kPanel) : __m512{};
     add_group<kHasZeros>(totals, row_groups, rows.num_groups, load_float16(scales + g * kPanel), zero, sums);
   }
   float numbers[kTileRows * kPanel];

@@ -231,7 +231,7 @@ void dequantise_panel(const GroupedWeights& weights, int64_t panel, int64_t num_
   const __m512 shared_zero = _mm512_set1_ps(1 << (kBits - 1));
   for (int64_t g = panel * num_groups; g < (panel + 1) * num_groups; ++g) {
     const __m512 scale = load_float16(weights.scales + g * kPanel);
-    const __m512 zero = weights.zeros ? load_float16(weights.zeros + g * kPanel) : shared_zero;
+    const __m512 zero = weights.zeros ? load_zeros(weights, g * kPanel) : shared_zero;
     const __m512 offset = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(zero, scale));
     for (int64_t unit = 0; unit < units; ++unit, values += kUnitBytes, to += 4 * kLineBytes) {
       const __m512i bytes = _mm512_loadu_si512(values);

@@ -20,6 +20,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "../attention/cpu/cpu_kernels.h"
+
 namespace {
 
 constexpr int kTileRows = 16;
@@ -35,6 +37,13 @@ constexpr int64_t kChunkBytes = 1 << 20;
 // Loads 16 float16 numbers, and converts them to float32.
 inline __m512 load_float16(const uint16_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+// Loads the zeros of 16 outputs, and converts them to float32. `place` is the index of the first zero.
+inline __m512 load_zeros(const GroupedWeights& weights, int64_t place) {
+  if (!weights.has_byte_zeros) return load_float16(static_cast<const uint16_t*>(weights.zeros) + place);
+  const auto* bytes = static_cast<const uint8_t*>(weights.zeros) + place;
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
 }
 
 // Returns whether this process may use tiles. The first call requests the permission from Linux. Linux requires this

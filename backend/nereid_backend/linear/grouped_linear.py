@@ -44,8 +44,9 @@ class GroupedLinear(nn.Linear):
     Attributes:
         values: the integers as uint8, in panels of 16 outputs; see integer_layout.py.
         scales: float16 [panels, groups, 16].
-        zeros: float16 [panels, groups, 16]. None means that the zero of every group is the middle
-            of the range (8 for 4 bits, 128 for 8 bits).
+        zeros: [panels, groups, 16], uint8 if every zero is an integer from 0 to 255, and otherwise
+            float16. None means that the zero of every group is the middle of the range (8 for 4
+            bits, 128 for 8 bits).
         bits: the number of bits of an integer, 4 or 8.
         group_size: the number of inputs that share a scale.
     """
@@ -124,7 +125,10 @@ class GroupedLinear(nn.Linear):
             group_size: the number of consecutive inputs that share a scale.
             bits: the number of bits of an integer, 4 or 8.
         """
-        self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
+        zeros_dtype = None
+        if zeros is not None:
+            zeros_dtype = _stored_dtype(zeros.float() + _offset(values.dtype, bits))
+        self.allocate_panels(values.shape[1], group_size, bits=bits, zeros_dtype=zeros_dtype)
         # The outputs are processed in slices, so that the temporary copies need little memory.
         for start in range(0, len(values), _SLICE_ROWS):
             rows = slice(start, start + _SLICE_ROWS)
@@ -133,7 +137,7 @@ class GroupedLinear(nn.Linear):
             )
 
     def allocate_panels(
-        self, in_features: int, group_size: int, *, bits: int, has_zeros: bool
+        self, in_features: int, group_size: int, *, bits: int, zeros_dtype: torch.dtype | None
     ) -> None:
         """Allocate the memory for the integers, scales and zeros that `store_rows` will store.
 
@@ -143,7 +147,8 @@ class GroupedLinear(nn.Linear):
             in_features: the number of inputs.
             group_size: the number of consecutive inputs that share a scale in the checkpoint.
             bits: the number of bits of an integer, 4 or 8.
-            has_zeros: whether each group has a zero, the integer that represents the weight 0.
+            zeros_dtype: the dtype of the stored zeros, uint8 or float16; None if the groups have no
+                zeros.
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
@@ -161,7 +166,7 @@ class GroupedLinear(nn.Linear):
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        zeros = torch.empty_like(scales) if has_zeros else None
+        zeros = None if zeros_dtype is None else torch.empty_like(scales, dtype=zeros_dtype)
         self.register_buffer("zeros", zeros, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
@@ -179,9 +184,7 @@ class GroupedLinear(nn.Linear):
         """
         first_panel = start // LANES
         panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
-        # The layer stores unsigned integers. If `values` is signed, the offset is added to the
-        # integers and to the zeros.
-        offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
+        offset = _offset(values.dtype, self.bits)
         # `view` reads the same bytes as uint8, and uint8 sums are computed modulo 256. Example with
         # the offset 128: -3 is the byte 253, and (253 + 128) modulo 256 is 125, which is -3 + 128.
         unsigned = values.view(torch.uint8) + offset if offset else values
@@ -289,6 +292,7 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
         group_size=group_size,
         dim=dim,
         num_outputs=out_features,
+        has_byte_zeros=zeros is not None and zeros.dtype == torch.uint8,
     )
     num_rows = x.numel() // dim
     if num_rows:
@@ -333,6 +337,28 @@ def _used_group_size(group_size: int, in_features: int) -> int:
     # `UNIT` divides `group_size`; see `_check_quantised_weight`.
     sizes = range(UNIT, _MAX_GROUP_SIZE + 1, UNIT)
     return max(size for size in sizes if group_size % size == 0)
+
+
+def _offset(dtype: torch.dtype, bits: int) -> int:
+    """Return the number that is added to integers and zeros of a checkpoint before they are stored.
+
+    A layer stores unsigned integers. Example: signed integers of 4 bits, from -8 to 7, are stored
+    as the integers from 0 to 15, so the result is 8.
+
+    Args:
+        dtype: the dtype of the integers of the checkpoint, uint8 or int8.
+        bits: the number of bits of an integer.
+    """
+    return 2 ** (bits - 1) if dtype == torch.int8 else 0
+
+
+def _stored_dtype(zeros: Tensor) -> torch.dtype:
+    """Return the smallest dtype that can store zeros: uint8 for integers from 0 to 255.
+
+    Other zeros are stored as float16.
+    """
+    are_bytes = (zeros >= 0) & (zeros <= torch.iinfo(torch.uint8).max) & (zeros == zeros.round())
+    return torch.uint8 if bool(are_bytes.all()) else torch.float16
 
 
 def _divide_up(dividend: int, divisor: int) -> int:

@@ -76,7 +76,8 @@ def dequantise_rows(
         indices: the indices of the rows, an integer tensor of any shape [...].
         values: the packed integers; see `pack_values`.
         scales: [panels, groups, 16]. A panel contains 16 rows.
-        zeros: [panels, groups, 16]. None means that every zero is 2 ** (bits - 1).
+        zeros: [panels, groups, 16], uint8 or float16. None means that every zero is
+            2 ** (bits - 1).
         bits: the number of bits of an integer, 4 or 8.
         group_size: the number of inputs in a group.
 

@@ -342,7 +342,8 @@ def _can_merge(first: _Call, second: _Call) -> bool:
 def _weight_format(layer: nn.Linear) -> tuple[object, ...]:
     """Return the properties of a weight that must be equal in all layers of a group."""
     if isinstance(layer, GroupedLinear):
-        return (layer.bits, layer.group_size, layer.zeros is None, layer.values.device)
+        zeros_dtype = None if layer.zeros is None else layer.zeros.dtype
+        return (layer.bits, layer.group_size, zeros_dtype, layer.values.device)
     weight = layer.packed if isinstance(layer, NativeLinear) else layer.weight
     return (weight.dtype, weight.device)
 

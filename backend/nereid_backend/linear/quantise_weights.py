@@ -136,7 +136,8 @@ def round_layer(
     num_rows, in_features = layer.weight.shape
     grouped = change_class(layer, GroupedLinear)
     # Integers of 8 bits are symmetric, so they need no zeros.
-    grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, has_zeros=bits == 4)
+    zeros_dtype = torch.uint8 if bits == 4 else None
+    grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, zeros_dtype=zeros_dtype)
     step = _rows_of_slice(in_features)
     for start in range(0, num_rows, step):
         rows = read_rows(start, min(start + step, num_rows)).float()

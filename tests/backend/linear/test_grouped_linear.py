@@ -17,8 +17,14 @@ from nereid_backend.linear.integer_layout import pack_values, unpack_values
 KERNELS = ["best", "avx2"] if has_kernels() and grouped_linear.is_available() else []
 
 
-def quantised(outputs, inputs, group_size, bits, *, has_zeros, signed, seed=0):
-    """Return random values, scales and zeros, and the weights that they define."""
+ZEROS = ["none", "integers", "fractions"]
+
+
+def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
+    """Return random values, scales and zeros, and the weights that they define.
+
+    `zero_kind` is one of ZEROS.
+    """
     generator = torch.Generator().manual_seed(seed)
     low = -(2 ** (bits - 1)) if signed else 0
     values = torch.randint(low, low + 2**bits, (outputs, inputs), generator=generator)
@@ -26,12 +32,14 @@ def quantised(outputs, inputs, group_size, bits, *, has_zeros, signed, seed=0):
     scales = (torch.rand(outputs, groups, generator=generator) + 0.1).half()
     middle = torch.full((outputs, groups), 0 if signed else 2 ** (bits - 1))
     zeros = middle
-    if has_zeros:
+    if zero_kind != "none":
         zeros = torch.randint(low, low + 2**bits, (outputs, groups), generator=generator)
+    if zero_kind == "fractions":
+        zeros = zeros + 0.5
     index = torch.arange(inputs) // group_size
     weights = (values - zeros[:, index]) * scales.double()[:, index]
     dtype = torch.int8 if signed else torch.uint8
-    return values.to(dtype), scales, zeros if has_zeros else None, weights
+    return values.to(dtype), scales, zeros if zero_kind != "none" else None, weights
 
 
 def with_rounded_rows(x, weights, group_size):
@@ -53,15 +61,15 @@ def in_kernel(name, layer, x):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("has_zeros", [True, False])
+@pytest.mark.parametrize("zero_kind", ZEROS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, has_zeros, bits):
+def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, zero_kind, bits):
     for rows, outputs, inputs, size in [
         *((1, 16, 32, 32), (2, 70, 300, 40), (3, 33, 256, 128), (5, 5, 7, 1024)),
         *((12, 100, 96, 8), (30, 21, 384, 192)),
     ]:
         values, scales, zeros, weights = quantised(
-            outputs, inputs, size, bits, has_zeros=has_zeros, signed=False, seed=rows
+            outputs, inputs, size, bits, zero_kind=zero_kind, signed=False, seed=rows
         )
         layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=bits)
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
@@ -81,14 +89,14 @@ needs_tiles = pytest.mark.skipif(
 
 
 @needs_tiles
-@pytest.mark.parametrize("has_zeros", [True, False])
-def test_tiles_of_integers_give_the_same_bits_as_vectors(has_zeros):
+@pytest.mark.parametrize("zero_kind", ZEROS)
+def test_tiles_of_integers_give_the_same_bits_as_vectors(zero_kind):
     for rows, outputs, inputs, size in [
         *((16, 16, 64, 32), (17, 70, 300, 64), (33, 33, 256, 128), (40, 100, 96, 96)),
         *((100, 21, 384, 192), (150, 40, 1024, 64)),
     ]:
         values, scales, zeros, _ = quantised(
-            outputs, inputs, size, 8, has_zeros=has_zeros, signed=False, seed=rows
+            outputs, inputs, size, 8, zero_kind=zero_kind, signed=False, seed=rows
         )
         bias = torch.randn(outputs)
         layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=8, bias=bias)
@@ -101,13 +109,13 @@ def test_tiles_of_integers_give_the_same_bits_as_vectors(has_zeros):
 
 @needs_tiles
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("has_zeros", [True, False])
-def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(has_zeros, bits):
+@pytest.mark.parametrize("zero_kind", ZEROS)
+def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(zero_kind, bits):
     for rows, outputs, inputs, size in [
         *((128, 16, 64, 32), (131, 70, 300, 40), (150, 33, 256, 128), (200, 100, 98, 1024)),
     ]:
         values, scales, zeros, weights = quantised(
-            outputs, inputs, size, bits, has_zeros=has_zeros, signed=False, seed=rows
+            outputs, inputs, size, bits, zero_kind=zero_kind, signed=False, seed=rows
         )
         bias = torch.randn(outputs).bfloat16()
         layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=bits, bias=bias)
@@ -123,7 +131,7 @@ def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(has_zeros, bit
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_inputs_that_are_not_finite_give_outputs_that_are_not_finite(name):
-    values, scales, zeros, _ = quantised(20, 64, 32, 4, has_zeros=False, signed=True)
+    values, scales, zeros, _ = quantised(20, 64, 32, 4, zero_kind="none", signed=True)
     layer = GroupedLinear.from_quantised(values, scales, zeros, 32, bits=4)
     x = torch.ones(4, 64, dtype=torch.bfloat16)
     x[0, 3], x[1, 40], x[2] = float("nan"), float("inf"), 0.0
@@ -146,7 +154,7 @@ SIZES = {
     "inputs": st.integers(1, 300),
     "group_size": st.sampled_from([8, 32, 40, 64, 128, 192, 1024]),
     "bits": st.sampled_from([4, 8]),
-    "has_zeros": st.booleans(),
+    "zero_kind": st.sampled_from(ZEROS),
     "signed": st.booleans(),
 }
 
@@ -154,13 +162,15 @@ SIZES = {
 @given(**SIZES)
 @settings(deadline=None, max_examples=60)
 def test_the_weights_of_a_layer_are_those_of_the_quantised_tensors(
-    outputs, inputs, group_size, bits, has_zeros, signed
+    outputs, inputs, group_size, bits, zero_kind, signed
 ):
     values, scales, zeros, weights = quantised(
-        outputs, inputs, group_size, bits, has_zeros=has_zeros, signed=signed
+        outputs, inputs, group_size, bits, zero_kind=zero_kind, signed=signed
     )
     layer = GroupedLinear.from_quantised(values, scales, zeros, group_size, bits=bits)
     torch.testing.assert_close(layer.dequantised(), weights.float(), atol=0, rtol=1e-6)
+    if zero_kind != "none":
+        assert layer.zeros.dtype == (torch.uint8 if zero_kind == "integers" else torch.float16)
 
 
 def test_eight_inputs_of_an_output_become_four_bytes():
@@ -184,7 +194,7 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 def test_a_layer_has_the_shape_and_bias_of_the_original():
-    values, scales, zeros, weights = quantised(20, 64, 32, 4, has_zeros=True, signed=False)
+    values, scales, zeros, weights = quantised(20, 64, 32, 4, zero_kind="integers", signed=False)
     bias = torch.randn(20)
     layer = GroupedLinear.from_quantised(values, scales, zeros, 32, bits=4, bias=bias)
     assert layer.weight.shape == (20, 64)

@@ -80,9 +80,11 @@ struct Prefill {
 // The integer weights of a linear layer. cpu_grouped.cpp describes their layout.
 struct GroupedWeights {
   const uint8_t* values;
-  const uint16_t *scales, *zeros;  // float16; zeros is null if each zero is 2^(bits - 1)
-  int64_t bits, group_size;        // 4 or 8 bits; a multiple of 8 inputs, at most 128
+  const uint16_t* scales;    // float16
+  const void* zeros;         // bytes or float16; null if each zero is 2^(bits - 1)
+  int64_t bits, group_size;  // 4 or 8 bits; a multiple of 8 inputs, at most 128
   int64_t dim, num_outputs;
+  int64_t has_byte_zeros;    // 1 if each zero is a byte
 };
 
 // A product that computes one linear layer, or several merged layers one after the other.

@@ -100,6 +100,7 @@ class NativeGroupedWeights(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("values", "scales", "zeros")),
         *((name, c_int64) for name in ("bits", "group_size", "dim", "num_outputs")),
+        ("has_byte_zeros", c_int64),
     )
 
 

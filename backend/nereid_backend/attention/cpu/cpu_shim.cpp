@@ -65,6 +65,7 @@ Error aoti_torch_get_strides(Tensor*, int64_t**);
 Error aoti_torch_get_dtype(Tensor*, int32_t*);
 Error aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor**);
 int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_device_type_cpu();
 
 }  // extern "C"
@@ -241,9 +242,13 @@ Error aoti_torch_cpu_grouped_linear(Tensor* x, Tensor* values, Tensor* scales, T
   if (aoti_torch_get_data_ptr(values, &value_data) || aoti_torch_get_data_ptr(scales, &scale_data) ||
       (zeros && aoti_torch_get_data_ptr(*zeros, &zero_data)))
     return 1;
+  int32_t zero_type = 0;
+  if (zeros && aoti_torch_get_dtype(*zeros, &zero_type)) return 1;
+  const bool has_byte_zeros = zeros && zero_type == aoti_torch_dtype_uint8();
   return linear_layer(x, bias, out_features, out, [&](const LinearCall& call) {
-    const GroupedWeights weights = {static_cast<uint8_t*>(value_data), static_cast<uint16_t*>(scale_data),
-                                    static_cast<uint16_t*>(zero_data), bits, group_size, call.dim, out_features};
+    const GroupedWeights weights = {
+        static_cast<uint8_t*>(value_data), static_cast<uint16_t*>(scale_data), zero_data, bits, group_size,
+        call.dim, out_features, has_byte_zeros};
     nereid_grouped_linear(call.is_bfloat16, &weights, call.bias, call.x, call.out, call.num_rows, call.num_threads);
   });
 }

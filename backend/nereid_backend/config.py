@@ -55,7 +55,8 @@ class EngineConfig:
     weight_dtype: Literal["auto", "int8", "int4", "fp8"] = "auto"
     """The data type in which linear layers store their weights: `auto` (`dtype`), `int8` or `int4`
     (only on CPUs), or `fp8` (only on GPUs, not measured). All but `auto` change the output. With
-    `int8` and `int4`, the output layer and the embedding of a text model store `int8`."""
+    `int4`, the output layer stores integers of 6 bits. With `int8` and `int4`, the embedding of a
+    text model shares the weight of the output layer or stores integers of 8 bits."""
 
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no

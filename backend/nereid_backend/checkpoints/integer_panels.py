@@ -22,7 +22,8 @@ from nereid_backend.checkpoints import quantised_tensors
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 from nereid_backend.errors import ModelError
 from nereid_backend.freed_memory import FreedMemory
-from nereid_backend.linear.grouped_linear import UNIT, GroupedLinear
+from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.linear.integer_layout import inputs_per_unit
 from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
 from nereid_backend.loading_progress import report_items
@@ -304,12 +305,32 @@ def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> None:
     Mutates: `layer`. Its class becomes `GroupedLinear`, which stores integers.
     """
     grouped = change_class(layer, GroupedLinear)
-    # `GroupedLinear` stores integers with either 4 or 8 bits. Integers of at most 4 bits are stored
-    # with 4 bits, and larger integers with 8 bits.
-    panel_bits = 4 if weight.bits <= 4 else 8
     grouped.set_quantised(
-        weight.values, weight.scales, weight.zeros, weight.group_size, bits=panel_bits
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        weight.group_size,
+        bits=_smallest_panel_bits(weight),
     )
+
+
+def _smallest_panel_bits(weight: IntegerWeight) -> int:
+    """Return the smallest number of bits with which the CPU kernels can store the integers.
+
+    The result is 4, 6 or 8. Example: integers of 5 bits are stored with 6 bits if the group size is
+    a multiple of 16, and otherwise with 8 bits.
+    """
+    return next(bits for bits in (4, 6, 8) if weight.bits <= bits and _has_units(weight, bits))
+
+
+def _has_units(weight: IntegerWeight, bits: int) -> bool:
+    """Return whether the kernels for integers of `bits` bits support the groups of a weight.
+
+    These kernels read several consecutive inputs at a time. These inputs must have the same scale,
+    so they must belong to the same group. If a row has only one group, it is padded.
+    """
+    has_one_group = weight.group_size >= weight.values.shape[1]
+    return has_one_group or weight.group_size % inputs_per_unit(bits) == 0
 
 
 def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
@@ -329,11 +350,7 @@ def _fits_panels(weight: IntegerWeight) -> bool:
     if weight.input_groups is not None:
         # The kernels support only groups of consecutive inputs.
         return False
-    # The kernels multiply UNIT consecutive inputs at a time. These inputs must have the same scale,
-    # so they must belong to the same group.
-    in_features = weight.values.shape[1]
-    has_several_groups = weight.group_size < in_features
-    if has_several_groups and weight.group_size % UNIT:
+    if not _has_units(weight, 8):
         return False
     if weight.zeros is not None and not _fits_half(weight.zeros):
         return False

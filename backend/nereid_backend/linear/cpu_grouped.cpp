@@ -1,23 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers on a CPU with weights of 4-bit or 8-bit integers, which share a scale and a zero by group.
+// Linear layers on a CPU with weights of 4-bit, 6-bit or 8-bit integers, which share a scale and a zero by group.
 // grouped_linear.py calls this function through a plain C interface.
 //
-// A group is `group_size` consecutive inputs of one output. The integers are unsigned:
-//
-//     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]         with g = i / group_size
-//
-// Values are stored in panels of 16 outputs. A quad is four inputs of 16 outputs, 64 values, which one vector of 512 bits
-// or two vectors of 256 bits contain, four bytes for each output:
-//
-//     8 bits   [panel][dim / 4][16][4]    quad k contains the inputs 4k to 4k + 3
-//     4 bits   [panel][dim / 8][16][4]    the lower halves of 64 bytes are a quad, the upper halves are the next quad
-//
-// Example: with 4 bits, the inputs 1, 2, 3, 4, 5, 6, 7, 8 of one output are the bytes 0x51, 0x62, 0x73, 0x84.
-// Scales are float16 numbers, [panel][group][16]. Zeros have the same shape. They are bytes if all zeros of the layer are
-// integers from 0 to 255, and float16 numbers otherwise.
-//
-// The rows of the input are quantised to signed integers of 8 bits with one scale for each row and group, so that the
-// products of a group are exact sums of integers:
+// cpu_integers.h describes the layout of the weights. The rows of the input are quantised to signed integers of 8 bits
+// with one scale for each row and group, so that the products of a group are exact sums of integers:
 //
 //     out[r][o] = sum over g of scale[o][g] * row_scale[r][g] * (sum of value * x - zero[o][g] * sum of x)
 //
@@ -45,89 +31,26 @@
 
 namespace {
 
-constexpr int kQuadBytes = 64;  // with 8 bits
-// With at least this many rows, tile_dequantised_linear is faster than the other kernels, for values of 4 and of 8 bits
-// on Emerald Rapids.
+// With at least this many rows, tile_dequantised_linear is faster than the other kernels on Emerald Rapids, for values of
+// 4 and of 8 bits. Values of 6 bits have the limit of 4 bits, because cpu_tile_grouped.cpp has no kernel for them.
 constexpr int64_t kMinDequantisedRows4 = 24, kMinDequantisedRows8 = 128;
 
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-#define NEREID_HAS_GROUPED 1
+#ifdef NEREID_HAS_GROUPED
 
-// Vectors of integers, and the operations on them. Without VNNI, 512-bit vectors have no fast product of bytes, so
-// 256-bit vectors are used.
+// The largest number of rows of a tile, and the number of panels that a tile of R rows reads at the same time.
 #ifdef __AVX512VNNI__
-typedef __m512i Wide;
-typedef __m512 WideFloats;
-constexpr int kWideLanes = 16;
 constexpr int kMaxRows = 12;
 template <int R>
 constexpr int panels_for() {
   return R <= 3 ? 4 : R <= 6 ? 2 : 1;
 }
-inline Wide load_wide(const void* at) { return _mm512_loadu_si512(at); }
-inline Wide fill_words(int32_t word) { return _mm512_set1_epi32(word); }
-inline Wide lower_halves(Wide bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
-inline Wide upper_halves(Wide bytes) { return lower_halves(_mm512_srli_epi16(bytes, 4)); }
-inline WideFloats fill_floats(float number) { return _mm512_set1_ps(number); }
-inline WideFloats to_floats(Wide words) { return _mm512_cvtepi32_ps(words); }
-inline WideFloats load_float16(const uint16_t* at) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-}
-inline WideFloats load_bytes(const uint8_t* at) {
-  return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
-}
-inline WideFloats multiply(WideFloats a, WideFloats b) { return _mm512_mul_ps(a, b); }
-inline WideFloats multiply_add(WideFloats a, WideFloats b, WideFloats c) { return _mm512_fmadd_ps(a, b, c); }
-inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { return _mm512_fnmadd_ps(a, b, c); }
 #else
-typedef __m256i Wide;
-typedef __m256 WideFloats;
-constexpr int kWideLanes = 8;
 constexpr int kMaxRows = 4;
 template <int R>
 constexpr int panels_for() {
   return R == 1 ? 4 : R == 2 ? 2 : 1;
 }
-inline Wide load_wide(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
-inline Wide fill_words(int32_t word) { return _mm256_set1_epi32(word); }
-inline Wide lower_halves(Wide bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
-inline Wide upper_halves(Wide bytes) { return lower_halves(_mm256_srli_epi16(bytes, 4)); }
-inline WideFloats fill_floats(float number) { return _mm256_set1_ps(number); }
-inline WideFloats to_floats(Wide words) { return _mm256_cvtepi32_ps(words); }
-inline WideFloats load_float16(const uint16_t* at) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-}
-inline WideFloats load_bytes(const uint8_t* at) {
-  return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
-}
-inline WideFloats multiply(WideFloats a, WideFloats b) { return _mm256_mul_ps(a, b); }
-inline WideFloats multiply_add(WideFloats a, WideFloats b, WideFloats c) { return _mm256_fmadd_ps(a, b, c); }
-inline WideFloats subtract_product(WideFloats c, WideFloats a, WideFloats b) { return _mm256_fnmadd_ps(a, b, c); }
 #endif
-
-constexpr int kParts = kPanel / kWideLanes;  // vectors of one panel
-
-// Loads the zeros of one vector of outputs, and converts them to float32. `place` is the index of the first zero.
-inline WideFloats load_zeros(const GroupedWeights& weights, int64_t place) {
-  return weights.has_byte_zeros ? load_bytes(static_cast<const uint8_t*>(weights.zeros) + place)
-                                : load_float16(static_cast<const uint16_t*>(weights.zeros) + place);
-}
-
-// Prefetches the scales and zeros of one group of a panel. `place` is the index of the first scale.
-inline void prefetch_group(const GroupedWeights& weights, int64_t place) {
-  __builtin_prefetch(weights.scales + place, 0, 2);
-  const auto* zeros = static_cast<const uint8_t*>(weights.zeros);
-  if (zeros) __builtin_prefetch(zeros + (weights.has_byte_zeros ? place : 2 * place), 0, 2);
-}
-
-// Returns a quad of the values at `at` for one vector of outputs. `quad` is the index of the quad in a unit of eight
-// inputs, 0 or 1.
-template <int kBits>
-inline Wide load_quad(const uint8_t* at, int quad) {
-  if (kBits == 8) return load_wide(at + quad * kQuadBytes);
-  const Wide bytes = load_wide(at);
-  return quad == 0 ? lower_halves(bytes) : upper_halves(bytes);
-}
 
 // The arithmetic of integers: products of four unsigned values and four signed numbers of a row, added to 32-bit sums.
 //
@@ -195,6 +118,10 @@ struct Products<8> {
     *to = {pair(from[0], from[2]), pair(from[1], from[3])};
   }
 };
+
+// 16-bit sums of products of bytes could contain only two values of 6 bits, so the products are those of 8 bits.
+template <>
+struct Products<6> : Products<8> {};
 #endif
 
 // The arguments of one call of a layer, and the quantised rows.
@@ -221,17 +148,19 @@ template <int kBits, int R, int P>
 inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row, int64_t panel) {
   using Arithmetic = Products<kBits>;
   constexpr int V = P * kParts;               // vectors of sums for each row
-  constexpr int kUnitBytes = kBits * kPanel;  // eight inputs of 16 outputs
+  constexpr int kBytes = kUnitBytes<kBits>, kQuads = kUnitInputs<kBits> / 4;
+  constexpr int64_t kDistance = kAhead<P> / kBytes * kBytes;  // the distance of prefetches in bytes
+  constexpr int kChunkUnits = Arithmetic::kChunkQuads / kQuads;
   constexpr int kPartBytes = 4 * kWideLanes;  // one quad of the outputs of one vector
   constexpr bool kIsNarrow = Arithmetic::kChunkQuads < kMaxGroup / 4;
   const GroupedWeights& weights = call.weights;
-  const int64_t units = weights.group_size / 8, groups = call.num_groups;
-  const int64_t panel_bytes = groups * units * kUnitBytes;
+  const int64_t units = weights.group_size / kUnitInputs<kBits>, groups = call.num_groups;
+  const int64_t panel_bytes = groups * units * kBytes;
   const uint8_t* values = weights.values + panel * panel_bytes;
   // From this address on, a prefetch of the same panel would be beyond the end of the panel.
-  const uint8_t* near_end = values + panel_bytes - kAhead<P>;
-  int64_t ahead = kAhead<P>;  // the distance of the next prefetch in bytes
-  const auto* x = call.inputs + row * groups * units * 2;
+  const uint8_t* near_end = values + panel_bytes - kDistance;
+  int64_t ahead = kDistance;  // the distance of the next prefetch
+  const auto* x = call.inputs + row * groups * units * kQuads;
   const RowGroup* row_groups = call.row_groups + row * groups;
   WideFloats sums[R][V] = {};
   for (int64_t g = 0; g < groups; ++g, row_groups += R) {
@@ -240,22 +169,22 @@ inline void tile(const Call<typename Products<kBits>::Input>& call, int64_t row,
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) totals[r][v] = fill_words(row_groups[r].start);
-    for (int64_t begin = 0; begin < units; begin += Arithmetic::kChunkQuads / 2) {
-      const int64_t end = std::min<int64_t>(units, begin + Arithmetic::kChunkQuads / 2);
+    for (int64_t begin = 0; begin < units; begin += kChunkUnits) {
+      const int64_t end = std::min<int64_t>(units, begin + kChunkUnits);
       Wide chunk[R][V];
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) chunk[r][v] = kIsNarrow ? fill_words(0) : totals[r][v];
-      for (int64_t unit = begin; unit < end; ++unit, values += kUnitBytes) {
+      for (int64_t unit = begin; unit < end; ++unit, values += kBytes) {
         if (values == near_end) ahead += (P - 1) * panel_bytes;
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p)
-#pragma GCC unroll 2
-          for (int line = 0; line < kUnitBytes; line += 64)
+#pragma GCC unroll 3
+          for (int line = 0; line < kBytes; line += 64)
             __builtin_prefetch(values + p * panel_bytes + line + ahead, 0, 3);
-#pragma GCC unroll 2
-        for (int quad = 0; quad < 2; ++quad, x += R) {
+#pragma GCC unroll 4
+        for (int quad = 0; quad < kQuads; ++quad, x += R) {
           typename Arithmetic::Weights quads[V];
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v)
@@ -440,11 +369,13 @@ int nereid_has_grouped_linear() {
 void nereid_grouped_linear(int is_bfloat16, const GroupedWeights* weights, const void* bias, const void* x, void* out,
                            int64_t num_rows, int num_threads) {
 #ifdef NEREID_HAS_GROUPED
-  const int64_t min_rows = weights->bits == 4 ? kMinDequantisedRows4 : kMinDequantisedRows8;
+  const int64_t min_rows = weights->bits == 8 ? kMinDequantisedRows8 : kMinDequantisedRows4;
   if (is_bfloat16 && num_rows >= min_rows && weights->dim % 2 == 0 && can_use_tiles()) {
     tile_dequantised_linear(*weights, bias, x, out, num_rows, num_threads);
   } else if (weights->bits == 4) {
     grouped_linear<4>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
+  } else if (weights->bits == 6) {
+    grouped_linear<6>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
   } else {
     grouped_linear<8>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
   }

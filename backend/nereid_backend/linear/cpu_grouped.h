@@ -8,13 +8,7 @@
 #include <cstdint>
 
 #include "../attention/cpu/cpu_vectors.h"
-
-namespace {
-
-constexpr int kPanel = 16;          // the number of outputs of a panel
-constexpr int64_t kMaxGroup = 128;  // the largest number of inputs of a group; grouped_linear.py divides larger groups
-
-}  // namespace
+#include "cpu_integers.h"
 
 // The numbers that the kernels need for one group of one row.
 struct RowGroup {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers with 8-bit integer weights on a CPU with matrix tiles (AMX). The input must have at least 16 rows.
 //
-// cpu_grouped.cpp describes the layout and the arithmetic. A tile of weights consists of 16 quads of a panel, which are
+// cpu_integers.h describes the layout, and cpu_grouped.cpp the arithmetic. A tile of weights consists of 16 quads of a panel, which are
 // 64 inputs of 16 outputs. If group_size is not a multiple of 64, a tile consists of 8 quads, which are 32 inputs.
 //
 // The rows are computed in blocks of 16 rows. For each group of inputs, the products of a block and a panel are added
@@ -20,8 +20,6 @@
 #ifdef NEREID_TILES
 
 namespace {
-
-constexpr int kQuadBytes = 64;  // four inputs of 16 outputs
 
 // Returns the number of inputs of a tile, 64 or 32. Each input is one byte in a row of the tile register.
 inline uint8_t tile_inputs(const GroupedWeights& weights) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "../attention/cpu/cpu_vectors.h"
+#include "cpu_integers.h"
 #include "cpu_tiles.h"
 
 #ifdef _OPENMP
@@ -31,7 +32,6 @@
 
 namespace {
 
-constexpr int kPanel = 16;       // the number of outputs of a panel
 constexpr int kTileInputs = 32;  // the number of inputs of a tile
 // With at most 16 rows, the prefetched address is kAhead bytes after the address that is read. On Sapphire Rapids, 2048
 // was the fastest of the values from 1024 to 16384.
@@ -225,23 +225,18 @@ inline void dequantise_quad(__m512i quad, __m512 scale, __m512 offset, char* to)
 // Converts one panel of integers to bfloat16 weights, [num_groups * group_size / 2][16][2].
 template <int kBits>
 void dequantise_panel(const GroupedWeights& weights, int64_t panel, int64_t num_groups, char* to) {
-  const int64_t units = weights.group_size / 8;  // units of eight inputs in a group
-  constexpr int kUnitBytes = kBits * kPanel;
-  const uint8_t* values = weights.values + panel * num_groups * units * kUnitBytes;
+  const int64_t units = weights.group_size / kUnitInputs<kBits>;
+  constexpr int kQuads = kUnitInputs<kBits> / 4;
+  const uint8_t* values = weights.values + panel * num_groups * units * kUnitBytes<kBits>;
   const __m512 shared_zero = _mm512_set1_ps(1 << (kBits - 1));
   for (int64_t g = panel * num_groups; g < (panel + 1) * num_groups; ++g) {
     const __m512 scale = load_float16(weights.scales + g * kPanel);
     const __m512 zero = weights.zeros ? load_zeros(weights, g * kPanel) : shared_zero;
     const __m512 offset = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(zero, scale));
-    for (int64_t unit = 0; unit < units; ++unit, values += kUnitBytes, to += 4 * kLineBytes) {
-      const __m512i bytes = _mm512_loadu_si512(values);
-      const __m512i halves = _mm512_set1_epi8(15);
-      const __m512i first = kBits == 8 ? bytes : _mm512_and_si512(bytes, halves);
-      const __m512i second = kBits == 8 ? _mm512_loadu_si512(values + kLineBytes)
-                                        : _mm512_and_si512(_mm512_srli_epi16(bytes, 4), halves);
-      dequantise_quad(first, scale, offset, to);
-      dequantise_quad(second, scale, offset, to + 2 * kLineBytes);
-    }
+    for (int64_t unit = 0; unit < units; ++unit, values += kUnitBytes<kBits>)
+#pragma GCC unroll 4
+      for (int quad = 0; quad < kQuads; ++quad, to += 2 * kLineBytes)
+        dequantise_quad(load_quad<kBits>(values, quad), scale, offset, to);
   }
 }
 
@@ -275,7 +270,9 @@ void tile_dequantised_linear(const GroupedWeights& weights, const void* bias, co
   const int64_t value_bytes = num_groups * weights.group_size * kPanel * weights.bits / 8;  // in one panel
   const int64_t panel_bytes = weights.dim * kPanel * sizeof(Bfloat16);
   const int64_t padded_bytes = num_groups * weights.group_size * kPanel * sizeof(Bfloat16);
-  const auto dequantise = weights.bits == 4 ? dequantise_panel<4> : dequantise_panel<8>;
+  const auto dequantise = weights.bits == 4   ? dequantise_panel<4>
+                          : weights.bits == 6 ? dequantise_panel<6>
+                                              : dequantise_panel<8>;
   in_threads(weights.num_outputs, num_threads, [&](int64_t first, int64_t last, TileRegisters& registers) {
     thread_local std::vector<char> storage;
     storage.resize(panel_bytes + padded_bytes + kLineBytes);

@@ -7,7 +7,7 @@
 //     sums [rows][16 outputs]  +=  inputs [rows][64 bytes]  *  weights [16][16 outputs][4 bytes]
 //
 // The 64 bytes of a row of inputs are 32 bfloat16 numbers or 64 integers of 8 bits. The weights of a layer are stored
-// in the order of these tiles: cpu_linear.cpp and cpu_grouped.cpp describe the layouts.
+// in the order of these tiles: cpu_linear.cpp and cpu_integers.h describe the layouts.
 
 #pragma once
 
@@ -20,8 +20,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "../attention/cpu/cpu_kernels.h"
-
 namespace {
 
 constexpr int kTileRows = 16;
@@ -33,18 +31,6 @@ constexpr int kLineBytes = 64;             // the size of a cache line
 // rows, and fits into the second-level cache. tile_linear and tile_grouped_linear multiply a chunk by all panels before
 // they read the next chunk.
 constexpr int64_t kChunkBytes = 1 << 20;
-
-// Loads 16 float16 numbers, and converts them to float32.
-inline __m512 load_float16(const uint16_t* at) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-}
-
-// Loads the zeros of 16 outputs, and converts them to float32. `place` is the index of the first zero.
-inline __m512 load_zeros(const GroupedWeights& weights, int64_t place) {
-  if (!weights.has_byte_zeros) return load_float16(static_cast<const uint16_t*>(weights.zeros) + place);
-  const auto* bytes = static_cast<const uint8_t*>(weights.zeros) + place;
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
-}
 
 // Returns whether this process may use tiles. The first call requests the permission from Linux. Linux requires this
 // request, because it needs 8 KB more memory to save the registers of a thread that uses tiles.

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for CPUs. The weights are 4-bit or 8-bit integers, with one scale for each group.
+"""Linear layers for CPUs. The weights are integers of 4, 6 or 8 bits, with a scale for each group.
 
 A group consists of `group_size` consecutive weights of one output. The weights of a group are
 
     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]        with g = i // group_size
 
 The dequantised weights are never stored in memory. Compared with bfloat16 weights, a step therefore
-reads a quarter of the bytes (4 bits) or half of the bytes (8 bits). The C++ kernel
-(cpu_grouped.cpp) also converts the inputs of the layer to 8-bit integers, with one scale for each
-row and group. The output of a row has the same bits for any number of rows in the call.
+reads a quarter of the bytes (4 bits), three eighths of the bytes (6 bits) or half of the bytes (8
+bits). The C++ kernel (cpu_grouped.cpp) also converts the inputs of the layer to 8-bit integers,
+with one scale for each row and group. The output of a row has the same bits for any number of rows
+in the call.
 
 A processor with matrix tiles (AMX) is an exception. If there are many bfloat16 rows, the kernel of
 cpu_tile_linear.cpp converts the weights to bfloat16, a few outputs at a time, and does not round
@@ -23,11 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_kernels, kernels
-from nereid_backend.linear.integer_layout import LANES, dequantise, pack_values, panels_of_groups
+from nereid_backend.linear.integer_layout import (
+    LANES,
+    dequantise,
+    inputs_per_unit,
+    pack_values,
+    panels_of_groups,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The number of inputs that a kernel multiplies at once. Every group size is a multiple of `UNIT`.
-UNIT = 8
 # The largest number of inputs in a group. A larger group is divided, because one large activation
 # makes all other activations in its group less accurate.
 _MAX_GROUP_SIZE = 128
@@ -47,7 +52,7 @@ class GroupedLinear(nn.Linear):
         zeros: [panels, groups, 16], uint8 if every zero is an integer from 0 to 255, and otherwise
             float16. None means that the zero of every group is the middle of the range (8 for 4
             bits, 128 for 8 bits).
-        bits: the number of bits of an integer, 4 or 8.
+        bits: the number of bits of an integer, 4, 6 or 8.
         group_size: the number of inputs that share a scale.
     """
 
@@ -82,9 +87,10 @@ class GroupedLinear(nn.Linear):
             zeros: [out_features, groups], the zero of each group in the range of `values`. Any
                 integer or floating-point dtype is accepted. None means the middle of the range: 0
                 for int8, or 2**(bits - 1) for uint8.
-            group_size: the number of inputs that share a scale. It must be a multiple of 8 or at
-                least in_features. If it is at least in_features, each output has one scale.
-            bits: 4 or 8.
+            group_size: the number of inputs that share a scale. It must be a multiple of 8 (16 with
+                6 bits) or at least in_features. If it is at least in_features, each output has one
+                scale.
+            bits: 4, 6 or 8.
             bias: [out_features]; None if the layer has no bias.
 
         Raises:
@@ -123,7 +129,7 @@ class GroupedLinear(nn.Linear):
             zeros: the integer that represents the weight 0 in each group, [out_features, groups];
                 None if this is the middle of the range in every group.
             group_size: the number of consecutive inputs that share a scale.
-            bits: the number of bits of an integer, 4 or 8.
+            bits: the number of bits of an integer, 4, 6 or 8.
         """
         zeros_dtype = None
         if zeros is not None:
@@ -146,22 +152,20 @@ class GroupedLinear(nn.Linear):
         Args:
             in_features: the number of inputs.
             group_size: the number of consecutive inputs that share a scale in the checkpoint.
-            bits: the number of bits of an integer, 4 or 8.
+            bits: the number of bits of an integer, 4, 6 or 8.
             zeros_dtype: the dtype of the stored zeros, uint8 or float16; None if the groups have no
                 zeros.
         """
         self.bits = bits
-        self.group_size = _used_group_size(group_size, in_features)
+        self.group_size = _used_group_size(group_size, in_features, inputs_per_unit(bits))
         # The kernel supports only small groups, so each group of the checkpoint is divided into
         # `_num_subgroups` stored groups. Each stored group has the scale of the original group.
         self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
-        # The kernel reads four bytes of each output at a time. Four bytes contain the weights of
-        # eight inputs (4 bits each) or of four inputs (8 bits each). `group_size` is a multiple of
-        # eight, so no read contains inputs of two groups.
-        inputs_per_read = 8 if bits == 4 else 4
-        num_reads = num_groups * self.group_size // inputs_per_read
+        # The kernel reads four bytes, which are 32 bits, of each output at a time. `group_size` is
+        # a multiple of `inputs_per_unit`, so a group has a whole number of reads.
+        num_reads = num_groups * self.group_size * bits // 32
         values = torch.empty(num_panels, num_reads, LANES, 4, dtype=torch.uint8)
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
         self.register_buffer("values", values, persistent=False)
@@ -318,24 +322,25 @@ def is_available() -> bool:
     return has_kernels() and bool(kernels().nereid_has_grouped_linear())
 
 
-def _used_group_size(group_size: int, in_features: int) -> int:
+def _used_group_size(group_size: int, in_features: int, unit: int) -> int:
     """Return the group size of a layer: how many consecutive inputs share one scale.
 
     The checkpoint has groups of `group_size` inputs. A stored group has at most 128 inputs, because
     the inputs of large groups are rounded less accurately. A larger group is therefore divided into
     smaller groups of equal size, and each of them gets a copy of the scale. The size is a multiple
-    of 8.
+    of `unit`, which is 8 or 16; see `inputs_per_unit`.
 
-    Examples: groups of 192 inputs are stored as groups of 96 inputs. A row with one group of 300
-    inputs is stored in groups of 128 inputs. A row with one group of 20 inputs is padded to 24.
+    Examples with unit=8: groups of 192 inputs are stored as groups of 96 inputs. A row with one
+    group of 300 inputs is stored in groups of 128 inputs. A row with one group of 20 inputs is
+    padded to 24.
     """
     has_one_group = group_size >= in_features
     if has_one_group:
         # The row is divided into groups of this size. The last group may be incomplete.
-        padded_row = _divide_up(in_features, UNIT) * UNIT
+        padded_row = _divide_up(in_features, unit) * unit
         return min(_MAX_GROUP_SIZE, padded_row)
-    # `UNIT` divides `group_size`; see `_check_quantised_weight`.
-    sizes = range(UNIT, _MAX_GROUP_SIZE + 1, UNIT)
+    # `unit` divides `group_size`; see `_check_quantised_weight`.
+    sizes = range(unit, _MAX_GROUP_SIZE + 1, unit)
     return max(size for size in sizes if group_size % size == 0)
 
 
@@ -370,16 +375,17 @@ def _check_quantised_weight(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int
 ) -> None:
     """Raise a ValueError if the arguments of `GroupedLinear.from_quantised` are invalid."""
-    if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, but the value is {bits}.")
+    if bits not in (4, 6, 8):
+        raise ValueError(f"bits must be 4, 6 or 8, but the value is {bits}.")
     if values.dtype not in (torch.int8, torch.uint8):
         raise ValueError(f"values must be int8 or uint8, but the dtype is {values.dtype}.")
     out_features, in_features = values.shape
-    # A kernel multiplies `UNIT` inputs at once, and these inputs must belong to the same group. If
-    # a row has only one group, the group may have any size, because the row is padded.
+    # A kernel reads `unit` inputs at once, and these inputs must belong to the same group. If a row
+    # has only one group, the group may have any size, because the row is padded.
+    unit = inputs_per_unit(bits)
     has_several_groups = group_size < in_features
-    if has_several_groups and group_size % UNIT:
-        raise ValueError(f"group_size must be a multiple of {UNIT}, but the value is {group_size}.")
+    if has_several_groups and group_size % unit:
+        raise ValueError(f"group_size must be a multiple of {unit}, but the value is {group_size}.")
     num_groups = _divide_up(in_features, min(group_size, in_features))
     expected = (out_features, num_groups)
     for name, tensor in (("scales", scales), ("zeros", zeros)):

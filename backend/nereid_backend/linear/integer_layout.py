@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts matrices of 4-bit or 8-bit integers to the layout of the CPU kernels, and back.
+"""Converts matrices of 4-bit, 6-bit or 8-bit integers to the layout of the CPU kernels, and back.
 
 A panel contains the integers of 16 outputs (rows of the weight). The integers of four consecutive
 inputs of one output are adjacent, because the kernels multiply four inputs at a time.
@@ -13,17 +13,31 @@ from torch.nn import functional
 LANES = 16
 
 
+def inputs_per_unit(bits: int) -> int:
+    """Return the number of inputs that a kernel reads at once: 16 with 6 bits, otherwise 8.
+
+    The number of inputs of each group must be a multiple of this number.
+    """
+    return 16 if bits == 6 else 8
+
+
 def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     """Rearrange unsigned integers [out_features, in_features] for the kernels.
 
     16 outputs form one panel. The outputs are padded with zeros to whole panels, and the inputs are
-    padded with zeros to whole groups. With 8 bits, the result is [panels, inputs / 4, 16, 4], so
-    that four inputs of one output are adjacent. With 4 bits, the result is [panels, inputs / 8, 16,
-    4], and each byte contains two integers: input j of eight inputs in the lower half, and input
-    j + 4 in the upper half.
+    padded with zeros to whole groups. The shape of the result depends on `bits`:
+
+        8 bits   [panels, inputs / 4, 16, 4]. Four inputs of one output are adjacent.
+        4 bits   [panels, inputs / 8, 16, 4]. Each byte contains two integers: input j of eight
+                 inputs in the lower half, and input j + 4 in the upper half.
+        6 bits   [panels, 3 * inputs / 16, 16, 4]. Of each three groups of 16 * 4 bytes, the first
+                 two contain the lower four bits of 16 inputs, in the layout of 4 bits. The third
+                 contains the upper two bits: the bits 2 * k and 2 * k + 1 of byte j belong to input
+                 4 * k + j.
 
     Example: with 4 bits, the inputs [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes
-    [0x51, 0x62, 0x73, 0x84].
+    [0x51, 0x62, 0x73, 0x84]. With 6 bits, the inputs [0, 1, 2, ..., 15] become the bytes
+    [0x40, 0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
     """
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
@@ -34,9 +48,15 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
         return quadruples.contiguous()
     # Two consecutive quadruples share four bytes. The first is stored in the lower halves, and the
     # second in the upper halves.
-    lower_halves = quadruples[:, 0::2]
-    upper_halves = quadruples[:, 1::2] << 4
-    return (lower_halves | upper_halves).contiguous()
+    lower_bits = (quadruples[:, 0::2] & 15) | (quadruples[:, 1::2] << 4)
+    if bits == 4:
+        return lower_bits.contiguous()
+    upper_bits = torch.zeros_like(quadruples[:, 0::4])
+    for k in range(4):
+        upper_bits |= (quadruples[:, k::4] >> 4) << (2 * k)
+    # [panels, inputs / 16, 3, 16, 4]: twice the lower bits of eight inputs, then the upper bits
+    parts = torch.stack((lower_bits[:, 0::2], lower_bits[:, 1::2], upper_bits), dim=2)
+    return parts.flatten(1, 2)
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:
@@ -45,17 +65,32 @@ def unpack_values(packed: Tensor, bits: int) -> Tensor:
     This is the inverse of `pack_values`. A panel contains the integers of 16 outputs. With 4 bits,
     the bytes [0x51, 0x62, 0x73, 0x84] of one output become the inputs [1, 2, 3, 4, 5, 6, 7, 8].
     """
-    quadruples = _split_halves(packed, dim=1) if bits == 4 else packed
-    return quadruples.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
+    row_bytes = packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
+    return _unpack_rows(row_bytes, bits)
 
 
-def _split_halves(packed: Tensor, dim: int) -> Tensor:
-    """Split each byte into two integers of 4 bits, which doubles the size of the dimension `dim`.
+def _unpack_rows(row_bytes: Tensor, bits: int) -> Tensor:
+    """Unpack the integers of rows. The result is uint8 [..., inputs].
 
-    Example: with dim=0, [[0x51, 0x62, 0x73, 0x84]] becomes [[1, 2, 3, 4], [5, 6, 7, 8]].
+    Args:
+        row_bytes: the bytes of each row in the order in which `pack_values` stores them, uint8
+            [..., inputs * bits / 8].
+        bits: the number of bits of an integer, 4, 6 or 8.
     """
-    lower_halves, upper_halves = packed & 15, packed >> 4
-    return torch.stack((lower_halves, upper_halves), dim=dim + 1).flatten(dim, dim + 1)
+    if bits == 8:
+        return row_bytes
+    inputs = torch.arange(row_bytes.shape[-1] * 8 // bits)
+    quad, place = inputs // 4, inputs % 4
+    half_shift = (quad % 2 * 4).to(torch.uint8)  # 0 for a lower half of a byte, 4 for an upper half
+    if bits == 4:
+        return (row_bytes[..., quad // 2 * 4 + place] >> half_shift) & 15
+    # 16 inputs, which are four quads, have 12 bytes: eight bytes with lower bits, then four bytes
+    # with upper bits.
+    first_byte = quad // 4 * 12 + place
+    quad = quad % 4
+    lower_bits = (row_bytes[..., first_byte + quad // 2 * 4] >> half_shift) & 15
+    upper_bits = (row_bytes[..., first_byte + 8] >> (quad * 2).to(torch.uint8)) & 3
+    return lower_bits | (upper_bits << 4)
 
 
 def dequantise_rows(
@@ -78,7 +113,7 @@ def dequantise_rows(
         scales: [panels, groups, 16]. A panel contains 16 rows.
         zeros: [panels, groups, 16], uint8 or float16. None means that every zero is
             2 ** (bits - 1).
-        bits: the number of bits of an integer, 4 or 8.
+        bits: the number of bits of an integer, 4, 6 or 8.
         group_size: the number of inputs in a group.
 
     Returns:
@@ -86,10 +121,9 @@ def dequantise_rows(
     """
     panels, lanes = indices // LANES, indices % LANES  # a lane is the index of a row in its panel
     # Indexing with [panels, :, lanes] gives a result that begins with the dimensions of `indices`.
-    integers = values[panels, :, lanes]  # [..., num_bytes / 4, 4]
-    if bits == 4:
-        integers = _split_halves(integers, dim=indices.dim())  # [..., num_bytes / 2, 4]
-    integers = integers.float().reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
+    row_bytes = values[panels, :, lanes].flatten(-2)  # [..., inputs * bits / 8]
+    integers = _unpack_rows(row_bytes, bits).float()
+    integers = integers.reshape(*indices.shape, -1, group_size)  # [..., groups, group_size]
     scale = scales[panels, :, lanes].float().unsqueeze(-1)  # [..., groups, 1]
     zero = 2.0 ** (bits - 1) if zeros is None else zeros[panels, :, lanes].float().unsqueeze(-1)
     return ((integers - zero) * scale).flatten(-2)

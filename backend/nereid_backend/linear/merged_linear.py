@@ -166,7 +166,7 @@ class MergedNativeLinear(MergedLayer, NativeLinear):
 
 
 class MergedGroupedLinear(MergedLayer, GroupedLinear):
-    """A merged layer whose weights are integers of 4 or 8 bits."""
+    """A merged layer whose weights are integers of 4, 6 or 8 bits."""
 
     weight_names = ("values", "scales", "zeros")
     merged_values: Tensor

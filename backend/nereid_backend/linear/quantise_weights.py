@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds the weights of linear layers to integers of 8 or 4 bits when a model is loaded.
+"""Rounds the weights of linear layers to integers of 8, 6 or 4 bits when a model is loaded.
 
-With 8 bits, each group of 64 inputs has a scale. The weight 0 has no rounding error. With 4 bits,
-each group of 32 inputs has a scale and a zero. docs/history/cpu-kernels.md contains the measured
-errors and speeds.
+With 8 bits, each group of 64 inputs has a scale, and with 6 bits, each group of 32 inputs. The
+weight 0 has no rounding error. With 4 bits, each group of 32 inputs has a scale and a zero.
+docs/history/cpu-kernels.md contains the measured errors and speeds.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,17 @@ from nereid_backend.linear.prepack import (
 from nereid_backend.loading_progress import no_progress, report_items
 
 _DTYPES = (torch.float32, torch.bfloat16)
-GROUP_SIZES = {4: 32, 8: 64}
+GROUP_SIZES = {4: 32, 6: 32, 8: 64}
 """Maps the number of bits to the number of inputs that share a scale."""
 
 # The smallest scale. It is the smallest positive float16 number. A group of zeros gets this scale,
 # so that its weights are not divided by 0.
 _MIN_SCALE = 2.0**-24
-# The largest 8-bit integer and the largest 4-bit integer. The 8-bit integers are signed, and the
-# 4-bit integers are unsigned.
-_MAX_INT8 = 127
+# The largest 4-bit integer, which is unsigned.
 _MAX_UINT4 = 15
+# Rounding errors in the output layer change the logits directly. If the other layers have 4 bits,
+# the output layer therefore has this number of bits.
+_OUTPUT_LAYER_BITS = 6
 # Rows are quantised in slices. The float32 copy of one slice has at most this number of bytes. All
 # temporary tensors of one slice together need about four times this number of bytes.
 _SLICE_BYTES = 4 * 2**20
@@ -70,8 +71,8 @@ def quantise_linears(
 
     Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. An output
     layer may share its weight with an embedding. In this case, the output layer gets its own
-    converted copy of the weight. The output layer always has 8 bits, because rounding errors in
-    this layer change the logits directly.
+    converted copy of the weight. With bits=4, the output layer has 6 bits, because rounding errors
+    in this layer change the logits directly.
 
     Args:
         model: the model. Mutated. Afterwards, the model cannot be trained, saved or moved.
@@ -89,7 +90,7 @@ def quantise_linears(
         if type(module) is not nn.Linear or not can_quantise(module.weight):
             continue
         num_bytes = module.weight.nbytes
-        layer_bits = 8 if module is output_layer else bits
+        layer_bits = max(bits, _OUTPUT_LAYER_BITS) if module is output_layer else bits
         _quantise(module, layer_bits, keep_weight=module.weight.data_ptr() in shared)
         freed.add(num_bytes)
         count += 1
@@ -104,7 +105,7 @@ def can_quantise(weight: Tensor) -> bool:
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     """Round a weight, [out_features, in_features], to integers with one scale for each group.
 
-    A group consists of 64 consecutive inputs of one output with 8 bits, or of 32 inputs with 4
+    A group consists of 64 consecutive inputs of one output with 8 bits, or of 32 inputs with 6 or 4
     bits. With 4 bits, each group also has a zero: the integer that represents the weight 0.
     Example with 8 bits: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
@@ -121,7 +122,7 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 def round_layer(
     layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int
 ) -> GroupedLinear:
-    """Convert a layer to a GroupedLinear, whose weights are integers of 4 or 8 bits.
+    """Convert a layer to a GroupedLinear, whose weights are integers of 4, 6 or 8 bits.
 
     The result is the same object as `layer`, but its class has changed.
 
@@ -131,11 +132,11 @@ def round_layer(
         layer: the layer. Mutated. `layer.weight` determines only the shape.
         read_rows: returns rows of the weight. Example: `read_rows(16, 32)` returns the rows 16 to
             31.
-        bits: 4 or 8.
+        bits: 4, 6 or 8.
     """
     num_rows, in_features = layer.weight.shape
     grouped = change_class(layer, GroupedLinear)
-    # Integers of 8 bits are symmetric, so they need no zeros.
+    # Integers of 6 and 8 bits are symmetric, so they need no zeros.
     zeros_dtype = torch.uint8 if bits == 4 else None
     grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, zeros_dtype=zeros_dtype)
     step = _rows_of_slice(in_features)
@@ -172,19 +173,22 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     # The shape is [num_rows, groups, size]. The last group is padded with zeros. The padding does
     # not change the scale of the group, because the range of every group contains 0 anyway.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
-    values, scales, zeros = _round_to_int8(groups) if bits == 8 else _round_to_uint4(groups)
+    values, scales, zeros = _round_to_uint4(groups) if bits == 4 else _round_to_int(groups, bits)
     return QuantisedWeight(values.flatten(1)[:, :num_inputs], scales, zeros)
 
 
-def _round_to_int8(groups: Tensor) -> QuantisedWeight:
-    """Round groups of weights, [num_rows, groups, size], to integers from -127 to 127.
+def _round_to_int(groups: Tensor, bits: int) -> QuantisedWeight:
+    """Round groups of weights, [num_rows, groups, size], to signed integers.
 
-    Example: a group with the weights [0.5, -1.27] has the scale 0.01 and the integers [50, -127].
+    The integers are from -127 to 127 with 8 bits, and from -31 to 31 with 6 bits. The range is
+    symmetric, so that a group needs no zero. Example with 8 bits: a group with the weights
+    [0.5, -1.27] has the scale 0.01 and the integers [50, -127].
     """
     # `_as_positive_float16` returns only positive scales. Otherwise, a group of zeros would have
     # the scale 0, and its weights would be divided by 0.
-    scales = _as_positive_float16(groups.abs().amax(2) / _MAX_INT8)
-    values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
+    largest = 2 ** (bits - 1) - 1
+    scales = _as_positive_float16(groups.abs().amax(2) / largest)
+    values = (groups / scales.unsqueeze(2)).round().clamp(-largest, largest)
     return QuantisedWeight(values.to(torch.int8), scales, None)
 
 
@@ -220,7 +224,7 @@ def _quantise(layer: nn.Module, bits: int, *, keep_weight: bool) -> None:
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
-        bits: 4 or 8.
+        bits: 4, 6 or 8.
         keep_weight: whether the weight stays in memory, because other layers share it.
     """
     assert isinstance(layer, nn.Linear)

@@ -16,10 +16,11 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# Maps each value of weight_dtype to the average size of a rounded weight in bytes. Example: 64
-# weights of int8 need 64 bytes, and their common scale needs 2 bytes. Error messages recommend the
-# first value of weight_dtype with which the weights fit into the memory.
-_ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
+# Maps each value of weight_dtype to the average size of a rounded weight in bytes. Examples: 64
+# weights of int8 need 64 bytes, and their common scale needs 2 bytes. 32 weights of int4 need 16
+# bytes, their scale 2 bytes and their zero one byte. Error messages recommend the first value of
+# weight_dtype with which the weights fit into the memory.
+_ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 3 / 32}
 
 
 class WeightForm(Enum):

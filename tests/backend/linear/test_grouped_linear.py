@@ -11,13 +11,19 @@ from nereid_backend.attention.cpu.instruction_sets import (
 )
 from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.linear.integer_layout import pack_values, unpack_values
+from nereid_backend.linear.integer_layout import inputs_per_unit, pack_values, unpack_values
 
 # The fastest and the slowest instruction set with a kernel. They have different products of bytes.
 KERNELS = ["best", "avx2"] if has_kernels() and grouped_linear.is_available() else []
 
 
 ZEROS = ["none", "integers", "fractions"]
+
+
+def group_size_for(size, bits):
+    """Return `size`, rounded up to the next group size that the kernels for `bits` support."""
+    unit = inputs_per_unit(bits)
+    return -(-size // unit) * unit
 
 
 def quantised(outputs, inputs, group_size, bits, *, zero_kind, signed, seed=0):
@@ -60,7 +66,7 @@ def in_kernel(name, layer, x):
         return layer(x)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("zero_kind", ZEROS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, zero_kind, bits):
@@ -68,6 +74,7 @@ def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, zero_kind, b
         *((1, 16, 32, 32), (2, 70, 300, 40), (3, 33, 256, 128), (5, 5, 7, 1024)),
         *((12, 100, 96, 8), (30, 21, 384, 192)),
     ]:
+        size = group_size_for(size, bits)
         values, scales, zeros, weights = quantised(
             outputs, inputs, size, bits, zero_kind=zero_kind, signed=False, seed=rows
         )
@@ -108,12 +115,13 @@ def test_tiles_of_integers_give_the_same_bits_as_vectors(zero_kind):
 
 
 @needs_tiles
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("zero_kind", ZEROS)
 def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(zero_kind, bits):
     for rows, outputs, inputs, size in [
         *((128, 16, 64, 32), (131, 70, 300, 40), (150, 33, 256, 128), (200, 100, 98, 1024)),
     ]:
+        size = group_size_for(size, bits)
         values, scales, zeros, weights = quantised(
             outputs, inputs, size, bits, zero_kind=zero_kind, signed=False, seed=rows
         )
@@ -153,7 +161,7 @@ SIZES = {
     "outputs": st.integers(1, 70),
     "inputs": st.integers(1, 300),
     "group_size": st.sampled_from([8, 32, 40, 64, 128, 192, 1024]),
-    "bits": st.sampled_from([4, 8]),
+    "bits": st.sampled_from([4, 6, 8]),
     "zero_kind": st.sampled_from(ZEROS),
     "signed": st.booleans(),
 }
@@ -164,6 +172,7 @@ SIZES = {
 def test_the_weights_of_a_layer_are_those_of_the_quantised_tensors(
     outputs, inputs, group_size, bits, zero_kind, signed
 ):
+    group_size = group_size_for(group_size, bits)
     values, scales, zeros, weights = quantised(
         outputs, inputs, group_size, bits, zero_kind=zero_kind, signed=signed
     )
@@ -180,10 +189,19 @@ def test_eight_inputs_of_an_output_become_four_bytes():
     assert unpack_values(packed, 4)[0].tolist() == list(range(1, 9))
 
 
+def test_sixteen_inputs_of_six_bits_become_twelve_bytes():
+    inputs = torch.arange(16) + 16 * (torch.arange(16) % 4)
+    packed = pack_values(inputs.to(torch.uint8)[None], 6, 16)
+    assert packed.shape == (1, 3, 16, 4)
+    lower_bits = [[0x40, 0x51, 0x62, 0x73], [0xC8, 0xD9, 0xEA, 0xFB]]
+    assert packed[0, :, 0].tolist() == [*lower_bits, [0x00, 0x55, 0xAA, 0xFF]]
+    assert unpack_values(packed, 6)[0].tolist() == inputs.tolist()
+
+
 def test_arguments_that_do_not_fit_are_refused():
     values = torch.zeros(4, 64, dtype=torch.int8)
     scales = torch.ones(4, 2)
-    with pytest.raises(ValueError, match="bits must be 4 or 8"):
+    with pytest.raises(ValueError, match="bits must be 4, 6 or 8"):
         GroupedLinear.from_quantised(values, scales, None, 32, bits=3)
     with pytest.raises(ValueError, match="group_size must be a multiple of 8"):
         GroupedLinear.from_quantised(values, scales, None, 20, bits=4)

@@ -12,10 +12,10 @@ from nereid_backend.linear.quantise_weights import quantise_linears
 from nereid_backend.model import load_weights
 
 # The error of an output relative to its standard deviation, with normally distributed weights.
-LIMITS = {8: 0.015, 4: 0.1}
+LIMITS = {8: 0.015, 6: 0.04, 4: 0.1}
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs", "bias"), [(64, 48, True), (37, 21, False)])
 def test_a_layer_is_near_the_original_for_few_and_many_rows(dtype, inputs, outputs, bias, bits):
@@ -92,7 +92,7 @@ def test_unsupported_weight_types_are_refused():
         load_weights._check_weight_dtype(config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_a_layer_that_is_rounded_in_slices_equals_the_layer_that_is_rounded_at_once(
     bits, monkeypatch
 ):

@@ -31,6 +31,7 @@ HEADERS = (
     Path(__file__).with_name("cpu_products.h"),
     Path(__file__).with_name("cpu_vectors.h"),
     _PACKAGE / "linear" / "cpu_grouped.h",
+    _PACKAGE / "linear" / "cpu_integers.h",
     _PACKAGE / "linear" / "cpu_tile_linear.h",
     _PACKAGE / "linear" / "cpu_tiles.h",
 )

@@ -77,12 +77,12 @@ struct Prefill {
   const int64_t* blocks;  // the blocks of all tokens up to the last new one; not used without a cache
 };
 
-// The integer weights of a linear layer. cpu_grouped.cpp describes their layout.
+// The integer weights of a linear layer. cpu_integers.h describes their layout.
 struct GroupedWeights {
   const uint8_t* values;
   const uint16_t* scales;    // float16
   const void* zeros;         // bytes or float16; null if each zero is 2^(bits - 1)
-  int64_t bits, group_size;  // 4 or 8 bits; a multiple of 8 inputs, at most 128
+  int64_t bits, group_size;  // 4, 6 or 8 bits; a multiple of 8 inputs (16 with 6 bits), at most 128
   int64_t dim, num_outputs;
   int64_t has_byte_zeros;    // 1 if each zero is a byte
 };

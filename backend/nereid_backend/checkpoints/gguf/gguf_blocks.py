@@ -94,7 +94,7 @@ def _weight_with_zero_point(
 ) -> IntegerWeight:
     """Create an IntegerWeight: weight = scale * (value - zero_point).
 
-    `bits_in_memory` is 4 or 8, because the CPU kernels support only these sizes. The differences
+    `bits_in_memory` is 4, 6 or 8, because the CPU kernels support only these sizes. The differences
     `value - zero_point` must fit into signed integers of this size.
     """
     differences = values.view(num_rows, -1).to(torch.int8) - zero_point
@@ -112,7 +112,7 @@ def _weight_with_minimums(
 
     Each group of consecutive weights has one scale and one minimum. An IntegerWeight has a zero in
     place of the minimum: scale * value - minimum = (value - minimum / scale) * scale, so the zero
-    is minimum / scale. `bits_in_memory` is the size of a value, 4 or 8, because the CPU kernels
+    is minimum / scale. `bits_in_memory` is the size of a value, 4, 6 or 8, because the CPU kernels
     support only these sizes.
     """
     values = values.view(num_rows, -1)  # [rows, inputs]
@@ -175,7 +175,7 @@ def _decode_q5_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """
     values = _unpack_4_bit(blocks[:, 6:], run_length=16) | (_unpack_1_bit(blocks[:, 2:6]) << 4)
     return _weight_with_zero_point(
-        values, _read_float16(blocks, 0), num_rows, zero_point=16, bits_in_memory=8
+        values, _read_float16(blocks, 0), num_rows, zero_point=16, bits_in_memory=6
     )
 
 
@@ -187,7 +187,7 @@ def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
     """
     values = _unpack_4_bit(blocks[:, 8:], run_length=16) | (_unpack_1_bit(blocks[:, 4:8]) << 4)
     return _weight_with_minimums(
-        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits_in_memory=8
+        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits_in_memory=6
     )
 
 
@@ -261,7 +261,7 @@ def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     low_bits = _unpack_4_bit(blocks[:, 48:], run_length=32)
     values = low_bits | (_unpack_bit_planes(blocks[:, 16:48]) << 4)
     return _weight_with_minimums(
-        values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits_in_memory=8
+        values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits_in_memory=6
     )
 
 
@@ -275,7 +275,7 @@ def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     low_bits = _unpack_4_bit(blocks[:, :128], run_length=64)
     values = low_bits | (_unpack_2_bit(blocks[:, 128:192], run_length=32) << 4)
     scales = _read_float16(blocks, 208) * _as_int8(blocks[:, 192:208])
-    return _weight_with_zero_point(values, scales, num_rows, zero_point=32, bits_in_memory=8)
+    return _weight_with_zero_point(values, scales, num_rows, zero_point=32, bits_in_memory=6)
 
 
 def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -344,7 +344,7 @@ class BlockType:
     Attributes:
         decode: a function that unpacks the blocks of a weight. The arguments are the blocks, uint8
             [blocks, bytes of a block], and the number of rows of the weight.
-        bits: the number of bits of an integer in memory, 4 or 8.
+        bits: the number of bits of an integer in memory, 4, 6 or 8.
         group_size: the number of weights in a group. Each group has one scale.
         has_minimums: whether each group also has a minimum.
     """
@@ -364,14 +364,14 @@ class BlockType:
 BLOCK_TYPES = {
     "Q4_0": BlockType(_decode_q4_0, 4, 32),
     "Q4_1": BlockType(_decode_q4_1, 4, 32, has_minimums=True),
-    "Q5_0": BlockType(_decode_q5_0, 8, 32),
-    "Q5_1": BlockType(_decode_q5_1, 8, 32, has_minimums=True),
+    "Q5_0": BlockType(_decode_q5_0, 6, 32),
+    "Q5_1": BlockType(_decode_q5_1, 6, 32, has_minimums=True),
     "Q8_0": BlockType(_decode_q8_0, 8, 32),
     "Q2_K": BlockType(_decode_q2_k, 4, 16, has_minimums=True),
     "Q3_K": BlockType(_decode_q3_k, 4, 16),
     "Q4_K": BlockType(_decode_q4_k, 4, 32, has_minimums=True),
-    "Q5_K": BlockType(_decode_q5_k, 8, 32, has_minimums=True),
-    "Q6_K": BlockType(_decode_q6_k, 8, 16),
+    "Q5_K": BlockType(_decode_q5_k, 6, 32, has_minimums=True),
+    "Q6_K": BlockType(_decode_q6_k, 6, 16),
     "IQ4_NL": BlockType(_decode_iq4_nl, 8, 32),
     "IQ4_XS": BlockType(_decode_iq4_xs, 8, 32),
 }

@@ -110,11 +110,20 @@ def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> 
             yield f"{keyword} next to {cause} at {path}"
         yield from _describe_untyped(schema, path)
         yield from _describe_unlisted(schema, path)
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and not reference.startswith("#/") and reference != "#":
-            yield f"$ref to another document at {path}"
+        yield from _describe_reference(schema, path)
     for inner, inner_path in _inner_schemas(schema, path):
         yield from _describe_all(inner, inner_path, depth + 1, is_answer=is_answer)
+
+
+def _describe_reference(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of `$ref` if it refers to another document, such as `"other.json"`.
+
+    xgrammar enforces only references into the same document, such as `"#/$defs/city"`.
+    """
+    reference = schema.get("$ref")
+    is_in_document = reference == "#" or str(reference).startswith("#/")
+    if isinstance(reference, str) and not is_in_document:
+        yield f"$ref to another document at {path}"
 
 
 def _describe_untyped(schema: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -123,13 +132,15 @@ def _describe_untyped(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     `items` and `prefixItems` imply the type "array". `properties` and `additionalProperties` imply
     the type "object". Example: `{"minimum": 1}` at the path `$` yields "minimum without type at $".
     """
-    if any(keyword in schema for keyword in ("type", *_EXCLUSIVE_KEYWORDS)):
+    if "type" in schema:
         return
-    ignored = _KEYWORDS_OF_OTHER_TYPES
+    if any(keyword in schema for keyword in _EXCLUSIVE_KEYWORDS):
+        return  # xgrammar ignores all other keywords for another reason; see `ignored_keywords`.
+    ignored = set(_KEYWORDS_OF_OTHER_TYPES)
     if not any(keyword in schema for keyword in ("items", "prefixItems")):
-        ignored |= _ARRAY_KEYWORDS
+        ignored.update(_ARRAY_KEYWORDS)
     if not any(keyword in schema for keyword in ("properties", "additionalProperties")):
-        ignored |= _OBJECT_KEYWORDS
+        ignored.update(_OBJECT_KEYWORDS)
     for keyword in sorted(ignored & schema.keys()):
         yield f"{keyword} without type at {path}"
 

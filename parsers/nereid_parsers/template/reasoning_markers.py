@@ -182,35 +182,34 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
         after_reasoning: The text between the reasoning and the next part of the message.
     """
     other_texts = (pair.closing, header, after_reasoning)
-    also_open = _alternative_openings(pair.opening, other_texts)
+    alternative = _alternative_opening(pair.opening, other_texts)
+    also_open = () if alternative is None else (alternative,)
     part = Reasoning(pair.opening, pair.closing, also_open=also_open)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(part, inner_headers=(header,) if is_header_repeated else ())
 
 
-def _alternative_openings(opening: str, other_texts: tuple[str, ...]) -> tuple[str, ...]:
+def _alternative_opening(opening: str, other_texts: tuple[str, ...]) -> str | None:
     """If several markers open reasoning, return the last one. Some models write only this marker.
 
-    The result has at most one member. The result is () if only one marker opens the reasoning, or
-    if the last marker also has another meaning. Example: `<|sep|>` also occurs in the text that
-    closes the reasoning, so the parser could not decide what `<|sep|>` alone means.
+    Return None if only one marker opens the reasoning, or if the last marker also has another
+    meaning. Example: `<|sep|>` also occurs in the text that closes the reasoning, so the parser
+    could not decide what `<|sep|>` alone means.
 
-    >>> _alternative_openings("<|message|><|thinking|>", other_texts=("<|end|>",))
-    ('<|thinking|>',)
-    >>> _alternative_openings("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",))
-    ()
+    >>> _alternative_opening("<|message|><|thinking|>", other_texts=("<|end|>",))
+    '<|thinking|>'
+    >>> _alternative_opening("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",))
 
     Args:
         opening: The text that opens the reasoning.
         other_texts: The texts that must not contain the last marker: the text that closes the
             reasoning, the text that opens an assistant message, and the text before the next part.
     """
-    has_several_markers = len(markers(opening)) > 1
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
+    if not last_marker or len(markers(opening)) == 1:
+        return None
     is_ambiguous = any(last_marker in text for text in other_texts)
-    if not has_several_markers or not last_marker or is_ambiguous:
-        return ()
-    return (last_marker,)
+    return None if is_ambiguous else last_marker
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:

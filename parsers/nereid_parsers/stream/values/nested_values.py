@@ -36,8 +36,9 @@ def nested_tags_to_json(text: str, schema: object, root: Mapping[str, Any]) -> s
         root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
     """
     types = json_types_of(schema, root)
-    is_container = types is not None and bool(types) and types <= _CONTAINERS | {"null"}
-    if not is_container or (text.strip() and _split_elements(text) is None):
+    if not types or not types <= _CONTAINERS | {"null"}:
+        return None
+    if text.strip() and _split_elements(text) is None:
         return None
     return _to_json(text, schema, root, depth=0)
 
@@ -48,37 +49,47 @@ def _to_json(text: str, schema: object, root: Mapping[str, Any], depth: int) -> 
     if types is None or types & _CONTAINERS:
         elements = _split_elements(text) if depth < _MAX_DEPTH else None
         if elements is not None:
-            return _container_to_json(elements, schema, root, depth)
+            declared = schema if isinstance(schema, Mapping) else {}
+            is_array = elements[0].name == _ARRAY_ITEM if types is None else "object" not in types
+            convert = _array_to_json if is_array else _object_to_json
+            return convert(elements, declared, root, depth)
         if types is not None and types <= _CONTAINERS and not text.strip():
             return "[]" if "array" in types else "{}"
     return to_json(text, types)
 
 
-def _container_to_json(
-    elements: list[_Element], schema: object, root: Mapping[str, Any], depth: int
+def _array_to_json(
+    elements: list[_Element], schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> str:
-    """Convert elements to an array or to an object.
+    """Convert each element to an item of an array: `<x>1</x><x>2</x>` becomes `[1, 2]`."""
+    item_schema = schema.get("items")
+    items = [_to_json(element.text, item_schema, root, depth + 1) for element in elements]
+    return _join_items(items)
 
-    In an object, the values of all elements with the same name become one array.
+
+def _object_to_json(
+    elements: list[_Element], schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+) -> str:
+    """Convert each element to a member of an object: `<x>1</x><y>2</y>` becomes `{"x": 1, "y": 2}`.
+
+    The values of all elements with the same name become one array.
     """
-    types = json_types_of(schema, root)
-    has_items = types is None and elements[0].name == _ARRAY_ITEM
-    is_array = has_items or (types is not None and "object" not in types)
-    declared = schema if isinstance(schema, Mapping) else {}
-    if is_array:
-        items = [_to_json(one.text, declared.get("items"), root, depth + 1) for one in elements]
-        return f"[{', '.join(items)}]"
-    properties = declared.get("properties")
+    properties = schema.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
-    values: dict[str, list[str]] = {}
-    for one in elements:
-        value = _to_json(one.text, schemas.get(one.name), root, depth + 1)
-        values.setdefault(one.name, []).append(value)
-    members = [
-        f"{quote_json(name)}: " + (f"[{', '.join(same)}]" if len(same) > 1 else same[0])
-        for name, same in values.items()
-    ]
+    values_of_name: dict[str, list[str]] = {}
+    for element in elements:
+        value = _to_json(element.text, schemas.get(element.name), root, depth + 1)
+        values_of_name.setdefault(element.name, []).append(value)
+    members = []
+    for name, values in values_of_name.items():
+        value = values[0] if len(values) == 1 else _join_items(values)
+        members.append(f"{quote_json(name)}: {value}")
     return f"{{{', '.join(members)}}}"
+
+
+def _join_items(items: list[str]) -> str:
+    """Return a JSON array of items that are already JSON: `["1", "2"]` gives `[1, 2]`."""
+    return f"[{', '.join(items)}]"
 
 
 def _split_elements(text: str) -> list[_Element] | None:

@@ -72,6 +72,8 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
+    # Some closing tags repeat the key, as in `<city>Rome</city>`. The functions below expect the
+    # placeholder `{key}` in place of the repeated key.
     texts = CallTexts._make(map(_mask_repeated_keys, texts))
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
@@ -171,7 +173,9 @@ def _add_escapes(tags: TaggedArguments, special_value: str) -> TaggedArguments:
         special_value: A rendered tool call whose argument is SPECIAL_VALUE.
     """
     if json.dumps(SPECIAL_VALUE) in special_value:
-        return replace(tags, escapes="json")  # Only strings have quotes, so `also` has no escapes.
+        # JSON escapes only strings, and strings have the tags of `tags` itself. The other ways to
+        # write a value, `tags.also`, are for values of other types, which have no escapes.
+        return replace(tags, escapes="json")
     if html.escape(SPECIAL_VALUE) in special_value:
         also = tuple(replace(form, escapes="html") for form in tags.also)
         return replace(tags, escapes="html", also=also)

@@ -2,10 +2,13 @@
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _LOCK_TIMEOUT_S = 30.0
+# If space is reserved, SQLite copies the write-ahead log into the database after this number of
+# pages, and then reuses the space of the log. A page has 4 KiB.
+_MAX_LOG_PAGES = 64
 
 
 class Database:
@@ -27,6 +30,19 @@ class Database:
         self._connection.execute("PRAGMA synchronous = OFF")
         self._connection.executescript(f"BEGIN IMMEDIATE; {schema} COMMIT;")
 
+    def reserve_space(self, num_bytes: int) -> None:
+        """Reserve disk space, so that small changes succeed even if the disk becomes full later.
+
+        The space is reserved in the database and in its write-ahead log. Do nothing if the disk is
+        already full. The schema must contain the table `reserved (data BLOB)`.
+        """
+        self._connection.execute(f"PRAGMA wal_autocheckpoint = {_MAX_LOG_PAGES}")
+        # Two transactions are needed, because SQLite does not write a row that the same transaction
+        # deletes. The deleted row leaves free pages in the database.
+        with suppress(sqlite3.OperationalError):
+            self.execute("INSERT INTO reserved VALUES (zeroblob(?))", (num_bytes,))
+            self.execute("DELETE FROM reserved")
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Run the `with` block in a transaction: other processes see all changes or none of them.
@@ -41,13 +57,13 @@ class Database:
         self._depth += 1
         try:
             yield
-        except BaseException:
-            if is_outermost:
-                self._connection.execute("ROLLBACK")
-            raise
-        else:
             if is_outermost:
                 self._connection.execute("COMMIT")
+        except BaseException:
+            # After some errors, such as a full disk, SQLite has already undone the changes.
+            if is_outermost and self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
         finally:
             self._depth -= 1
 

@@ -5,9 +5,10 @@ A response is stored as the JSON that is sent to clients, so its size in bytes i
 
 import asyncio
 import logging
+import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +139,8 @@ class Store:
             run: the response.
             num_bytes: the bytes that the response needs at its start.
 
-        Raises: ApiError: 400 if the response alone is too large, 429 if the store is full.
+        Raises: ApiError: 400 if the response alone is too large, 429 if the store is full, 507 if
+            the database cannot be changed.
         """
         if num_bytes > self._limits.num_bytes:
             raise ApiError(
@@ -149,7 +151,7 @@ class Store:
                 param="background",
                 limit="max_stored_response_bytes",
             )
-        with self._database.transaction():
+        with self._changes():
             if not self._delete_oldest_until_free(num_bytes, num_responses=1):
                 raise self._full_error()
             self._database.execute(
@@ -178,9 +180,9 @@ class Store:
     def reserve(self, run: Running, num_bytes: int) -> None:
         """Reserve `num_bytes` additional bytes in the store for a running response.
 
-        Raises: ApiError 503 if the store is full.
+        Raises: ApiError: 503 if the store is full, 507 if the database cannot be changed.
         """
-        with self._database.transaction():
+        with self._changes():
             if not self._delete_oldest_until_free(num_bytes):
                 raise ApiError(
                     503,
@@ -204,8 +206,8 @@ class Store:
         Raises: sqlite3.Error if the database cannot be changed.
         """
         with self._database.transaction():
-            self.delete(run.id)
-            is_stored = self.add(record)
+            self._delete(run.id)
+            is_stored = self._add(record)
         del self._running[run.id]
         return is_stored
 
@@ -214,7 +216,19 @@ class Store:
 
         Routes call this method only if the store is turned on.
 
-        Returns: False if the response does not fit into the store.
+        Returns: False if the response does not fit into the store, or if the database cannot be
+            changed, for example because the disk is full.
+        """
+        try:
+            return self._add(record)
+        except sqlite3.Error as error:
+            _log.error("Response %s is not stored: %s", record.id, error)
+            return False
+
+    def _add(self, record: StoredResponse) -> bool:
+        """Store a response that has ended; see `add`.
+
+        Raises: sqlite3.Error if the database cannot be changed.
         """
         with self._database.transaction():
             fits = self._delete_oldest_until_free(record.num_bytes, num_responses=1)
@@ -272,7 +286,14 @@ class Store:
         return next(item for item in record.output if item["id"] == item_id)
 
     def delete(self, response_id: str) -> None:
-        """Delete a stored response."""
+        """Delete a stored response.
+
+        Raises: ApiError 507 if the database cannot be changed.
+        """
+        with self._changes():
+            self._delete(response_id)
+
+    def _delete(self, response_id: str) -> None:
         self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     def close(self) -> None:
@@ -281,6 +302,24 @@ class Store:
             self._timer.cancel()
             self._timer = None
         self._database.close()
+
+    @contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Run the `with` block in a transaction. Convert an error of the database to an ApiError.
+
+        Raises: ApiError 507 if the database cannot be changed, for example because the disk is
+            full.
+        """
+        try:
+            with self._database.transaction():
+                yield
+        except sqlite3.Error as error:
+            raise ApiError(
+                507,
+                f"The server cannot change its store of responses ({error}). If the disk is full, "
+                "free some space, or send the request with background=false.",
+                code="storage_error",
+            ) from None
 
     def _insert(self, record: StoredResponse) -> None:
         """Add a response that has ended, and the ids of its items, to the database."""

@@ -17,12 +17,21 @@ CREATE TABLE IF NOT EXISTS running (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS usages (key TEXT PRIMARY KEY, amount REAL NOT NULL, time REAL NOT NULL)
 WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS reserved (data BLOB);
 """
+# The space for the counts of about a thousand clients, and for the write-ahead log.
+_RESERVED_BYTES = 512 * 1024
 
 
 def open_database(path: str) -> Database:
-    """Open the database. Create its tables if they do not exist yet."""
-    return Database(path, _SCHEMA)
+    """Open the database. Create its tables if they do not exist yet.
+
+    Disk space is reserved, because each request changes the database. Without the reserved space,
+    all requests would fail while the disk is full.
+    """
+    database = Database(path, _SCHEMA)
+    database.reserve_space(_RESERVED_BYTES)
+    return database
 
 
 def forget_worker(path: str, worker: int) -> None:

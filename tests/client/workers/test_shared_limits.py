@@ -1,9 +1,14 @@
 """The limits and responses that several frontend processes share, with two connections."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import httpx
 import pytest
 from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
+from nereid_client.errors import ApiError
 from nereid_client.responses.response_store import Limits, Store, delete_running
 from nereid_client.responses.stored_response import StoredResponse
 from nereid_client.settings import Settings
@@ -35,6 +40,55 @@ def test_a_worker_that_ended_no_longer_counts(tmp_path):
     assert second.used == 0
     for database in databases:
         database.close()
+
+
+@contextmanager
+def full_disk(folder) -> Iterator[None]:
+    """Prevent this process from extending the files in a folder during the `with` block."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    max_size = max(path.stat().st_size for path in folder.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_requests_are_counted_although_the_disk_is_full(tmp_path):
+    path = str(tmp_path / "requests.db")
+    databases = [open_database(path) for _ in range(2)]
+    first, second = (RequestsOfWorkers(4, one, n) for n, one in enumerate(databases))
+    usages = UsagesOfWorkers(databases[0])
+    with full_disk(tmp_path):
+        for number in range(500):
+            first.add(f"client {number % 50}", 1)
+            second.add("", 1)
+            usages.add(f"requests of client {number % 50}", 1, 1, now=0.0)
+            assert first.used == 2
+            first.remove(f"client {number % 50}", 1)
+            second.remove("", 1)
+    for database in databases:
+        database.close()
+
+
+def change_often(store) -> None:
+    for _ in range(1000):
+        store.begin(Run(), 100)
+        store.delete(Run.id)
+
+
+@pytest.mark.anyio
+async def test_a_response_is_not_stored_while_the_disk_is_full(tmp_path):
+    limits = Limits(count=3, num_bytes=1_000_000, age_s=60)
+    store = Store(limits, path=str(tmp_path / "responses.db"))
+    record = StoredResponse("r1", b"{}", b"[" + b"0," * 50_000 + b"0]", ())
+    with full_disk(tmp_path):
+        assert not store.add(record)
+        with pytest.raises(ApiError) as raised:
+            change_often(store)
+        assert raised.value.status == 507
+    assert store.add(record)
+    store.close()
 
 
 def test_a_used_amount_decreases_for_all_workers(tmp_path):

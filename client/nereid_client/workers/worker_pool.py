@@ -1,10 +1,12 @@
 """Starts several frontend processes (workers) on one port, and restarts workers that have ended."""
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import tempfile
 import time
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from nereid_client.console import complain
 from nereid_client.middleware.client_keys import read_key_file
@@ -30,6 +33,7 @@ _CHECK_EVERY_S = 0.05
 _STOP_TIMEOUT_S = 7.0
 _RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
 _FOLDER_PREFIX = "nereid-frontend-"  # the process id of the pool is appended
+_LOCK_FILE = "lock"  # the name of a file in this folder, which the pool locks until it ends
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -116,7 +120,11 @@ class WorkerPool:
         prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
         # `reserved` stays open until the end. Otherwise, another program could take the port while
         # no worker is listening on it.
-        with reserved, tempfile.TemporaryDirectory(prefix=prefix, dir=_parent_folder()) as folder:
+        with (
+            reserved,
+            tempfile.TemporaryDirectory(prefix=prefix, dir=_parent_folder()) as folder,
+            _open_locked(Path(folder, _LOCK_FILE)),
+        ):
             self._handle_signals()
             actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
             try:
@@ -178,10 +186,19 @@ class WorkerPool:
             code = worker.process.poll()
             return None if code is None else self._plan_restart(worker, code, now)
         if now >= worker.restart_at:
-            worker.restart_at = None
-            worker.process = self._start(worker.place)
-            self._drain_if_signalled()
+            self._start_again(worker, now)
         return None
+
+    def _start_again(self, worker: _Worker, now: float) -> None:
+        """Start a worker that has ended. If the operating system refuses, plan another attempt."""
+        try:
+            worker.process = self._start(worker.place)
+        except OSError as error:  # too little memory, or too many processes
+            complain(f"nereid: the {worker.name} cannot be started ({error.strerror})")
+            worker.restart_at = now + _RESTARTS.backoff_s
+            return
+        worker.restart_at = None
+        self._drain_if_signalled()
 
     def _plan_restart(self, worker: _Worker, code: int, now: float) -> int | None:
         """Clean up after a worker that ended with the exit code `code`, and plan its restart.
@@ -261,9 +278,38 @@ def _parent_folder() -> Path:
 def _delete_abandoned_folders() -> None:
     """Delete each folder of a killed worker pool. The folder can contain stored responses."""
     for folder in _parent_folder().glob(f"{_FOLDER_PREFIX}*-*"):
-        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        if not Path("/proc", pid).exists():
+        if _is_abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether the worker pool that created a folder has ended.
+
+    The pool locks a file in the folder. Its process id alone is not sufficient, because the pool
+    may run in another container, whose processes have other ids.
+    """
+    pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+    if not (folder / _LOCK_FILE).exists():  # the pool has just created the folder, or is older
+        return not Path("/proc", pid).exists()
+    try:
+        _open_locked(folder / _LOCK_FILE).close()
+    except OSError:  # the running pool has locked the file
+        return False
+    return True
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a file and lock it. The lock is released when the file is closed.
+
+    Raises: OSError if another process has locked the file.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _describe_end(code: int) -> str:
@@ -323,9 +369,15 @@ def _clean_up_if_ended(worker: _Worker) -> None:
 
 
 def _delete_requests_and_responses(place: WorkerPlace) -> None:
-    """Delete the running requests and responses of an ended worker from the databases."""
+    """Delete the running requests and responses of an ended worker from the databases.
+
+    If the disk is full, the responses may stay in the database and count as running.
+    """
     shared_limits.forget_worker(place.requests_path, place.number)
-    response_store.delete_running(place.responses_path, place.number)
+    try:
+        response_store.delete_running(place.responses_path, place.number)
+    except sqlite3.Error as error:
+        complain(f"nereid: the responses of an ended frontend worker cannot be deleted ({error})")
 
 
 def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:

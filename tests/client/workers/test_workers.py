@@ -4,6 +4,7 @@ Each request has a connection of its own, so the kernel distributes the requests
 """
 
 import concurrent.futures
+import errno
 import json
 import os
 import re
@@ -20,6 +21,8 @@ import psutil
 import pytest
 from fakes.live_frontend import free_port, wait_for
 from nereid_client.settings import Settings
+from nereid_client.supervise.restart_policy import RestartPolicy
+from nereid_client.workers import worker_pool
 from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import RequestsOfWorkers, open_database
 from nereid_client.workers.worker_pool import WorkerPool, _Worker
@@ -283,6 +286,41 @@ def test_a_signal_during_the_start_of_a_worker_drains_the_worker(monkeypatch, tm
         for worker in pool._workers:
             worker.process.wait()
     assert all(worker.process in drained for worker in pool._workers)
+
+
+def test_a_worker_is_started_later_if_there_are_too_many_processes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(worker_pool, "_RESTARTS", RestartPolicy(max_restarts=5, backoff_s=0.1))
+    pool = WorkerPool(Settings(frontend_workers=1), [])
+    num_starts = 0
+
+    def start(place):
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if num_starts == 3:
+            pool._stop.set()
+        Path(place.socket_path(place.number)).touch()  # a worker without a socket has failed
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(pool, "_start", start)
+    assert pool._run(tmp_path, 1) == 0
+    pool._end_all()
+    assert num_starts == 3
+    assert "cannot be started (Resource temporarily unavailable)" in capsys.readouterr().err
+
+
+def test_only_the_folders_of_pools_that_have_ended_are_deleted(monkeypatch, tmp_path):
+    monkeypatch.setattr(worker_pool, "_parent_folder", lambda: tmp_path)
+    # A process of another container has an id that may not exist in this container.
+    names = ("nereid-frontend-999999999-running", f"nereid-frontend-{os.getpid()}-ended")
+    running, ended = (tmp_path / name for name in names)
+    for folder in (running, ended):
+        folder.mkdir()
+        (folder / "lock").touch()
+    with worker_pool._open_locked(running / "lock"):
+        worker_pool._delete_abandoned_folders()
+        assert (running.exists(), ended.exists()) == (True, False)
 
 
 def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waited_for(tmp_path):

@@ -184,19 +184,21 @@ def _has_text(part: object) -> bool:
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a message in the form that templates expect.
 
-    Members with the value None are omitted. Clients send reasoning in one of several fields. The
-    copy also contains the reasoning in the fields `thinking` and `reasoning_content`, because each
-    template reads only one of these two fields. Other members are not changed.
+    Members with the value None are omitted, except the content of a message with tool calls: some
+    templates render tool calls only if the content is None. Clients send reasoning in one of
+    several fields. The copy contains the reasoning in each of these fields, because each template
+    reads only one of them. Other members are not changed.
 
     >>> _prepare_message({"content": None, "reasoning": "Hm"})
-    {'reasoning': 'Hm', 'thinking': 'Hm', 'reasoning_content': 'Hm'}
+    {'reasoning': 'Hm', 'reasoning_content': 'Hm', 'thinking': 'Hm'}
     """
     prepared = {name: value for name, value in message.items() if value is not None}
+    if prepared.get("tool_calls") and "content" in message:
+        prepared["content"] = message["content"]
     sent_fields = [name for name in _REASONING_FIELDS if name in prepared]
     if sent_fields:
-        reasoning = prepared[sent_fields[0]]
-        prepared.setdefault("thinking", reasoning)
-        prepared.setdefault("reasoning_content", reasoning)
+        for name in _REASONING_FIELDS:
+            prepared.setdefault(name, prepared[sent_fields[0]])
     return prepared
 
 

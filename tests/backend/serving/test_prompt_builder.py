@@ -151,6 +151,46 @@ def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_o
     assert rendered == "user: x;assistant: ;function: 5;"
 
 
+def chat_with_call(content=None):
+    """Return the messages of a chat in which the model has called a function, as clients send it.
+
+    In OpenAI's API, the message with the result has no name.
+    """
+    call = {"id": "call1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call1", "content": "5"},
+    ]
+    return read_messages({"messages": messages}, RequestLimits.derive(4096, 8))
+
+
+CALLS = (
+    "{% for m in messages %}{% if m.tool_calls CONDITION %}{% for call in m.tool_calls %}"
+    "{{ CALL }};{% endfor %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "condition", "rendered"),
+    [
+        ("call.function.arguments.a", "", "1"),
+        ("call.function.name + call.function.arguments", "", 'f{"a": 1}'),  # DeepSeek V3
+        ("call.function.arguments + ''", "and m.content is none", '{"a": 1}'),  # DeepSeek R1
+        ("call.name ~ call.arguments.a", "", "f1"),
+        ("call.name + call.arguments", "", 'f{"a": 1}'),
+    ],
+)
+def test_a_tool_call_has_the_form_that_the_template_expects(call, condition, rendered):
+    renderer = renderer_of(CALLS.replace("CALL", call).replace("CONDITION", condition))
+    assert renderer.render(chat_with_call()) == f"x;{rendered};5;"
+
+
+def test_the_result_of_a_tool_has_the_name_of_the_function():
+    renderer = renderer_of("{% for m in messages %}{{ m.name }}={{ m.content }};{% endfor %}")
+    assert renderer.render(chat_with_call("a")) == "=x;=a;f=5;"
+
+
 def test_a_developer_message_of_parts_becomes_a_system_message():
     renderer = renderer_of(
         "{% for m in messages if m.role != 'developer' %}{{ m.role }}: "

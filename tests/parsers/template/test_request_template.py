@@ -56,9 +56,11 @@ def test_a_continuation_is_equal_to_that_of_transformers(content, source, as_par
     assert template.render({"messages": messages}, continue_final_message=True) == expected
 
 
-def test_the_reasoning_has_the_names_that_templates_read():
-    template = RequestTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
-    assert template.render({"messages": [{"reasoning": "a", "content": None}]}) == "aa"
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+def test_the_reasoning_has_the_names_that_templates_read(sent, read):
+    template = RequestTemplate(f"{{{{ messages[0].{read} }}}}")
+    assert template.render({"messages": [{sent: "a", "content": None}]}) == "a"
 
 
 def test_an_endless_request_ends_and_does_not_delay_others():

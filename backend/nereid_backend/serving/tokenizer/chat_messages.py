@@ -2,7 +2,7 @@
 """Reads the messages of a chat request, and converts the messages for the chat template."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nereid_backend.errors import RequestError
@@ -44,11 +44,35 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
         )
     if not messages:
         raise RequestError("messages: the list is empty. Send at least one message.")
-    converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
+    converted = _with_names_of_functions(
+        _read_message(message, index, limits) for index, message in enumerate(messages)
+    )
     if any(_has_image(message) for message in messages):
         # Chat templates for images expect that the content of every message is a list of parts.
         return [{**message, "content": as_parts(message["content"])} for message in converted]
     return converted
+
+
+def _with_names_of_functions(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the name of the called function to each message that contains the result of a tool.
+
+    Some chat templates render this name, but in OpenAI's API the message contains only the id of
+    the tool call. A name that the client has sent is not changed.
+
+    Example: after a call of `f` with the id "a", the message `{"role": "tool", "tool_call_id": "a",
+    "content": "5"}` also has `"name": "f"`.
+    """
+    names: dict[str, str] = {}  # maps the id of each tool call to the name of the function
+    named = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if isinstance(call.get("id"), str):
+                names[call["id"]] = call["function"]["name"]
+        call_id = message.get("tool_call_id")
+        if message["role"] == "tool" and message.get("name") is None and isinstance(call_id, str):
+            message = {**message, "name": names.get(call_id)}
+        named.append(message)
+    return named
 
 
 def as_parts(content: Any) -> Any:  # noqa: ANN401 - the content of a message

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nereid_parsers import TemplateError
 
 from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.call_forms import CALL_FORMS, CallForm
 from nereid_backend.serving.tokenizer.chat_messages import as_parts
 
 if TYPE_CHECKING:
@@ -18,6 +19,33 @@ if TYPE_CHECKING:
 _TEST_TEXT = "nereid7text7test"
 _USER = {"role": "user", "content": "Hi"}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+# A chat with a tool call and its result. Some templates require an id of 9 letters and digits, and
+# some templates render tool calls only if the request has tools.
+_CHAT_WITH_CALL: list[dict[str, Any]] = [
+    _USER,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call12345",
+                "type": "function",
+                "function": {"name": "f", "arguments": {"a": _TEST_TEXT}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": "5"},
+]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "A function.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    }
+]
 # Roles that many chat templates do not know, and the roles that replace them. Clients of OpenAI's
 # API send instructions with the role developer, and older clients send the result of a tool with
 # the role function. For each role, there is also a chat that tests whether a template renders it.
@@ -80,7 +108,8 @@ class ChatTemplateRenderer:
         """Render chat messages, and return the text. Rendering has limits on time and on size.
 
         If the template does not render messages of the role developer, they become messages of the
-        role system. In the same way, the role function becomes the role tool.
+        role system. In the same way, the role function becomes the role tool. Tool calls are
+        converted to the form that the template expects.
 
         Example: the template `{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}`
         and the messages `[{"role": "user", "content": "Hi"}]` return "user: Hi;".
@@ -104,6 +133,9 @@ class ChatTemplateRenderer:
             messages = [
                 {**each, "role": roles.get(each["role"], each["role"])} for each in messages
             ]
+        if any(each.get("tool_calls") for each in messages):
+            form = self._call_forms[template]
+            messages = [form.convert(each) for each in messages]
         messages = self._with_content_for(template, messages)
         template_variables = {
             **self._default_variables(),
@@ -188,13 +220,34 @@ class ChatTemplateRenderer:
             for template in self._templates.values()
         }
 
+    @cached_property
+    def _call_forms(self) -> "dict[RequestTemplate, CallForm]":
+        """For each template, the form in which it renders tool calls.
+
+        If a template renders tool calls in no form, the value is the first form.
+        """
+        return {
+            template: next(
+                (form for form in CALL_FORMS if self._renders_calls(template, form)), CALL_FORMS[0]
+            )
+            for template in self._templates.values()
+        }
+
+    def _renders_calls(self, template: "RequestTemplate", form: CallForm) -> bool:
+        """Return whether a template renders the arguments of a tool call in this form."""
+        chat = self._with_content_for(template, [form.convert(each) for each in _CHAT_WITH_CALL])
+        return self._renders_test_text(template, chat, _TOOLS)
+
     def _renders_test_text(
-        self, template: "RequestTemplate", messages: list[dict[str, Any]]
+        self,
+        template: "RequestTemplate",
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
     ) -> bool:
         """Return whether a template renders messages, and the result contains `_TEST_TEXT`."""
         from nereid_parsers.template import LimitError, RenderRefused
 
-        variables = {**self._default_variables(), "messages": messages}
+        variables = {**self._default_variables(), "messages": messages, "tools": tools}
         try:
             return _TEST_TEXT in template.render(variables, continue_final_message=False)
         except (LimitError, RenderRefused):

@@ -11,7 +11,9 @@ pack-quantized (integers of 1 to 8 bits):
     weight_shape       int64 [2]
     weight_g_idx       int32 [in_features], the group of each input; only with activation order
 
-Each packed integer is stored as integer + 2**(bits - 1). weight = (integer - zero) * scale.
+Each packed integer is stored as integer + 2**(bits - 1). weight = (integer - zero) * scale. Since
+version 0.18, an integer may begin in one word and end in the next word. Before, a word contained
+only whole integers. Example: with 3 bits, a word contained 10 integers and two unused bits.
 
 int-quantized and naive-quantized:
 
@@ -111,7 +113,7 @@ def _packed_layout(group_size: int | None, bits: int) -> Layout:
         # weight_shape contains the number of outputs and the number of inputs of the unpacked
         # weight.
         others=(".weight_scale", ".weight_shape"),
-        decode=partial(_decode_packed, group_size=group_size),
+        decode=partial(_decode_packed, group_size=group_size, usual_bits=bits),
         optional=_OPTIONAL_TENSORS,
         main_dtypes=("I32",),
         # This number is used only to estimate the size of the model, so it need not be exact. A
@@ -202,6 +204,7 @@ def _decode_packed(
     dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
     *,
     group_size: int | None,
+    usual_bits: int,
 ) -> IntegerWeight:
     """Decode integers that are packed into 32-bit words.
 
@@ -215,31 +218,63 @@ def _decode_packed(
         dtype: not used, because the weight consists of integers. Every decoder has this argument.
         group_size: the number of inputs in a group with one scale, as in the settings; None if the
             settings contain several group sizes.
+        usual_bits: the usual number of bits of an integer. A layer can have another number.
 
     Raises:
         ValueError: if the shapes of the tensors do not match.
     """
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
+    num_words = packed.shape[1]
     # The size of the integers can differ between layers, so compute the number of bits from the
-    # number of 32-bit words in a row. Example: 40 integers of 3 bits (120 bits) are stored in 4
-    # words (128 bits), and 128 // 40 is 3. Rounding down gives the exact number, because at most 31
-    # bits of the last word are unused, and a quantised layer has more than 31 inputs.
-    bits = packed.shape[1] * 32 // max(1, num_inputs)
+    # number of 32-bit words in a row if the usual number does not match. Example: 40 integers of 3
+    # bits (120 bits) are stored in 4 words (128 bits), and 128 // 40 is 3. Rounding down gives the
+    # exact number, because a quantised layer has more inputs than a row has unused bits.
+    bits = usual_bits
+    if num_words not in (_num_words(num_inputs, bits), _num_whole_words(num_inputs, bits)):
+        bits = num_words * 32 // max(1, num_inputs)
     if not 1 <= bits <= _MAX_BITS or len(packed) != num_rows:
         raise ValueError(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
             f"({num_rows}, {num_inputs})"
         )
-    values = _to_signed(unpack_integers(packed, bits, num_inputs), bits)
+    has_whole_integers = num_words != _num_words(num_inputs, bits)
+    unpack = _unpack_whole_integers if has_whole_integers else unpack_integers
+    values = _to_signed(unpack(packed, bits, num_inputs), bits)
     zeros = tensors.get(".weight_zero_point")
     if zeros is not None:
         # Each word contains the zeros of several rows, so the shape is [words, groups]. The tensor
-        # is transposed, because `unpack_integers` expects the words in the last dimension.
-        zeros = _to_signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
+        # is transposed, because `unpack` expects the words in the last dimension.
+        zeros = _to_signed(unpack(zeros.T, bits, num_rows).T, bits)
     return _create_integer_weight(
         values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits
     )
+
+
+def _num_words(count: int, bits: int) -> int:
+    """Return the number of words for `count` integers without unused bits between integers."""
+    return math.ceil(count * bits / 32)
+
+
+def _num_whole_words(count: int, bits: int) -> int:
+    """Return the number of words for `count` integers if each word contains only whole integers."""
+    return math.ceil(count / (32 // bits))
+
+
+def _unpack_whole_integers(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack unsigned integers from 32-bit words that contain only whole integers.
+
+    The highest bits of a word are not used if 32 is not a multiple of `bits`. The arguments and the
+    result are those of `unpack_integers`.
+    """
+    shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
+    values: Tensor = ((packed.unsqueeze(2) >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
+    if values.shape[1] < count:
+        raise ValueError(
+            f"each row of the packed integers contains {values.shape[1]} integers, but {count} are "
+            "needed"
+        )
+    return values[:, :count]
 
 
 def _decode_int8(

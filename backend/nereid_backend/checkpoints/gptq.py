@@ -44,10 +44,14 @@ def gptq_format(settings: Settings) -> Format:
     # In the format gptq, the file contains `zero - 1` for each zero. In gptq_v2, it contains
     # `zero`.
     has_offset = format_name == "gptq"
+    group_size = settings.get("group_size")
+    has_groups = isinstance(group_size, int) and group_size > 0
     layout = Layout(
         main=".qweight",  # the integers
         others=(".qzeros", ".scales"),  # one zero and one scale for each group of inputs
-        decode=partial(_decode, bits=bits, has_offset=has_offset),
+        decode=partial(
+            _decode, group_size=group_size if has_groups else None, has_offset=has_offset
+        ),
         optional=(".g_idx",),  # the group of each input
         numbers_per_element=32 / bits,  # The integers are packed into 32-bit words.
         has_integers=True,
@@ -59,7 +63,7 @@ def _decode(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
     *,
-    bits: int,
+    group_size: int | None,
     has_offset: bool,
 ) -> IntegerWeight:
     """Unpack the integers, zeros and scales of a weight: weight = (integer - zero) * scale.
@@ -71,8 +75,9 @@ def _decode(
     Args:
         tensors: the tensors of the weight, by suffix.
         dtype: not used, because the weight consists of integers.
-        bits: the number of bits in the settings. A layer can have another number, which is derived
-            from the number of inputs. Only g_idx shows the number of inputs.
+        group_size: the number of inputs in a group, as in the settings; None if the settings
+            contain no positive number. If this number does not match the number of scales, the
+            group size is computed from the number of scales.
         has_offset: whether the file contains zero - 1 instead of zero.
 
     Raises:
@@ -81,15 +86,17 @@ def _decode(
     packed = tensors[".qweight"].T  # [out_features, words]
     scales = tensors[".scales"].T  # [out_features, groups]
     group_of_input = tensors.get(".g_idx")  # [in_features]
+    qzeros = tensors[".qzeros"]
+    # The layers of one checkpoint may have different numbers of bits, so the number is not read
+    # from the settings.
     if group_of_input is None:
-        # Without g_idx, the number of inputs is unknown, so unpack all integers that fit into a
-        # row.
-        weight_bits = bits
-        values = unpack_integers(packed, weight_bits)
+        # The number of inputs is unknown, but each row of `qzeros` has one zero for each output.
+        bits = _derive_bits(num_words=qzeros.shape[1], num_integers=len(scales))
+        values = unpack_integers(packed, bits)
     else:
-        weight_bits = _derive_bits(num_words=packed.shape[1], num_inputs=len(group_of_input))
-        values = unpack_integers(packed, weight_bits, len(group_of_input))
-    zeros = _unpack_zeros(tensors[".qzeros"], weight_bits, len(scales), has_offset=has_offset)
+        bits = _derive_bits(num_words=packed.shape[1], num_integers=len(group_of_input))
+        values = unpack_integers(packed, bits, len(group_of_input))
+    zeros = _unpack_zeros(qzeros, bits, len(scales), has_offset=has_offset)
     num_inputs, num_groups = values.shape[1], scales.shape[1]
     has_empty_group = num_inputs < num_groups
     if zeros.shape != scales.shape or has_empty_group:
@@ -97,11 +104,13 @@ def _decode(
             f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
             f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"
         )
-    group_size = math.ceil(num_inputs / num_groups)
+    # The last group may have fewer inputs. Example: 200 inputs in groups of 128 have 2 groups.
+    if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
+        group_size = math.ceil(num_inputs / num_groups)
     irregular_groups = None  # None means that the inputs of each group are consecutive.
     if group_of_input is not None:
         irregular_groups = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
-    return IntegerWeight(values, scales, zeros, group_size, weight_bits, irregular_groups)
+    return IntegerWeight(values, scales, zeros, group_size, bits, irregular_groups)
 
 
 def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bool) -> Tensor:
@@ -126,16 +135,15 @@ def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bo
     return unpack_integers(packed, bits, num_outputs).T
 
 
-def _derive_bits(num_words: int, num_inputs: int) -> int:
-    """Compute the number of bits of each weight from the number of 32-bit words in a row.
+def _derive_bits(num_words: int, num_integers: int) -> int:
+    """Compute the number of bits of each integer from the number of 32-bit words in a row.
 
-    Example: if a row of 64 inputs has 8 words, each weight has 4 bits. The layers of one checkpoint
-    may have different numbers of bits.
+    Example: if a row of 64 integers has 8 words, each integer has 4 bits.
 
     Raises:
         ValueError: if the number of bits is not supported.
     """
-    bits = num_words * 32 // max(1, num_inputs)
+    bits = num_words * 32 // max(1, num_integers)
     if bits not in _BITS:
         supported = ", ".join(map(str, _BITS))
         raise ValueError(f"the weights have {bits} bits, but only {supported} bits are supported")

@@ -5,7 +5,7 @@ import torch
 from backend.checkpoints import writers
 from backend.tiny_models import BY_NAME
 from nereid_backend import ModelError, UnsupportedModelError
-from nereid_backend.checkpoints import torchao
+from nereid_backend.checkpoints import compressed_tensors, gptq, torchao
 from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import load_file, save_file
@@ -67,6 +67,30 @@ def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name
     assert_same_weights(*pair, relative=1e-6)
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_words_of_compressed_tensors_before_version_0_18_contain_only_whole_integers(bits):
+    def pack(values):
+        per_word = 32 // bits
+        padded = torch.nn.functional.pad(values + 2 ** (bits - 1), (0, -values.shape[1] % per_word))
+        words = padded.view(len(values), -1, per_word) << (torch.arange(per_word) * bits)
+        return words.sum(2).to(torch.int32)
+
+    values, zeros = (
+        torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape) for shape in ((40, 64), (40, 4))
+    )
+    tensors = {
+        ".weight_packed": pack(values),
+        ".weight_scale": torch.ones(40, 4),
+        ".weight_zero_point": pack(zeros.T).T,
+        ".weight_shape": torch.tensor([40, 64]),
+    }
+    settings = {"config_groups": {"group_0": {"weights": {"num_bits": bits, "group_size": 16}}}}
+    layout = compressed_tensors.compressed_tensors_format(settings).layouts[0]
+    weight = layout.decode(tensors, torch.float32)
+    assert torch.equal(weight.values, values.to(torch.int8))
+    assert torch.equal(weight.zeros, zeros.to(torch.int8))
+
+
 @pytest.mark.parametrize("name", ["W4A16", "W8A16", "W8A8"])
 def test_packed_weights_of_8_bits_are_not_counted_twice(name, tmp_path):
     kind, arguments = COMPRESSED[name]
@@ -108,6 +132,21 @@ def test_awq(tmp_path):
 @pytest.mark.parametrize("is_v2", [False, True])
 def test_gptq(bits, is_v2, tmp_path):
     assert_same_weights(*writers.write_pair("llama", tmp_path, *writers.gptq(bits, is_v2=is_v2)))
+
+
+def test_gptq_without_g_idx_can_have_layers_of_other_bits_and_an_incomplete_group():
+    settings = {"bits": 4, "group_size": 128, "packing_format": "auto_round:auto_gptq"}
+    layout = gptq.gptq_format(settings).layouts[0]
+    values = torch.randint(0, 256, (64, 200))
+    zeros = torch.full((64, 2), 128)
+    tensors = {
+        ".qweight": writers.pack(torch.nn.functional.pad(values, (0, 24)), 8)[:, :50].T,
+        ".qzeros": writers.pack(zeros.T - 1, 8),
+        ".scales": torch.tensor([[1.0], [2.0]]).expand(2, 64).half(),
+    }
+    weight = layout.decode(tensors, torch.float32).dequantise(torch.float32)
+    assert torch.equal(weight[:, :128], values[:, :128] - 128.0)
+    assert torch.equal(weight[:, 128:], 2 * (values[:, 128:] - 128.0))
 
 
 def test_gptq_with_activation_order(tmp_path):

@@ -9,7 +9,8 @@ pack-quantized (integers of 1 to 8 bits):
     weight_scale       [out_features, groups], or one number
     weight_zero_point  int32 [words, groups], packed along the outputs; only for asymmetric weights
     weight_shape       int64 [2]
-    weight_g_idx       int32 [in_features], the group of each input; only with activation order
+    weight_g_idx       int32 [in_features], the group of each input; only with activation order; if
+                       it contains -1, it was never computed, and groups are consecutive
 
 Each packed integer is stored as integer + 2**(bits - 1). weight = (integer - zero) * scale. Since
 version 0.18, an integer may begin in one word and end in the next word. Before, a word contained
@@ -64,6 +65,8 @@ _FORMATS = (
 # If weight_zero_point is missing, all zero points are 0. If weight_g_idx (the group of each input)
 # is missing, the inputs of each group are consecutive.
 _OPTIONAL_TENSORS = (".weight_zero_point", ".weight_g_idx")
+# The initial value of the elements of weight_g_idx.
+_UNKNOWN_GROUP = -1
 # The usual and the largest number of bits of a packed integer.
 _USUAL_BITS, _MAX_BITS = 4, 8
 
@@ -329,6 +332,10 @@ def _create_integer_weight(
         # The file may contain one zero point for a whole row. Repeat this zero point for each group
         # of the row.
         zeros = by_row(zeros, num_rows).expand(-1, num_groups)
+    if group_of_input is not None and bool((group_of_input == _UNKNOWN_GROUP).any()):
+        # The library did not compute the order of activations for this layer. Example: an expert
+        # that got no tokens of the calibration data.
+        group_of_input = None
     if group_of_input is not None:
         _check_groups(group_of_input, num_groups)
         group_of_input = group_of_input.long()

@@ -91,6 +91,17 @@ def test_words_of_compressed_tensors_before_version_0_18_contain_only_whole_inte
     assert torch.equal(weight.zeros, zeros.to(torch.int8))
 
 
+def test_groups_are_consecutive_if_compressed_tensors_did_not_compute_their_order():
+    tensors = {
+        ".weight": torch.ones(2, 32, dtype=torch.int8),
+        ".weight_scale": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        ".weight_g_idx": torch.full((32,), -1, dtype=torch.int32),
+    }
+    layout = compressed_tensors.compressed_tensors_format({}).layouts[1]
+    weight = layout.decode(tensors, torch.float32).dequantise(torch.float32)
+    assert torch.equal(weight, tensors[".weight_scale"].repeat_interleave(16, dim=1))
+
+
 @pytest.mark.parametrize("name", ["W4A16", "W8A16", "W8A8"])
 def test_packed_weights_of_8_bits_are_not_counted_twice(name, tmp_path):
     kind, arguments = COMPRESSED[name]

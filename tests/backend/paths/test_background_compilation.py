@@ -1,16 +1,20 @@
+import contextlib
 import fcntl
 import os
 import pickle
 import subprocess
 import sys
 import time
+import zipfile
 from functools import partial
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from nereid_backend.paths.compiled_forward import (
     background_compilation,
+    build_library,
     compile_process,
     library_files,
 )
@@ -211,6 +215,26 @@ def test_old_temporary_folders_are_deleted(tmp_path):
         os.utime(tmp_path / name, (two_hours_ago, two_hours_ago))
     compile_process._delete_folders_of_killed_compilations(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0123456789abcdef", "tmp_new"]
+
+
+def test_a_library_that_was_truncated_on_disk_is_compiled_again(tmp_path):
+    file = tmp_path / library_files.LIBRARY_FILE
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("model.so", b"code" * 1000)
+    assert library_files.has_library(tmp_path)
+    for num_bytes in (file.stat().st_size // 2, 0):
+        os.truncate(file, num_bytes)
+        assert not library_files.has_library(tmp_path)
+
+
+def test_a_lack_of_memory_is_no_error_of_the_trace(monkeypatch):
+    def trace(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(torch.export, "export", trace)
+    hook = SimpleNamespace(serving=lambda _: contextlib.nullcontext())
+    with pytest.raises(MemoryError):
+        build_library._trace(nn.Linear(2, 2), hook, torch.device("cpu"))
 
 
 def test_an_error_of_the_trace_is_recorded(tmp_path):

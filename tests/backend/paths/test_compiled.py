@@ -1,4 +1,5 @@
 import dataclasses
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,7 +184,8 @@ def test_a_library_that_another_engine_has_stored_meanwhile_stays(tmp_path, monk
 
     def compile_slowly(program, package_path, inductor_configs):
         folder.mkdir()
-        (folder / library_files.LIBRARY_FILE).write_text("of the other engine")
+        with zipfile.ZipFile(folder / library_files.LIBRARY_FILE, "w") as archive:
+            archive.writestr("engine", "other")
         Path(package_path).write_text("of this engine")
 
     program = SimpleNamespace(constants={})
@@ -193,7 +195,7 @@ def test_a_library_that_another_engine_has_stored_meanwhile_stays(tmp_path, monk
     model.device = torch.device("meta")
     monkeypatch.setattr(build_library, "TracedModel", lambda model: model)
     build_library.build_library(model, None, folder, is_native=False)
-    assert (folder / library_files.LIBRARY_FILE).read_text() == "of the other engine"
+    assert zipfile.ZipFile(folder / library_files.LIBRARY_FILE).read("engine") == b"other"
     assert list(tmp_path.iterdir()) == [folder]
 
 

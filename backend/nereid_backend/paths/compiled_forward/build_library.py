@@ -163,6 +163,8 @@ def _trace(
                 dynamic_shapes=variable_sizes,
                 strict=False,
             )
+    except (MemoryError, OSError):
+        raise  # Another attempt can succeed, so the error must not be stored as a TraceError.
     except Exception as error:
         # The model's code and torch can raise any exception here.
         raise TraceError(first_line(error)) from error

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import inspect
 import json
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
@@ -81,8 +82,12 @@ def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
 
 
 def has_library(folder: Path) -> bool:
-    """Return whether a folder contains a complete library."""
-    return (folder / LIBRARY_FILE).is_file()
+    """Return whether a folder contains a complete library.
+
+    A power failure, for example, can truncate the file of a library, which is a zip archive.
+    """
+    # The function looks for the end of the archive, which a truncated file does not have.
+    return zipfile.is_zipfile(folder / LIBRARY_FILE)
 
 
 def write_trace_error(folder: Path, error: TraceError) -> None:

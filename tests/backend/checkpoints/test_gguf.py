@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+import os
 import struct
 from pathlib import Path
 
@@ -236,6 +237,30 @@ def add_tokenizer(path, tokens, merges, pre):
     writer.write_tensors_to_file()
     writer.close()
     path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_checkpoint_folder_that_was_truncated_on_disk_is_created_again(name, tmp_path):
+    path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
+    file = Path(checkpoint_folder(str(path))) / name
+    content = file.read_bytes()
+    for num_bytes in (0, 20):
+        os.truncate(file, num_bytes)
+        assert checkpoint_folder(str(path)) == str(file.parent)
+        assert file.read_bytes() == content
+
+
+def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    path = write_gguf(BY_NAME["llama"].save(tmp_path / "checkpoint"), "llama", "F32")
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: path / "cache")  # not a folder
+    with pytest.raises(ModelError, match="set the environment variable XDG_CACHE_HOME"):
+        checkpoint_folder(str(path))
+    monkeypatch.undo()
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["no such user"])
+    with pytest.raises(ModelError, match="set the environment variable XDG_CACHE_HOME"):
+        checkpoint_folder(str(path))
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +56,52 @@ def create_gguf_folder(path: Path, link_name: str) -> Path:
     # replaced file gets a new folder. An existing folder is therefore up to date.
     folder = _folder_of(path)
     if folder.is_dir():
-        return folder
+        if _is_complete(folder):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
     file = read_gguf(path)
     _check_is_whole(file)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may create the folder at the same time. Each process writes its own
-    # temporary folder, and then tries to rename it. The first process succeeds, and the other
-    # processes use the folder of the first process.
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _write_config_and_tokenizer(file, unfinished)
-        os.symlink(path.resolve(), unfinished / link_name)
-        unfinished.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _write_folder(file, folder, link_name)
     except OSError as error:
         has_other_process_succeeded = folder.is_dir()
         if not has_other_process_succeeded:
-            raise ModelError(f"{path}: the folder {folder} cannot be written ({error}).") from error
+            raise ModelError(
+                f"{path}: the folder {folder} cannot be written ({error}). Free some space, or set "
+                "the environment variable XDG_CACHE_HOME to another folder."
+            ) from error
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether no file of a checkpoint folder is truncated, for example by a power failure.
+
+    Each JSON file contains an object, so its last character is "}".
+    """
+    try:
+        return all(path.read_bytes().rstrip().endswith(b"}") for path in folder.glob("*.json"))
+    except OSError:  # for example, another process is deleting the folder
+        return False
+
+
+def _write_folder(file: GgufFile, folder: Path, link_name: str) -> None:
+    """Create the checkpoint folder for a GGUF file.
+
+    Several processes may create the folder at the same time. Each process writes its own temporary
+    folder, and then tries to rename it. The first process succeeds, and the other processes use the
+    folder of the first process.
+
+    Raises:
+        OSError: if the folder cannot be written, or if another process has created the folder.
+    """
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _write_config_and_tokenizer(file, unfinished)
+        os.symlink(file.path.resolve(), unfinished / link_name)
+        unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def _check_is_whole(file: GgufFile) -> None:
@@ -89,14 +117,19 @@ def _check_is_whole(file: GgufFile) -> None:
 def _folder_of(path: Path) -> Path:
     """Return the path of the checkpoint folder for a GGUF file.
 
-    The name of the folder changes if the file is replaced.
+    The name of the folder changes if the file is replaced, or if transformers, which converts the
+    tokenizer, is replaced.
     """
     try:
         state = path.stat()
+        cache = cache_folder()
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error}).") from error
-    key = f"{_VERSION} {path.resolve()} {state.st_size} {state.st_mtime_ns}"
-    return cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    except RuntimeError as error:  # The home folder is unknown.
+        raise ModelError(f"{path}: {error}.") from error
+    versions = f"{_VERSION} {version('transformers')}"
+    key = f"{versions} {path.resolve()} {state.st_size} {state.st_mtime_ns}"
+    return cache / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _write_config_and_tokenizer(file: GgufFile, folder: Path) -> None:

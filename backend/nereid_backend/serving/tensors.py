@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and builds tensors. Only this module imports the Python API of Triton server."""
 
+import json
 import logging
 import sys
 from typing import Any
@@ -69,6 +70,22 @@ def optional_array(request: Any, name: str) -> npt.NDArray[Any] | None:  # noqa:
     """Return an optional input as a one-dimensional array; None if the input is missing."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy().reshape(-1)
+
+
+def parameters(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's own type
+    """Return the parameters of a request.
+
+    Raises:
+        RequestError: a parameter is not UTF-8. Triton server's HTTP endpoint does not check this.
+    """
+    try:
+        text = request.parameters()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"parameters: the parameters of the request are not valid UTF-8: {error}. Send UTF-8."
+        ) from None
+    values: dict[str, Any] = json.loads(text or "{}")
+    return values
 
 
 def response(tensors: Tensors) -> Any:  # noqa: ANN401 - the server's own type

@@ -10,12 +10,13 @@ The context of a trace is a text in the format of the W3C header `traceparent`. 
 the Triton request, and a field of the messages between the models of the ensemble.
 """
 
-import json
 import logging
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from nereid_backend.serving import tensors
 
 TRACEPARENT = "traceparent"
 """The name of the request parameter that contains the context of the trace."""
@@ -100,11 +101,12 @@ class Tracing:
 
 
 def traceparent_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
-    """Return the parameter `traceparent` of a Triton request; "" if the parameter is missing."""
-    parameters = request.parameters()
-    if not parameters or TRACEPARENT not in parameters:
-        return ""
-    return str(json.loads(parameters).get(TRACEPARENT, ""))
+    """Return the parameter `traceparent` of a Triton request; "" if the parameter is missing.
+
+    Raises:
+        RequestError: a parameter is not UTF-8.
+    """
+    return str(tensors.parameters(request).get(TRACEPARENT, ""))
 
 
 def _make_provider() -> Any:  # noqa: ANN401 - the type of an optional package

@@ -25,6 +25,13 @@ def test_fields_beside_a_chat_are_refused_instead_of_ignored():
         sampling_fields(fields, BODY, LIMITS)
 
 
+def test_parameters_that_are_not_utf8_are_refused():
+    wrong = Request()
+    wrong.parameters = b"\xff".decode  # raises a UnicodeDecodeError, as in a stub of the server
+    with pytest.raises(RequestError, match=r"^parameters: .* not valid UTF-8: .* byte 0xff"):
+        sampling_fields(wrong, None, LIMITS)
+
+
 @pytest.mark.parametrize("empty", ["{}", " {} "])
 def test_an_empty_object_beside_a_chat_is_accepted(empty):
     assert sampling_fields(request(empty), BODY, LIMITS) == BODY

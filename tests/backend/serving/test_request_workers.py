@@ -48,6 +48,13 @@ def test_short_requests_do_not_wait_for_long_ones(work):
         assert request.wait(20).error is None
 
 
+def test_parameters_that_are_not_utf8_do_not_end_the_server_thread(work):
+    request = Request(short=1)
+    request.parameters = b"\xff".decode  # raises a UnicodeDecodeError, as in a stub
+    work.workers.add(request)
+    assert request.wait(20).error is None
+
+
 def test_an_abandoned_request_is_not_processed(work):
     *running, waiting = work.ask("long", "long", "long")
     waiting.is_gone = True

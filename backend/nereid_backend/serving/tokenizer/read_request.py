@@ -105,11 +105,10 @@ def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 def _parameter_fields(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's own type
     """Return a Triton request's parameters, without `traceparent` and without `triton_*`."""
-    parameters = json.loads(request.parameters() or "{}")
     # The server and its clients add parameters for other purposes. The names of these parameters
     # begin with "triton_".
     return {
         name: value
-        for name, value in parameters.items()
+        for name, value in tensors.parameters(request).items()
         if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
     }

@@ -15,7 +15,6 @@ another thread tokenises a long prompt.
 """
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -25,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nereid_backend.errors import CapacityError
+from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.executor.shared_limit import SharedLimit
 from nereid_backend.serving.tokenizer.client_turns import ClientTurns
@@ -188,7 +187,10 @@ class RequestWorkers:
 
 def _client_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
     """Return the request's parameter `client_id`; "" if the parameter is missing."""
-    return str(json.loads(request.parameters() or "{}").get("client_id", ""))
+    try:
+        return str(tensors.parameters(request).get("client_id", ""))
+    except RequestError:
+        return ""  # The loop reads the parameters again, and sends the error to the client.
 
 
 def _send(job: _Job) -> None:

@@ -230,7 +230,7 @@ class TokenizerModel:
         Raises:
             RequestError: the request has no token ids, or a token id is not in the vocabulary.
         """
-        parameters = json.loads(request.parameters() or "{}")
+        parameters = tensors.parameters(request)
         if not parameters.get("return_text"):
             return None
         ids = read_input_ids(request, self._prompts.limits)
@@ -294,7 +294,7 @@ def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own t
     prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
     if any(tensors.has_tensor(request, name) for name in prompts):
         return False
-    return bool(json.loads(request.parameters() or "{}").get("return_limits"))
+    return bool(tensors.parameters(request).get("return_limits"))
 
 
 def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's own type

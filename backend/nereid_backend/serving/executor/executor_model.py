@@ -8,7 +8,6 @@ the streams. The loop adds the engine's updates to the streams, reads the signal
 postprocessor (feedback.py), and sends steps and errors to the server.
 """
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -41,6 +40,10 @@ from nereid_backend.serving.wire import RequestEnvelope, StepState, unpack_updat
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
+# Every request to the executor must have the input `envelope`. In a request about adapters, weights
+# or the prefix cache, the envelope is a placeholder of at most `_EMPTY_ENVELOPE_BYTES` bytes. The
+# envelopes of the tokenizer have more bytes.
+_EMPTY_ENVELOPE_BYTES = 1
 # Suppose that a message to the postprocessor is due, but the postprocessor has not processed the
 # earlier messages of the same stream. The message must then wait. The loop checks the stream
 # `_CHECKS_PER_INTERVAL` times during the usual time between two messages, but waits at least
@@ -141,10 +144,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
-        parameters = json.loads(request.parameters() or "{}")
-        if self._engine_calls.put(parameters, sender):
+        packed_envelope = tensors.array(request, tensor_names.ENVELOPE)
+        # The ensemble passes the parameters of its clients on. A request to the ensemble must
+        # generate text, even if a parameter has the name of an operation, such as "cache".
+        has_prompt = packed_envelope.size > _EMPTY_ENVELOPE_BYTES
+        if not has_prompt and self._engine_calls.put(tensors.parameters(request), sender):
             return
-        envelope = RequestEnvelope.unpack(tensors.array(request, tensor_names.ENVELOPE))
+        envelope = RequestEnvelope.unpack(packed_envelope)
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
         replica = self._select_replica(token_ids, envelope.n)
         try:

@@ -306,6 +306,22 @@ def adapters(model, **parameters):
     return json.loads(reply[tensor_names.STATE].tobytes())["adapters"]
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"unload_lora": "first"}, {"reload_weights": "/new"}, {"cache": "drop"}, {"cache": True}],
+)
+def test_a_request_with_a_prompt_generates_text_whatever_parameters_its_client_sends(
+    start, parameters
+):
+    model = start({"token_ids": [10]}, lora_adapters="first=/f")
+    sender = Sender()
+    sender.request_parameters = json.dumps(parameters)
+    model.execute([sender])
+    assert sender.wait().error is None
+    assert 10 in sender.token_ids
+    assert adapters(model, list_loras=True) == ["first"]
+
+
 def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
     model = start(ENDLESS, lora_adapters="first=/f")
     assert adapters(model, load_lora="second", lora_path="/s") == ["first", "second"]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from nereid_backend.errors import RequestError
 from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY
 from nereid_backend.serving import pooling_tensor_names as names
+from nereid_backend.serving.tokenizer.surrogate_pairs import refuse_surrogates
 
 EMBEDDING_OPTIONS: Mapping[str, type] = {
     "kind": str,
@@ -48,6 +49,7 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
         return {}
     try:
         values = json.loads(text)
+        refuse_surrogates(names.OPTIONS, text, values)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{names.OPTIONS}: the text is not valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -186,6 +188,7 @@ def _parse_part_fields(text: str, where: str) -> dict[str, str]:
     """
     try:
         part = json.loads(text)
+        refuse_surrogates(where, text, part)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(part, dict) or not part or not part.keys() <= {"text", "image"}:

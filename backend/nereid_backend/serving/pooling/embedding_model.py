@@ -5,8 +5,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from nereid_backend.errors import RequestError
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
@@ -33,6 +31,11 @@ class EmbeddingModel(PoolingStub):
             raise RequestError(
                 f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "
                 f"{names.INPUT_IDS} and {names.PARTS}, but it has {' and '.join(given) or 'none'}."
+            )
+        if given != [names.INPUT_IDS] and tensors.has_tensor(request, names.INPUT_LENGTHS):
+            raise RequestError(
+                f"{names.INPUT_LENGTHS}: the lengths belong to {names.INPUT_IDS}, but the request "
+                f"has {given[0]}. Leave the lengths out."
             )
         return Job(given[0], self._read_inputs(request, given[0], options), options)
 
@@ -88,10 +91,3 @@ class EmbeddingModel(PoolingStub):
             # each input.
             outputs[names.NUM_VECTORS] = outcome.counts
         return outputs
-
-    def empty_outputs(self) -> Tensors:
-        """Return the output tensors for a request without inputs."""
-        return {
-            names.EMBEDDINGS: np.zeros((0, 0), dtype=np.float32),
-            names.NUM_TOKENS: np.zeros(0, dtype=np.int32),
-        }

@@ -99,6 +99,18 @@ class Outcome:
             offsets=np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),
         )
 
+    @classmethod
+    def empty(cls, kind: str) -> "Outcome":
+        """Return the result of a job without inputs."""
+        return cls(
+            kind=kind,
+            values=np.zeros(0 if kind == "score" else (0, 0), dtype=np.float32),
+            counts=np.zeros(0, dtype=np.int32),
+            weights=[],
+            num_tokens=np.zeros(0, dtype=np.int32),
+            offsets=np.zeros((0, 2), dtype=np.int32),
+        )
+
     def row(self) -> list[Any]:
         """Convert the fields to a list that msgpack can pack."""
         return [

@@ -129,10 +129,6 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""
 
-    @abstractmethod
-    def empty_outputs(self) -> Tensors:
-        """Return the output tensors for a request without inputs."""
-
     def __init__(self) -> None:
         self.title = f"model {self.kind}"
         self.log_prefix = f"{self.kind}: "
@@ -191,8 +187,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         # If no input tensor is given, `read_job` raises a RequestError.
         job = self.read_job(request, given, options)
         if not job.inputs:  # The input tensors have no elements.
+            kind = job.options.get("kind") or self.child.info["kinds"][0]
             info = self._info() if returns_info else {}
-            self.respond_later(sender, self.empty_outputs() | info)
+            self.respond_later(sender, self.build_outputs(Outcome.empty(kind)) | info)
             return
         self._add_job(request, sender, job, returns_info=returns_info)
 

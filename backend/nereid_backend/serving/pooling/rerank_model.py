@@ -4,8 +4,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from nereid_backend.errors import RequestError
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving.pooling import decode_request
@@ -100,10 +98,3 @@ class RerankModel(PoolingStub):
         if outcome.kind == "token_classify":
             outputs[names.OFFSETS] = outcome.offsets
         return outputs
-
-    def empty_outputs(self) -> Tensors:
-        """Return the output tensors for a request without inputs."""
-        return {
-            names.SCORES: np.zeros(0, dtype=np.float32),
-            names.NUM_TOKENS: np.zeros(0, dtype=np.int32),
-        }

@@ -16,6 +16,7 @@ DIMENSION = 128
 class Info:
     model: str
     task: str = "embed"
+    kinds: tuple = ("dense", "sparse", "multi_vector")
     device: str = "cpu"
     max_model_len: int = 128
     max_token_bytes: int = 16

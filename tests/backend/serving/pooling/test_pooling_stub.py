@@ -94,6 +94,7 @@ def test_a_request_may_ask_for_a_description_of_the_model(stub, model):
         assert info == {
             "model": str(model),
             "task": "embed",
+            "kinds": ["dense", "sparse", "multi_vector"],
             "device": "cpu",
             "name": "lengths",
             "max_model_len": 128,
@@ -105,6 +106,19 @@ def test_a_request_may_ask_for_a_description_of_the_model(stub, model):
 def test_a_request_without_inputs_has_an_empty_result(stub):
     sender = ask(stub, texts=np.zeros(0, dtype=np.object_)).wait()
     assert sender.rows.shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs"),
+    [
+        ("sparse", {names.SPARSE, names.NUM_TOKENS}),
+        ("multi_vector", {names.EMBEDDINGS, names.NUM_VECTORS, names.NUM_TOKENS}),
+    ],
+)
+def test_a_request_without_inputs_has_the_outputs_of_its_kind(stub, kind, outputs):
+    options = np.array([json.dumps({"kind": kind}).encode()])
+    (reply,) = ask(stub, texts=np.zeros(0, dtype=np.object_), options=options).wait().replies
+    assert reply.keys() == outputs
 
 
 def test_a_wrong_input_is_refused(stub):
@@ -155,11 +169,31 @@ def test_more_inputs_than_the_queue_can_hold_are_refused_at_once(stub, name):
     assert error == f"[INVALID_ARGUMENT] {said}. Send fewer inputs."
 
 
-def test_a_value_that_cannot_be_packed_is_refused_and_the_next_request_is_answered(stub):
-    options = np.array([b'{"prompt": "\\ud800"}'])
-    error = ask(stub, "a", options=options).wait().error
-    assert error.startswith("[INVALID_ARGUMENT] request: a value cannot be sent to the model")
+@pytest.mark.parametrize(
+    ("field", "inputs"),
+    [
+        ("options", {"texts": np.array([b"a"]), "options": np.array([b'{"prompt": "\\ud800"}'])}),
+        ("parts: element 1", {"parts": np.array([b'{"text": "a"}', b'{"text": "\\ud800"}'])}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_under_the_name_of_its_tensor(stub, field, inputs):
+    error = ask(stub, **inputs).wait().error
+    assert error.startswith(f"[INVALID_ARGUMENT] {field}: a text contains half of a surrogate pair")
     assert ask(stub, "a").wait().error is None
+
+
+def test_parameters_that_are_not_utf8_are_the_callers_fault(stub):
+    sender = Sender("a")
+    sender.parameters = b"\xff".decode  # raises a UnicodeDecodeError, as in a stub of the server
+    stub.execute([sender])
+    assert sender.wait().error.startswith("[INVALID_ARGUMENT] parameters: ")
+
+
+@pytest.mark.parametrize("name", [names.TEXTS, names.PARTS])
+def test_lengths_of_texts_are_refused_instead_of_ignored(stub, name):
+    inputs = {name: np.array([b'{"text": "a"}']), names.INPUT_LENGTHS: np.ones(1, np.int32)}
+    error = ask(stub, **inputs).wait().error
+    assert f"input_lengths: the lengths belong to input_ids, but the request has {name}" in error
 
 
 @pytest.mark.usefixtures("no_job")

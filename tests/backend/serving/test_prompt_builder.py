@@ -151,7 +151,7 @@ def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_o
     assert rendered == "user: x;assistant: ;function: 5;"
 
 
-def chat_with_call(content=None):
+def chat_with_call(content=None, **fields):
     """Return the messages of a chat in which the model has called a function, as clients send it.
 
     In OpenAI's API, the message with the result has no name.
@@ -159,31 +159,63 @@ def chat_with_call(content=None):
     call = {"id": "call1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call], **fields},
         {"role": "tool", "tool_call_id": "call1", "content": "5"},
     ]
     return read_messages({"messages": messages}, RequestLimits.derive(4096, 8))
 
 
 CALLS = (
-    "{% for m in messages %}{% if m.tool_calls CONDITION %}{% for call in m.tool_calls %}"
-    "{{ CALL }};{% endfor %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.tool_calls %}{% for call in m.tool_calls %}{{ CALL }};"
+    "{% endfor %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
 )
 
 
 @pytest.mark.parametrize(
-    ("call", "condition", "rendered"),
+    ("call", "rendered"),
     [
-        ("call.function.arguments.a", "", "1"),
-        ("call.function.name + call.function.arguments", "", 'f{"a": 1}'),  # DeepSeek V3
-        ("call.function.arguments + ''", "and m.content is none", '{"a": 1}'),  # DeepSeek R1
-        ("call.name ~ call.arguments.a", "", "f1"),
-        ("call.name + call.arguments", "", 'f{"a": 1}'),
+        ("call.function.arguments.a", "1"),
+        ("call.function.name + call.function.arguments", 'f{"a": 1}'),  # DeepSeek V3
+        ("call.name ~ call.arguments.a", "f1"),
+        ("call.name + call.arguments", 'f{"a": 1}'),
     ],
 )
-def test_a_tool_call_has_the_form_that_the_template_expects(call, condition, rendered):
-    renderer = renderer_of(CALLS.replace("CALL", call).replace("CONDITION", condition))
+def test_a_tool_call_has_the_form_that_the_template_expects(call, rendered):
+    renderer = renderer_of(CALLS.replace("CALL", call))
     assert renderer.render(chat_with_call()) == f"x;{rendered};5;"
+
+
+@pytest.mark.parametrize(("content", "rendered"), [(None, ""), ("Well.", "Well.;")])
+def test_a_template_that_renders_either_text_or_calls_gets_two_messages(content, rendered):
+    renderer = renderer_of(  # as the template of DeepSeek R1
+        "{% for m in messages %}{% if m.content is none %}{% for call in m.tool_calls %}"
+        "{{ call.function.name + call.function.arguments }};{% endfor %}"
+        "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    assert renderer.render(chat_with_call(content)) == f'x;{rendered}f{{"a": 1}};5;'
+
+
+def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_calls():
+    renderer = renderer_of(  # as the template of gpt-oss
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
+        "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+        "<{{ m.content or m.thinking }}>{{ m.tool_calls[0].function.arguments.a }};"
+        "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    assert renderer.render(chat_with_call("Well.", reasoning="Hm.")) == "x;<Hm.\n\nWell.>1;5;"
+    assert renderer.render(chat_with_call("Well.")) == "x;<Well.>1;5;"
+    assert renderer.render(chat_with_call(reasoning="Hm.")) == "x;<Hm.>1;5;"
+
+
+def test_a_tool_without_description_and_parameters_is_rendered_by_each_template():
+    renderer = renderer_of(
+        "{% for t in tools %}{{ t.function.name + t.function.description }}"
+        "{% for name in t.function.parameters.properties %}{{ name }}{% endfor %};{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert renderer.render([{"role": "user", "content": "x"}], tools=tools) == "f;"
+    as_json = renderer_of("{{ tools | tojson }}").render([], tools=tools)
+    assert as_json == '[{"type": "function", "function": {"name": "f"}}]'
 
 
 def test_the_result_of_a_tool_has_the_name_of_the_function():

@@ -3,8 +3,11 @@
 
 import itertools
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -12,29 +15,44 @@ class CallForm:
     """A form of the assistant messages that contain tool calls.
 
     Attributes:
+        are_separate: whether a message with text becomes two messages: one with the text, and one
+            with the tool calls, whose content is None.
+        joins_reasoning: whether the text of a message with reasoning is appended to the reasoning.
         is_flat: whether a call is `{"name": .., "arguments": ..}`. Otherwise, the name and the
             arguments are in the field `function` of the call.
         has_text_arguments: whether the arguments are JSON text instead of an object.
-        empty_content: the content of a message without text: "" or None.
     """
 
+    are_separate: bool
+    joins_reasoning: bool
     is_flat: bool
     has_text_arguments: bool
-    empty_content: str | None
 
-    def convert(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message in this form. A message without tool calls is not changed.
+    def convert(self, messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in this form. Messages without tool calls are not changed.
 
         Args:
-            message: a message as `read_messages` returns it. The arguments are objects.
+            messages: messages as `read_messages` returns them. The arguments are objects.
         """
+        return [converted for message in messages for converted in self._convert(message)]
+
+    def _convert(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the message or the messages that replace a message in this form."""
         if not message.get("tool_calls"):
-            return message
-        return {
+            yield message
+            return
+        message = {
             **message,
-            "content": message.get("content") or self.empty_content,
             "tool_calls": [self._convert_call(call) for call in message["tool_calls"]],
         }
+        if self.joins_reasoning:
+            message = _with_joined_reasoning(message)
+        if self.are_separate:
+            if message.get("content"):
+                yield {name: value for name, value in message.items() if name != "tool_calls"}
+                message = {"role": message["role"], "tool_calls": message["tool_calls"]}
+            message = {**message, "content": None}
+        yield message
 
     def _convert_call(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return a tool call in this form."""
@@ -45,14 +63,20 @@ class CallForm:
         return function if self.is_flat else {**call, "function": function}
 
 
-CALL_FORMS = tuple(
-    CallForm(is_flat, has_text_arguments, empty_content)
-    for is_flat, has_text_arguments, empty_content in itertools.product(
-        (False, True), (False, True), ("", None)
-    )
-)
+CALL_FORMS = tuple(CallForm(*values) for values in itertools.product((False, True), repeat=4))
 """All forms. The first form is the form of `read_messages`, which most templates expect.
 
-The templates of DeepSeek expect arguments that are text, and some of these templates render tool
-calls only if the content is None.
+The templates of DeepSeek expect arguments that are text, and the template of DeepSeek R1 renders
+tool calls only if the content is None. The template of gpt-oss refuses a message with text,
+reasoning and tool calls.
 """
+
+
+def _with_joined_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Append the text of a message to its reasoning. A message without reasoning is not changed."""
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name)), None)
+    text = message.get("content")
+    if not isinstance(reasoning, str) or not isinstance(text, str):
+        return message
+    joined = "\n\n".join(filter(None, (reasoning, text)))
+    return {**message, **dict.fromkeys(_REASONING_FIELDS, joined), "content": ""}

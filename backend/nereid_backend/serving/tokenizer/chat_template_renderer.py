@@ -10,6 +10,7 @@ from nereid_parsers import TemplateError
 from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.call_forms import CALL_FORMS, CallForm
 from nereid_backend.serving.tokenizer.chat_messages import as_parts
+from nereid_backend.serving.tokenizer.chat_tools import with_optional_fields
 
 if TYPE_CHECKING:
     from nereid_parsers.template import RequestTemplate
@@ -19,23 +20,8 @@ if TYPE_CHECKING:
 _TEST_TEXT = "nereid7text7test"
 _USER = {"role": "user", "content": "Hi"}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-# A chat with a tool call and its result. Some templates require an id of 9 letters and digits, and
-# some templates render tool calls only if the request has tools.
-_CHAT_WITH_CALL: list[dict[str, Any]] = [
-    _USER,
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": "call12345",
-                "type": "function",
-                "function": {"name": "f", "arguments": {"a": _TEST_TEXT}},
-            }
-        ],
-    },
-    {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": "5"},
-]
+# Tools that are offered if a chat with a tool call is rendered to test a chat template. Some
+# templates render tool calls only if the request has tools.
 _TOOLS = [
     {
         "type": "function",
@@ -127,6 +113,7 @@ class ChatTemplateRenderer:
         from jinja2.exceptions import TemplateError as RaisedByTemplate
         from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
 
+        given_messages = messages
         template = self._template_for(tools)
         if any(each.get("role") in _REPLACED_ROLES for each in messages):
             roles = self._replacements[template]
@@ -134,8 +121,7 @@ class ChatTemplateRenderer:
                 {**each, "role": roles.get(each["role"], each["role"])} for each in messages
             ]
         if any(each.get("tool_calls") for each in messages):
-            form = self._call_forms[template]
-            messages = [form.convert(each) for each in messages]
+            messages = self._call_forms[template].convert(messages)
         messages = self._with_content_for(template, messages)
         template_variables = {
             **self._default_variables(),
@@ -152,6 +138,16 @@ class ChatTemplateRenderer:
         except LimitError as error:
             raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
         except RenderRefused as error:
+            # Some templates fail if a tool has no description or no parameters, although both are
+            # optional in OpenAI's API.
+            completed_tools = with_optional_fields(tools)
+            if completed_tools != tools:
+                return self.render(
+                    given_messages,
+                    tools=completed_tools,
+                    continue_final_message=continue_final_message,
+                    **variables,
+                )
             problem = f"the chat template cannot render this chat: {error}"
             if isinstance(error.__cause__, RaisedByTemplate):
                 problem = f"the chat template refuses this chat: {error.__cause__}"
@@ -234,9 +230,16 @@ class ChatTemplateRenderer:
         }
 
     def _renders_calls(self, template: "RequestTemplate", form: CallForm) -> bool:
-        """Return whether a template renders the arguments of a tool call in this form."""
-        chat = self._with_content_for(template, [form.convert(each) for each in _CHAT_WITH_CALL])
-        return self._renders_test_text(template, chat, _TOOLS)
+        """Return whether a template renders tool calls in this form.
+
+        The template must render the arguments of a call. If the form appends text to the reasoning,
+        the template must also render the reasoning.
+        """
+        chats = [_chat_with_call(argument=_TEST_TEXT)]
+        if form.joins_reasoning:
+            chats.append(_chat_with_call(reasoning=_TEST_TEXT))
+        converted = [self._with_content_for(template, form.convert(chat)) for chat in chats]
+        return all(self._renders_test_text(template, chat, _TOOLS) for chat in converted)
 
     def _renders_test_text(
         self,
@@ -276,3 +279,21 @@ class ChatTemplateRenderer:
         source = self._tokenizer.chat_template or ""
         sources = source if isinstance(source, dict) else {"default": source}
         return {name: RequestTemplate(source) for name, source in sources.items()}
+
+
+def _chat_with_call(*, argument: str = "1", reasoning: str = "Hm.") -> list[dict[str, Any]]:
+    """Return a chat with a tool call and its result.
+
+    The id of the call has 9 letters and digits, because some templates require such an id.
+    """
+    function = {"name": "f", "arguments": {"a": argument}}
+    return [
+        _USER,
+        {
+            "role": "assistant",
+            "content": "Well.",
+            "reasoning": reasoning,
+            "tool_calls": [{"id": "call12345", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": "5"},
+    ]

@@ -29,6 +29,26 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return _allowed_tools(tools, body.get("tool_choice"))
 
 
+def with_optional_fields(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Add an empty description and empty parameters to each tool that has none.
+
+    Example: the function `{"name": "f"}` becomes `{"name": "f", "description": "", "parameters":
+    {"type": "object", "properties": {}}}`.
+    """
+    return tools and [
+        {**tool, "function": _with_optional_fields(tool["function"])} for tool in tools
+    ]
+
+
+def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
+    """Add an empty description and empty parameters to a function that has none."""
+    parameters = function.get("parameters") or {}
+    if isinstance(parameters, dict):
+        parameters = {"type": "object", "properties": {}, **parameters}
+    description = function.get("description") or ""
+    return {**function, "description": description, "parameters": parameters}
+
+
 def _check_tool(tool: Any, index: int) -> None:  # noqa: ANN401 - any JSON value
     """Raise a RequestError if a tool has no name. `index` is the tool's position in the list."""
     function = tool.get("function") if isinstance(tool, dict) else None

@@ -213,12 +213,11 @@ def _decode_packed(
 
     Example: with 4 bits for each integer, one word contains 8 integers. The tensor weight_packed
     contains the integers, int32 [rows, words], and weight_shape contains the number of rows and the
-    number of inputs. Each signed integer is stored as integer + 2**(bits - 1). If the tensor
-    weight_zero_point does not exist, all zeros are 0.
+    number of inputs. If the tensor weight_zero_point does not exist, all zeros are 0.
 
     Args:
         tensors: the tensors of the weight, by suffix.
-        dtype: not used, because the weight consists of integers. Every decoder has this argument.
+        dtype: not used.
         group_size: the number of inputs in a group with one scale, as in the settings; None if the
             settings contain several group sizes.
         usual_bits: the usual number of bits of an integer. A layer can have another number.
@@ -229,13 +228,7 @@ def _decode_packed(
     num_rows, num_inputs = map(int, tensors[".weight_shape"])
     packed = tensors[".weight_packed"]
     num_words = packed.shape[1]
-    # The size of the integers can differ between layers, so compute the number of bits from the
-    # number of 32-bit words in a row if the usual number does not match. Example: 40 integers of 3
-    # bits (120 bits) are stored in 4 words (128 bits), and 128 // 40 is 3. Rounding down gives the
-    # exact number, because a quantised layer has more inputs than a row has unused bits.
-    bits = usual_bits
-    if num_words not in (_num_words(num_inputs, bits), _num_whole_words(num_inputs, bits)):
-        bits = num_words * 32 // max(1, num_inputs)
+    bits = _actual_bits(num_words, num_inputs, usual_bits)
     if not 1 <= bits <= _MAX_BITS or len(packed) != num_rows:
         raise ValueError(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
@@ -252,6 +245,22 @@ def _decode_packed(
     return _create_integer_weight(
         values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits
     )
+
+
+def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
+    """Return the number of bits of an integer in a row of 32-bit words.
+
+    If the row can contain integers of `usual_bits` bits, return `usual_bits`. Otherwise, compute
+    the number from the size of the row. Example: 4 words (128 bits) with 40 integers contain
+    integers of 3 bits, because 128 // 40 is 3.
+    """
+    usual_words = _num_words(num_integers, usual_bits)
+    usual_whole_words = _num_whole_words(num_integers, usual_bits)
+    if num_words in (usual_words, usual_whole_words):
+        return usual_bits
+    # Rounding down gives the exact number, because a quantised layer has more inputs than a row has
+    # unused bits.
+    return num_words * 32 // max(1, num_integers)
 
 
 def _num_words(count: int, bits: int) -> int:

@@ -10,8 +10,8 @@ from nereid_backend.grammar.compile_cost import subschemas
 # "greater than 3" becomes "at least 3.000000001".
 _BOUND_DISTANCE = 1e-9
 # The limits of llguidance 1.9 for bounds. `maximum` of an integer may be at most _LARGEST_INTEGER.
-# The absolute value of any other bound may be at most _LARGEST_FLOAT, which is the largest float
-# below 2**63, because llguidance converts these bounds to floats.
+# llguidance converts all other bounds to floats, even `minimum` of an integer. The absolute value
+# of these bounds may be at most _LARGEST_FLOAT, which is the largest float below 2**63.
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT = 2**63 - 1024
 # The keywords of JSON Schema whose values are lengths or counts.
@@ -30,16 +30,20 @@ class _Bound(NamedTuple):
         exclusive: the keyword of the exclusive bound.
         direction: 1 if the allowed numbers are larger than the bound, -1 if they are smaller.
         strictest: returns the bound that excludes the most numbers; `max` for a minimum.
+        loosest_integer: the least strict bound of an integer that llguidance accepts.
+        loosest_number: the least strict bound of any other number that llguidance accepts.
     """
 
     inclusive: str
     exclusive: str
     direction: int
     strictest: Callable[[Iterable[float]], float]
+    loosest_integer: int
+    loosest_number: int
 
 
-_MINIMUM = _Bound("minimum", "exclusiveMinimum", 1, max)
-_MAXIMUM = _Bound("maximum", "exclusiveMaximum", -1, min)
+_MINIMUM = _Bound("minimum", "exclusiveMinimum", 1, max, -_LARGEST_FLOAT, -_LARGEST_FLOAT)
+_MAXIMUM = _Bound("maximum", "exclusiveMaximum", -1, min, _LARGEST_INTEGER, _LARGEST_FLOAT)
 
 
 def convert_lengths_to_integers(schema: object) -> None:
@@ -71,14 +75,12 @@ def limit_bounds(schema: object) -> None:
     for part, _ in subschemas(schema):
         if not isinstance(part, dict):
             continue
+        is_integer = part.get("type") == "integer"
         for bound in (_MINIMUM, _MAXIMUM):
-            is_maximum_of_integer = bound is _MAXIMUM and part.get("type") == "integer"
-            limit = _LARGEST_INTEGER if is_maximum_of_integer else _LARGEST_FLOAT
+            loosest = bound.loosest_integer if is_integer else bound.loosest_number
             for keyword in (bound.inclusive, bound.exclusive):
                 value = part.get(keyword)
                 if _is_number(value):
-                    # The least strict bound that llguidance accepts.
-                    loosest = -bound.direction * limit
                     part[keyword] = bound.strictest([value, loosest])
 
 

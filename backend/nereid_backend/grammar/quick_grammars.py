@@ -52,14 +52,14 @@ def is_quick(spec: GrammarSpec) -> bool:
         # The text is not valid JSON. The compiler reports this error quickly, so the grammar need
         # not be tested in a child process.
         return True
-    return not _has_slow_part(value)
+    return not _needs_trial(value)
 
 
-def _has_slow_part(value: object) -> bool:
-    """Return whether a JSON value contains an object that can make the compilation slow.
+def _needs_trial(value: object) -> bool:
+    """Return whether a grammar, as a JSON value, may be slow to compile or may crash xgrammar.
 
-    The value is a JSON schema, a structural tag or a list of choices. Example: a schema with the
-    keyword `allOf` at any depth contains such an object.
+    The value is a JSON schema, a structural tag or a list of choices. Example: a schema needs a
+    trial if it contains the keyword `allOf` at any depth.
     """
     nodes = [value]  # the values that are not examined yet
     while nodes:
@@ -67,24 +67,28 @@ def _has_slow_part(value: object) -> bool:
         if isinstance(node, list):
             nodes += node
         elif isinstance(node, dict):
-            if _is_slow(node):
+            if _can_crash(node) or _is_slow(node):
                 return True
             nodes += node.values()
     return False
 
 
+def _can_crash(node: dict[str, object]) -> bool:
+    """Return whether xgrammar can end its process because of the type of a structural tag's node.
+
+    Example: `{"type": "token", "token": "<tool>"}` ends the process if the token does not exist.
+    """
+    node_type = node.get("type")
+    return isinstance(node_type, str) and node_type in _RISKY_NODES
+
+
 def _is_slow(schema: dict[str, object]) -> bool:
     """Return whether the keywords of one schema can make the compilation slow.
 
-    Nodes of structural tags that can make a grammar library crash are treated like slow schemas,
-    because such a tag must be tested in another process. Schemas inside this schema are not
-    examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
+    Schemas inside this schema are not examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
     and `{"pattern": "(ab)*"}` can take long.
     """
     if not _SLOW_WORDS.isdisjoint(schema):
-        return True
-    node_type = schema.get("type")
-    if isinstance(node_type, str) and node_type in _RISKY_NODES:
         return True
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and not is_quick_pattern(pattern):

@@ -272,7 +272,7 @@ def main() -> None:
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries
-    from nereid_backend.grammar.try_tokens import try_first_tokens
+    from nereid_backend.grammar.try_tokens import try_first_masks
 
     vocabulary, eos_token_ids = connection.recv()
     libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)
@@ -288,7 +288,7 @@ def main() -> None:
             RequestError: if the compilation fails.
         """
         compiled = compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
-        try_first_tokens(compiled, vocabulary.size, eos_token_ids)
+        try_first_masks(compiled, vocabulary.size, eos_token_ids)
 
     TrialServer(connection, compile_spec, timeout_s).serve()
 

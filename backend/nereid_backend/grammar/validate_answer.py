@@ -30,6 +30,10 @@ _MAX_TEXT = 80
 _MIN_TIME_S = 1.0
 _TIME_S_PER_CHARACTER = 2e-4
 
+# The type of the errors that jsonschema returns. The library ships no types.
+_Errors = Any
+_CURRENT_DRAFT = jsonschema.Draft202012Validator
+
 # The end of the time limit of the running validation, by time.monotonic().
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
@@ -114,35 +118,49 @@ def _default_validator_class() -> Any:  # noqa: ANN401 - jsonschema creates its 
     The class implements draft 2020-12, and the forms of older drafts that the grammar libraries
     enforce, too: a list as the value of `items`, and a boolean as the value of `exclusiveMinimum`.
     """
-    current, older = jsonschema.Draft202012Validator, jsonschema.Draft4Validator
-
-    def items(validator: Any, value: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401
-        """Check the keyword `items`. If its value is a list, it has one schema for each item."""
-        draft = jsonschema.Draft7Validator if isinstance(value, list) else current
-        return draft.VALIDATORS["items"](validator, value, instance, schema)
-
-    def exclusive(keyword: str, bound: str) -> Callable[..., Any]:
-        """Return a function that checks `exclusiveMinimum` or `exclusiveMaximum`.
-
-        A boolean determines whether the bound in `minimum` or `maximum` is exclusive.
-        """
-
-        def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401
-            if not isinstance(value, bool):
-                return current.VALIDATORS[keyword](validator, value, instance, schema)
-            if bound not in schema:
-                return None
-            return older.VALIDATORS[bound](validator, schema[bound], instance, schema)
-
-        return check
-
     checks = {
-        "items": items,
+        "items": _check_items,
         "additionalItems": jsonschema.Draft7Validator.VALIDATORS["additionalItems"],
-        "exclusiveMinimum": exclusive("exclusiveMinimum", "minimum"),
-        "exclusiveMaximum": exclusive("exclusiveMaximum", "maximum"),
+        "exclusiveMinimum": functools.partial(_check_exclusive, "exclusiveMinimum", "minimum"),
+        "exclusiveMaximum": functools.partial(_check_exclusive, "exclusiveMaximum", "maximum"),
     }
-    return jsonschema.validators.extend(current, checks)
+    return jsonschema.validators.extend(_CURRENT_DRAFT, checks)
+
+
+def _check_items(validator: object, value: object, instance: object, schema: object) -> _Errors:
+    """Check the keyword `items` of a schema. A list contains one schema for each item (draft 7)."""
+    has_one_schema_per_item = isinstance(value, list)
+    draft = jsonschema.Draft7Validator if has_one_schema_per_item else _CURRENT_DRAFT
+    return draft.VALIDATORS["items"](validator, value, instance, schema)
+
+
+def _check_exclusive(
+    keyword: str,
+    bound: str,
+    validator: object,
+    value: object,
+    instance: object,
+    schema: Mapping[str, object],
+) -> _Errors:
+    """Check the keyword `exclusiveMinimum` or `exclusiveMaximum` of a schema.
+
+    In draft 4, the value of the keyword is a boolean, which determines whether `minimum` or
+    `maximum` is exclusive. Example: {"minimum": 3, "exclusiveMinimum": true} allows 4, but not 3.
+
+    Args:
+        keyword: "exclusiveMinimum" or "exclusiveMaximum".
+        bound: "minimum" or "maximum".
+        validator: the validator that checks the instance.
+        value: the value of the keyword.
+        instance: the value that is checked.
+        schema: the schema that contains the keyword.
+    """
+    if not isinstance(value, bool):
+        return _CURRENT_DRAFT.VALIDATORS[keyword](validator, value, instance, schema)
+    if bound not in schema:
+        return None
+    draft = jsonschema.Draft4Validator
+    return draft.VALIDATORS[bound](validator, schema[bound], instance, schema)
 
 
 def _limited(check: Callable[..., Any]) -> Callable[..., Any]:

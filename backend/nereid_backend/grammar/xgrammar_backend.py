@@ -58,7 +58,9 @@ class XGrammarBackend:
             grammar = self._compile(kind, source)
         except (RuntimeError, ValueError, TypeError) as error:
             raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
-        return XGrammarGrammar(grammar, forces_short_texts=_forces_short_texts(kind, source))
+        # The texts that an EBNF grammar forces can have no end. Example: `root ::= "a" root`.
+        can_force = kind == "structural_tag" and _has_short_forced_texts(source)
+        return XGrammarGrammar(grammar, can_force=can_force)
 
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
         """Compile a grammar, and return xgrammar's compiled grammar."""
@@ -77,22 +79,29 @@ class XGrammarBackend:
 class XGrammarGrammar:
     """Implements the interface `Compiled` with xgrammar."""
 
-    def __init__(self, grammar: Any, *, forces_short_texts: bool) -> None:  # noqa: ANN401 - untyped
+    def __init__(self, grammar: Any, *, can_force: bool) -> None:  # noqa: ANN401 - untyped
+        """Store a compiled grammar.
+
+        Args:
+            grammar: the grammar that xgrammar has compiled.
+            can_force: whether all texts that the grammar forces are short. `forced` may compute
+                only short texts.
+        """
         self._grammar = grammar
-        self._forces_short_texts = forces_short_texts
+        self._can_force = can_force
         self.num_bytes = int(grammar.memory_size_bytes)
 
     def matcher(self) -> "XGrammarMatcher":
         """Return a new matcher; see Compiled.matcher."""
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), self._forces_short_texts)
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar), can_force=self._can_force)
 
 
 class XGrammarMatcher:
     """Implements the interface `Matcher` with xgrammar."""
 
-    def __init__(self, matcher: Any, forces_short_texts: bool) -> None:  # noqa: ANN401 - untyped
+    def __init__(self, matcher: Any, *, can_force: bool) -> None:  # noqa: ANN401 - untyped
         self._matcher = matcher
-        self._forces_short_texts = forces_short_texts
+        self._can_force = can_force
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; see Matcher.accept."""
@@ -119,9 +128,9 @@ class XGrammarMatcher:
     def forced(self) -> bytes:
         """Return the bytes that must follow the text so far; see Matcher.forced.
 
-        Return b"" if the bytes could be very many; see `_forces_short_texts`.
+        Return b"" if the bytes could be very many; see `_has_short_forced_texts`.
         """
-        if not self._forces_short_texts or self._matcher.is_completed():
+        if not self._can_force or self._matcher.is_completed():
             return b""
         try:
             return str(self._matcher.find_jump_forward_string()).encode()
@@ -130,32 +139,42 @@ class XGrammarMatcher:
 
     def fork(self) -> "XGrammarMatcher":
         """Return an independent copy; see Matcher.fork."""
-        return XGrammarMatcher(self._matcher.fork(), self._forces_short_texts)
+        return XGrammarMatcher(self._matcher.fork(), can_force=self._can_force)
 
 
-def _forces_short_texts(kind: str, source: str) -> bool:
-    """Return True only if every text that a grammar forces has a moderate length.
+def _has_short_forced_texts(source: str) -> bool:
+    """Return whether all texts that a structural tag forces are certainly short.
 
-    xgrammar computes a forced text completely, without a limit. With the grammar `root ::= "a"
-    root` or the regular expression `((a{900}){900}){900}`, xgrammar would take all memory of the
-    machine. Therefore the texts of EBNF grammars, nodes of the type "repeat", and expressions that
-    repeat a group are never forced.
+    A forced text is the only text that can follow the answer so far. xgrammar computes a forced
+    text completely, without a limit. Example: the regular expression `((a{900}){900}){900}` forces
+    a text of 729 MB.
     """
-    if kind == "ebnf":
-        return False
     nodes = [json.loads(source)]  # the values of the structural tag that are not examined yet
     while nodes:
         node = nodes.pop()
         if isinstance(node, list):
             nodes += node
         elif isinstance(node, dict):
-            names = node.get("patternProperties")
-            patterns = [node.get("pattern"), *(names if isinstance(names, dict) else ())]
-            are_quick = all(is_quick_pattern(text) for text in patterns if isinstance(text, str))
-            if node.get("type") in ("grammar", "repeat") or not are_quick:
+            if _can_force_long_text(node):
                 return False
             nodes += node.values()
     return True
+
+
+def _can_force_long_text(node: dict[str, Any]) -> bool:
+    """Return whether a node of a structural tag can force a long text.
+
+    This is possible for EBNF grammars, for nodes of the type "repeat", and for regular expressions
+    that are long, repeat a group or have a large bound. Values inside the node are not examined.
+
+    Example: {"type": "regex", "pattern": "(ab){2}"} returns True, because the pattern repeats a
+    group.
+    """
+    if node.get("type") in ("grammar", "repeat"):
+        return True
+    names = node.get("patternProperties")  # The names of these properties are regular expressions.
+    patterns = [node.get("pattern"), *(names if isinstance(names, dict) else ())]
+    return not all(is_quick_pattern(text) for text in patterns if isinstance(text, str))
 
 
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped

@@ -328,24 +328,29 @@ def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeA
     first_layer = 0  # the number of the first layer of the group
     for group in groups:
         layers = list(group.values())
-        sizes = [_num_outputs(layer) for layer in layers]
-        products += [
-            NativeAdaptedProduct(_product_key(layer), size, first_layer=number, num_layers=1)
-            for number, (layer, size) in enumerate(zip(layers, sizes, strict=True), first_layer)
-        ]
-        is_merged = len(layers) > 1
-        if is_merged:
-            assert isinstance(layers[0], MergedLayer)
-            key = layers[0].merged_address
-            products.append(
-                NativeAdaptedProduct(
-                    key, sum(sizes), first_layer=first_layer, num_layers=len(layers)
-                )
-            )
+        for number, layer in enumerate(layers, first_layer):
+            products.append(_product_of_layers(_product_key(layer), [layer], number))
+        first = layers[0]
+        if isinstance(first, MergedLayer):
+            products.append(_product_of_layers(first.merged_address, layers, first_layer))
         first_layer += len(layers)
     # The kernels find a key (the field `weight`) by binary search.
     products.sort(key=lambda product: product.weight)
     return (NativeAdaptedProduct * len(products))(*products)
+
+
+def _product_of_layers(
+    key: int, layers: Sequence[nn.Module], first_layer: int
+) -> NativeAdaptedProduct:
+    """Return the C struct for the matrix product that computes `layers`.
+
+    Args:
+        key: the key under which the kernels find the struct.
+        layers: the layers that the product computes, in the order of their numbers.
+        first_layer: the number of the first layer.
+    """
+    num_outputs = sum(map(_num_outputs, layers))
+    return NativeAdaptedProduct(key, num_outputs, first_layer=first_layer, num_layers=len(layers))
 
 
 def _num_outputs(module: nn.Module) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the weights of a model, and stores the weights in the fastest layout for the device."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -53,21 +54,34 @@ def load_weights(
         ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
     """
     _check_weight_dtype(config, device)
-    if form_that_fits(config, device) is WeightForm.ROUNDED:
-        load = _load_rounded
-    elif config.weight_dtype != "auto":
-        load = _load_quantised
-    elif config.prepack:
-        load = _load_prepacked
-    else:
-        load = _load_with_settings
+    load = _choose_loader(config, device)
     checkpoint = load(config, device, hook, progress)
+    # Merging rearranges the weights in memory, which only the setting prepack permits. Rounded
+    # weights can be merged, too.
     if config.prepack:
         _merge(checkpoint)
     # On a CPU, move the weights into huge memory pages, which are faster to read. This is done
     # last, because the functions above replace weights.
     move_weights(checkpoint.model)
     return checkpoint
+
+
+def _choose_loader(
+    config: EngineConfig, device: torch.device
+) -> Callable[[EngineConfig, torch.device, AttentionHook, Progress], Checkpoint]:
+    """Return the function that loads the weights in the form that the settings require.
+
+    Raises:
+        ConfigError: if the weights do not fit into the memory.
+        ModelError: if the checkpoint is damaged or not supported.
+    """
+    if form_that_fits(config, device) is WeightForm.ROUNDED:
+        return _load_rounded  # rounds each weight when it is read
+    if config.weight_dtype != "auto":
+        return _load_quantised  # loads all weights, rounds them, and reports the effect
+    if config.prepack:
+        return _load_prepacked  # rearranges the weights and does not round them
+    return _read_checkpoint  # does not change the weights
 
 
 def _load_rounded(
@@ -82,7 +96,7 @@ def _load_rounded(
         progress: called with one line for each slow operation.
     """
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
-    checkpoint = _load_with_settings(config, device, hook, progress, rounded_bits=rounded_bits)
+    checkpoint = _read_checkpoint(config, device, hook, progress, rounded_bits=rounded_bits)
     # Round the embedding, and the linear layers that could not be rounded while their weights were
     # read.
     quantise_linears(checkpoint.model, rounded_bits, progress)
@@ -105,11 +119,11 @@ def _load_prepacked(
         hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line for each slow operation.
     """
-    checkpoint = _load_with_settings(config, device, hook, progress)
-    if device.type == "cpu" and not _rearrange(checkpoint, progress):
+    checkpoint = _read_checkpoint(config, device, hook, progress)
+    if device.type == "cpu" and not _prepack(checkpoint, progress):
         # The packed weights do not work for this model. Packing has replaced the original
         # weights, so the original weights are read from the checkpoint again.
-        checkpoint = _load_with_settings(config, device, hook, progress)
+        checkpoint = _read_checkpoint(config, device, hook, progress)
     # Compute the size of the model again, because it may have changed: if the layout of the output
     # layer was changed, the output layer and the embedding may no longer share one weight.
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
@@ -125,7 +139,7 @@ def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _load_with_settings(
+def _read_checkpoint(
     config: EngineConfig,
     device: torch.device,
     hook: AttentionHook,
@@ -133,7 +147,7 @@ def _load_with_settings(
     *,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
-    """Call `load_checkpoint` with the engine's settings, and return the model.
+    """Read the checkpoint of a model with the engine's settings, and return the model.
 
     If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
     number of bits while they are read.
@@ -155,23 +169,26 @@ def _load_with_settings(
     )
 
 
-def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
+def _prepack(checkpoint: Checkpoint, progress: Progress) -> bool:
     """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
+
+    If the output layer shares its weight with the embedding, the embedding reads the rearranged
+    weight, too, so that the weight is in memory only once.
 
     Args:
         checkpoint: the model. Mutated.
         progress: called with a line if prepacking changes the logits.
 
     Returns:
-        Whether the model computes its original logits. If not, the model must be loaded again,
-        because prepacking cannot be undone.
+        Whether the model still computes its original logits, also if no weight was rearranged. If
+        False, the model must be loaded again, because prepacking cannot be undone.
     """
     original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
-        return True  # The model cannot be called now, so the layers stay as they are.
+        return True  # No weight is rearranged, because the model cannot be called for the test.
     num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
-    if num_packed == 0:  # The kernels support no layer, so all layers stay as they are.
-        return True
+    if num_packed == 0:
+        return True  # No weight was rearranged, because the kernels support no layer.
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
         progress(
             "prepack: the weights of linear layers are not rearranged, because the model's code "
@@ -231,7 +248,7 @@ def _load_quantised(
         ConfigError: if the model or the device does not support such weights.
     """
     weight_dtype = config.weight_dtype
-    checkpoint = _load_with_settings(config, device, hook, progress)
+    checkpoint = _read_checkpoint(config, device, hook, progress)
     before = _logits_of_test_tokens(checkpoint)
     num_layers = _round_weights(checkpoint, weight_dtype, progress)
     after = _logits_of_test_tokens(checkpoint)

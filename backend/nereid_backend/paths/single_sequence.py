@@ -72,12 +72,12 @@ class SinglePath:
         assert sampled is None
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
-            row = chunk.sequence.row
-            assert row is not None
+            state_key = chunk.sequence.row
+            assert state_key is not None
             if chunk.is_first:
-                self._states.pop(row, None)
+                self._states.pop(state_key, None)
             with self._adapters.serving_all(chunk.sequence.adapter):
-                parts.append(self._chunk_logits(row, chunk))
+                parts.append(self._chunk_logits(state_key, chunk))
         return join_rows(parts, self._vocab_size)
 
     def clear(self, sequence: Sequence) -> None:
@@ -89,7 +89,7 @@ class SinglePath:
         """Return the total size of the stored states of all sequences, in bytes."""
         return sum(num_bytes(state.arguments) for state in self._states.values())
 
-    def _chunk_logits(self, row: int, chunk: Chunk) -> Tensor | None:
+    def _chunk_logits(self, state_key: int, chunk: Chunk) -> Tensor | None:
         """Return the logits of the last tokens of a chunk, [num_logits, vocab_size].
 
         Not every model can continue its cache by several tokens, so one call of the model computes
@@ -97,27 +97,35 @@ class SinglePath:
         first chunk, nothing is computed, and the result is None. For the second chunk, one call
         computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
 
-        `row` is the number under which the state of the chunk's sequence is stored.
+        `state_key` is the key of the sequence's state in `_states`.
         """
         if chunk.num_logits == 0:
             return None  # A later chunk of the prompt computes these tokens, too.
-        # Each call of the model returns the logits of the last token in a prefix of the sequence.
-        last_len = chunk.start + chunk.num_tokens
-        prefix_lens = range(last_len - chunk.num_logits + 1, last_len + 1)
+        sequence = chunk.sequence
+        # The first and the last token whose logits are needed, counted from 1.
+        last = chunk.start + chunk.num_tokens
+        first = last - chunk.num_logits + 1
         if self._uses_cache:
-            self._restore_state(row, chunk.sequence, num_tokens=prefix_lens[0] - 1)
+            self._restore_state(state_key, sequence, num_tokens=first - 1)
         logits: list[Tensor] = []
-        prompt_len = chunk.sequence.num_prompt_tokens
-        if chunk.sequence.images is not None and prefix_lens[0] < prompt_len:
-            # Log-probabilities of the prompt were requested. If a prompt has images, most models
-            # accept only the whole prompt, because a part of it lacks image tokens.
-            prompt_logits = self._run_model(row, chunk.sequence, prompt_len)[-prompt_len:]
-            logits += prompt_logits[prefix_lens[0] - 1 : last_len]
-            prefix_lens = range(prompt_len + 1, last_len + 1)
-        logits += [self._logits_after(row, chunk.sequence, length) for length in prefix_lens]
+        needs_prompt_logits = first < sequence.num_prompt_tokens
+        if needs_prompt_logits and sequence.images is not None:
+            # If a prompt has images, most models accept only the whole prompt, because a part of
+            # the prompt lacks image tokens. Therefore one call computes all logits of the prompt.
+            logits += self._prompt_logits(state_key, sequence)[first - 1 : last]
+        for num_tokens in range(first + len(logits), last + 1):
+            logits.append(self._logits_after(state_key, sequence, num_tokens))
         return torch.stack(logits)
 
-    def _restore_state(self, row: int, sequence: Sequence, num_tokens: int) -> None:
+    def _prompt_logits(self, state_key: int, sequence: Sequence) -> Tensor:
+        """Return the logits at each token of a prompt, [num_prompt_tokens, vocab_size].
+
+        Mutates: the stored state of `state_key`.
+        """
+        prompt_len = sequence.num_prompt_tokens
+        return self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
+
+    def _restore_state(self, state_key: int, sequence: Sequence, num_tokens: int) -> None:
         """Compute the first `num_tokens` tokens of a preempted sequence again.
 
         The model is called as before the preemption: once for the prompt, and then once for each
@@ -128,54 +136,57 @@ class SinglePath:
         Do nothing if the stored state covers exactly these tokens, or if `num_tokens` is less than
         the length of the prompt, because the next call of the model then computes the whole prompt.
 
-        Mutates: the stored state of `row`.
+        Mutates: the stored state of `state_key`.
         """
-        if self._covers(row, num_tokens):
+        state = self._states.get(state_key)
+        if state is not None and state.num_tokens == num_tokens:
             return
         for prefix_len in range(sequence.num_prompt_tokens, num_tokens + 1):
-            self._logits_after(row, sequence, prefix_len)  # Only the new state is needed.
+            self._logits_after(state_key, sequence, prefix_len)  # Only the new state is needed.
 
-    def _covers(self, row: int, num_tokens: int) -> bool:
-        """Return whether a sequence's stored state covers exactly `num_tokens` tokens."""
-        state = self._states.get(row)
-        return state is not None and state.num_tokens == num_tokens
-
-    def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
+    def _logits_after(self, state_key: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits at the token with the index `num_tokens - 1`, [vocab_size].
 
-        Mutates: the stored state of `row`.
+        Mutates: the stored state of `state_key`.
         """
-        return self._run_model(row, sequence, num_tokens)[-1]
+        return self._run_model(state_key, sequence, num_tokens)[-1]
 
-    def _run_model(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
+    def _run_model(self, state_key: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Call the model for the first `num_tokens` tokens of a sequence, and return its logits.
 
-        The result is [num_rows, vocab_size]. Its last row contains the logits at the last token.
+        If the stored state covers all of these tokens except the last token, the model computes
+        only the last token. Otherwise, the model computes all of these tokens. The model is called
+        in the same way as by transformers' `generate`.
 
-        If the stored state of `row` covers exactly the tokens before this token, the model computes
-        only this token. Otherwise, it computes the first `num_tokens` tokens of the sequence. The
-        model is called in the same way as by transformers' `generate`.
+        Returns:
+            The logits at each position that the model computes, [num_positions, vocab_size]. The
+            last position is the last token.
 
-        Mutates: the stored state of `row`.
+        Mutates: the stored state of `state_key`.
         """
-        # If a call of the model fails, the cache may be partly changed. The stored state is
-        # therefore removed before the call.
-        can_continue = self._covers(row, num_tokens - 1)
-        stored_state = self._states.pop(row, None)
-        if can_continue and stored_state is not None:
-            state = stored_state
-        else:
+        # The stored state is removed before the call, because a failed call may have changed a part
+        # of the cache.
+        state = self._states.pop(state_key, None)
+        if state is None or state.num_tokens != num_tokens - 1:
             state = self._state_before_first_call(sequence, num_tokens)
         inputs = self._next_arguments(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
-            # The arguments of the next call, with the new cache and a longer attention mask.
-            arguments = self._model._update_model_kwargs_for_generation(
-                output, state.arguments, is_encoder_decoder=self._has_encoder
-            )
-            self._states[row] = _SequenceState(arguments, num_tokens)
+            arguments = self._arguments_after_call(state, output)
+            self._states[state_key] = _SequenceState(arguments, num_tokens)
         logits: Tensor = output.logits[0]
         return logits
+
+    def _arguments_after_call(self, state: _SequenceState, output: object) -> dict[str, Any]:
+        """Return the arguments for the next call, with the new cache and a longer attention mask.
+
+        `state` is the state before the last call of the model, and `output` is the output of this
+        call. The private method of transformers is the method that `generate` calls.
+        """
+        arguments: dict[str, Any] = self._model._update_model_kwargs_for_generation(
+            output, state.arguments, is_encoder_decoder=self._has_encoder
+        )
+        return arguments
 
     def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
         """Return the arguments for the next call of the model, as `generate` prepares them.

@@ -46,6 +46,9 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, Value
 from nereid_backend.pooling.split_batch import split_batch
 
+# The number of tokens of the text with which the layers are tested.
+_TEST_TOKENS = 2
+
 NOT_FINITE = (
     "the model's output contains numbers that are not finite. The data type may overflow (set "
     "dtype=float32), or the weights are broken."
@@ -117,11 +120,13 @@ class PoolingModel:
             ModelError: a layer does not fit the vectors, or its output is not finite.
         """
         layers = self._loaded.layers
-        has_layers = layers.tokens or layers.vector or layers.sparse or layers.multi_vector
-        if self._loaded.forward is None or not has_layers:
+        has_layers = any((layers.tokens, layers.vector, layers.sparse, layers.multi_vector))
+        # The test uses a text, so it is made only if the model computes token vectors of texts.
+        computes_token_vectors = self._loaded.forward is not None
+        if not has_layers or not computes_token_vectors:
             return
-        lens = (min(2, self.info.max_model_len),)
-        token_ids = random_batch(self._loaded.encoder, lens).token_ids.tolist()
+        text_len = min(_TEST_TOKENS, self.info.max_model_len)
+        token_ids = random_batch(self._loaded.encoder, (text_len,)).token_ids.tolist()
         for kind in self.info.kinds:
             try:
                 (output,) = self.run([Prepared(PoolingItem(kind=kind), token_ids)])

@@ -45,23 +45,23 @@ def describe_tokenizer_error(folder: Path, error: Exception) -> str:
     `error` is the exception of `from_pretrained`, which must have been called with
     trust_remote_code=False.
     """
-    is_code_of_checkpoint = "trust_remote_code" in str(error)
-    reason = one_line(error)
-    if is_code_of_checkpoint:
+    reason, remedy = one_line(error), ""
+    # This error of transformers has no class of its own, but its message names the argument.
+    needs_code_of_checkpoint = "trust_remote_code" in reason
+    if needs_code_of_checkpoint:
         reason = (
             "tokenizer_config.json names a class in a Python file of the checkpoint, which is not "
-            "run."
+            "run"
+        )
+        remedy = (
+            "Remove auto_map from the file, and set tokenizer_class to TokenizersBackend, which "
+            "reads tokenizer.json."
         )
     if not (folder / "tokenizer.json").is_file():
         # Other vocabulary files, such as tokenizer.model, can be read only with further packages.
-        return (
-            f"{reason} {folder} has no tokenizer.json. Download this file, or create it with this "
+        remedy = (
+            f"{folder} has no tokenizer.json. Download this file, or create it with this "
             "command, which needs the packages transformers, sentencepiece, tiktoken and protobuf: "
             f'python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
         )
-    if is_code_of_checkpoint:
-        return (
-            f"{reason} Remove auto_map from the file, and set tokenizer_class to "
-            "TokenizersBackend, which reads tokenizer.json."
-        )
-    return reason
+    return f"{reason.removesuffix('.')}. {remedy}".rstrip()

@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nereid_client.cli.serve_flags import (
     ENGINE_FLAGS,
@@ -224,28 +225,29 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
 
 
 def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that correspond to the flags, with the values of the flags.
-
-    Relative paths in the values become absolute.
+    """Return the environment variables that correspond to the given flags.
 
     Example: `--max-model-len 2048` returns {"NEREID_MAX_MODEL_LEN": "2048"}.
     """
-    variables = {}
-    for variable, flag in _flags_by_variable().items():
-        value: str | None = getattr(args, attribute(flag))
-        if value is not None:
-            variables[variable] = value
-    # --config, --draft-model and --lora contain paths, which are made absolute here. --config and
-    # --lora are not in `_flags_by_variable`. The loop above has stored --draft-model unchanged, so
-    # the value is replaced here.
-    if args.config:
-        variables["NEREID_MODELS_FILE"] = str(startup_checks.absolute_path(args.config, "--config"))
-    if args.draft_model:
-        draft_model = startup_checks.absolute_path(args.draft_model, "--draft-model")
-        variables["NEREID_DRAFT_MODEL"] = str(draft_model)
-    if args.lora:
-        variables["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
-    return variables
+    values = {
+        variable: _variable_value(flag, getattr(args, attribute(flag)))
+        for variable, flag in _flags_by_variable().items()
+    }
+    return {variable: value for variable, value in values.items() if value is not None}
+
+
+def _variable_value(flag: str, value: Any) -> str | None:  # noqa: ANN401 - the type of any flag
+    """Return the value of a flag as the text of an environment variable. Make paths absolute.
+
+    If the flag is not given, return None.
+    """
+    match flag:
+        case "--config" | "--draft-model" if value:
+            return str(startup_checks.absolute_path(value, flag))
+        case "--lora":
+            return ",".join(map(_absolute_adapter, value)) or None
+        case _:
+            return None if value is None else str(value)
 
 
 def _flags_by_variable() -> dict[str, str]:
@@ -255,7 +257,11 @@ def _flags_by_variable() -> dict[str, str]:
     """
     flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}
     flags |= {VARIABLES[setting]: flag for flag, (setting, _) in FRONTEND_FLAGS.items()}
-    return flags | {"NEREID_OPENAI_HOST": "--host"}
+    return flags | {
+        "NEREID_OPENAI_HOST": "--host",
+        "NEREID_MODELS_FILE": "--config",
+        "NEREID_LORA_ADAPTERS": "--lora",
+    }
 
 
 def _warn_about_other_server(grpc_url: str) -> None:

@@ -21,7 +21,8 @@ KINDS = (EMBEDDING, RERANK)
 
 _INFO_TIMEOUT_S = 5.0
 _MANY_VALUES = 20_000
-"""The message for a call with more values is built in a thread, because this takes over 5 ms."""
+"""The message for a call with more values is built in a thread. Building such a message takes over
+5 ms, during which the event loop could not handle other requests."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,9 @@ class TritonPooling:
 
     async def infer(self, call: PoolingCall) -> PoolingOutputs:
         """Call a model, as described by `PoolingBackend.infer`."""
-        if self._calls is None:
+        if self._calls is None:  # `TritonCalls` can be created only while an event loop runs
             self._calls = TritonCalls(self._url)
-        if sum(map(len, call.tensors.values())) <= _MANY_VALUES:
-            request = _infer_request(call)
-        else:
-            request = await asyncio.to_thread(_infer_request, call)
+        request = await _build_request(call)
         try:
             return _decode(await self._calls.infer(request))
         except grpc.RpcError as error:
@@ -235,8 +233,16 @@ _NUMBER_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "
 """Maps each input tensor with numbers to its data type. All other input tensors contain texts."""
 
 
+async def _build_request(call: PoolingCall) -> Any:  # noqa: ANN401 - a protobuf message
+    """Return the gRPC message for a call. Build a large message in a thread."""
+    num_values = sum(map(len, call.tensors.values()))
+    if num_values > _MANY_VALUES:
+        return await asyncio.to_thread(_infer_request, call)
+    return _infer_request(call)
+
+
 def _infer_request(call: PoolingCall) -> Any:  # noqa: ANN401 - a protobuf message
-    """Return the message for a call."""
+    """Return the gRPC message for a call."""
     return infer_request(call.model, call.request_id, _inputs(call))
 
 

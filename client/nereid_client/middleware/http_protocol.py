@@ -15,7 +15,6 @@ about 2 KB of memory.
 
 import asyncio
 import logging
-import sys
 from typing import Any
 
 import httptools
@@ -52,15 +51,10 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete.
     _has_headers = False
-    # The bytes that the parser is parsing.
-    _data = b""
     # The number of received bytes that belong to headers, to trailers or to the extension of a
-    # chunk's size. The count restarts at 0 if the headers end, a part of the body arrives or the
-    # request ends.
+    # chunk's size. The parser calls `on_headers_complete`, `on_body` and `on_message_complete`.
+    # Each of these methods sets the number to 0.
     _num_header_bytes = 0
-    # Whether the last call of `data_received` received only bytes of headers, trailers or
-    # extensions.
-    _contains_only_headers = False
     # The request that the application handles now. uvicorn's attribute `cycle` is the newest
     # request instead, which may still wait in `pipeline`.
     _running: RequestResponseCycle | None = None
@@ -90,29 +84,36 @@ class LimitedProtocol(HttpToolsProtocol):
 
         The first bytes of a request start the timer that limits the time for its headers.
 
-        Mutates: `_num_header_bytes`, if `data` contains only a part of headers or trailers.
+        Mutates: `_num_header_bytes`. If `data` contains only a part of headers or trailers, the
+            number grows by the size of `data`. Otherwise, the number becomes 0.
         """
         is_start_of_headers = self._timer is None and not self._has_headers
         if is_start_of_headers:
             self._start_timer()
-        self._contains_only_headers = True
-        # During this call, the parser may call the methods below. Each of them except `on_header`
-        # sets `_contains_only_headers` to False.
-        # - `on_headers_complete`, at the end of the headers. It sets `_has_headers` and stops the
-        #   timer.
-        # - `on_body`, for each part of the body.
-        # - `on_message_complete`, at the end of the body. It resets `_has_headers` to False.
-        self._data = data
-        super().data_received(data)
-        self._data = b""
-        if not self._contains_only_headers:
-            self._num_header_bytes = 0
-            return
         self._num_header_bytes += len(data)
-        if self._num_header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
-            if not (self._has_headers or self._running):  # otherwise, a response may have started
-                self.transport.write(_TOO_LARGE)
-            self.transport.close()
+        self._parse(data)
+        if self._num_header_bytes <= _MAX_HEADER_BYTES or self.transport.is_closing():
+            return
+        may_have_started_response = self._has_headers or self._running is not None
+        if not may_have_started_response:
+            self.transport.write(_TOO_LARGE)
+        self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse received bytes. The parser calls the methods `on_...` during this call.
+
+        This method replaces uvicorn's `data_received`, which does not ignore the header Upgrade.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as error:
+            num_parsed_bytes = error.args[0]
+            self._parse_without_upgrade(data[num_parsed_bytes:])
+        except httptools.HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header.
@@ -124,45 +125,55 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the timer, because the headers of the request have arrived.
+        """Start the request whose headers have arrived, and stop the timer for its headers.
 
-        Raises: ValueError if too many requests of the connection wait. uvicorn then calls
+        If an earlier request of the connection is running, uvicorn appends the new request to
+        `pipeline`, where it waits. Otherwise, the new request becomes the running request.
+
+        Raises: ValueError if too many requests of the connection wait. `_parse` then calls
             `send_400_response`.
         """
         self._has_headers = True
-        self._contains_only_headers = False
+        self._num_header_bytes = 0
         self._stop_timer()
         if self._asks_for_upgrade():
-            return  # `_unsupported_upgrade_warning` parses the request again
+            return  # `_parse_without_upgrade` parses the request again
         if len(self.pipeline) >= _MAX_WAITING_REQUESTS:
             raise ValueError("too many requests of the connection wait")
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":
+        if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks
             _send_without_chunks(self.cycle)
-        if not self.pipeline:
+        is_waiting = bool(self.pipeline)
+        if not is_waiting:
             self._running = self.cycle
 
     def send_400_response(self, msg: str) -> None:
-        """Send the status 400 and close the connection.
+        """Send the status 400 for an invalid request, and close the connection.
 
-        If an earlier request is running, close the connection without a response. The client would
-        consider the status 400 to be the response to the earlier request.
+        The connection is closed without the status 400 in two cases:
+
+        - An earlier request is running. The client would consider the status 400 to be the response
+          to the earlier request.
+        - The body of the running request is invalid, and the response to this request has started.
+          The client would consider the status 400 to be a part of this response.
         """
         running = self._running
-        is_damaged_body = self._has_headers and running is self.cycle
-        if running is None or (is_damaged_body and not running.response_started):
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
+        if running is not None:
+            is_running_invalid = self._has_headers and running is self.cycle
+            if not is_running_invalid or running.response_started:
+                self.transport.close()
+                return
+        super().send_400_response(msg)
 
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body."""
-        self._contains_only_headers = False
+        self._num_header_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Record the end of a request. The next bytes are the headers of a new request."""
-        self._has_headers = self._contains_only_headers = False
+        self._has_headers = False
+        self._num_header_bytes = 0
         if not self._asks_for_upgrade():
             super().on_message_complete()
 
@@ -177,25 +188,20 @@ class LimitedProtocol(HttpToolsProtocol):
         """Return False, because the frontend supports no other protocol."""
         return False
 
-    def _unsupported_upgrade_warning(self) -> None:
+    def _parse_without_upgrade(self, rest: bytes) -> None:
         """Remove the header Upgrade from a request, and parse the request again.
 
         The parser ends such a request after its headers, and would parse the body as a new request.
         Java's HttpClient and `curl --http2` ask for HTTP/2 in each request, and continue with
         HTTP/1.1 if the server ignores this.
 
-        uvicorn calls this method while it handles the parser's HttpParserUpgrade, whose argument is
-        the number of parsed bytes.
+        `rest` contains the received bytes after the headers of the request.
         """
         version = self.parser.get_http_version().encode()
         head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
         head += [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
-        error = sys.exception()
-        assert isinstance(error, httptools.HttpParserUpgrade)
-        rest = self._data[error.args[0] :]
         self.parser = httptools.HttpRequestParser(self)
-        self._data = b"".join([*head, b"\r\n", rest])
-        super().data_received(self._data)
+        self._parse(b"".join([*head, b"\r\n", rest]))
 
     def pause_writing(self) -> None:
         """Start the timer for unread responses, because the client reads slowly or not at all."""
@@ -262,18 +268,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Send a response without Content-Length as plain bytes instead of chunks.
+    """Let uvicorn send the response to a request as plain bytes instead of chunks.
 
-    HTTP/1.0 has no chunks. The client recognises the end of the response by the end of the
-    connection, because uvicorn closes a connection with HTTP/1.0 after the response.
+    A response needs no Content-Length, because uvicorn closes a connection with HTTP/1.0 after the
+    response. The client recognises the end of the response by the end of the connection.
 
-    Mutates: cycle, before it has sent anything.
+    Mutates: cycle, which must not have sent anything yet.
     """
     send = cycle.send
+    # With None, uvicorn 0.54 would send a response without Content-Length in chunks.
     cycle.chunked_encoding = False
 
     async def send_without_chunks(message: Any) -> None:  # noqa: ANN401 - uvicorn's signature
-        # uvicorn checks that no message exceeds the expected length.
+        # Without chunks, uvicorn subtracts the length of each message from the expected length. The
+        # result must not be negative, and must be 0 after the last message. The total length is
+        # unknown, so the expected length is set to the length of each message.
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 

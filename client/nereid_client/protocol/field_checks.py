@@ -142,11 +142,13 @@ def check_tool_choice(
             "tool_choice",
             f"tool_choice={shown(given)} requires tools, but the request has none",
         )
+    if choice == "required":
+        return
     # A set, because a request can offer and choose thousands of tools. The backend refuses a tool
     # whose name is not a string.
     offered_tools = {(kind, name) for kind, name in offered if isinstance(name, str)}
     chosen = _chosen_tools(choice)
-    if chosen is None:
+    if not chosen:
         raise FieldError(
             "tool_choice", f"tool_choice must be {forms}, but the request has {shown(given)}"
         )
@@ -161,25 +163,24 @@ def check_tool_choice(
             )
 
 
-def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]] | None:
-    """Return the kind and the name of each tool in a tool choice.
+def _chosen_tools(choice: str | Mapping[str, Any]) -> list[tuple[str, object]]:
+    """Return the kind and the name of each tool that a tool choice names.
 
-    Return None if the choice has no known form, if it contains no tool, or if a tool has no name.
-
-    For "required", return an empty list, because the model may then call any tool.
+    Return an empty list if the choice has no known form, or if one of its tools has no name.
 
     Example: {"type": "custom", "custom": {"name": "f"}} returns [("custom", "f")].
     """
-    if choice == "required":
+    if not isinstance(choice, Mapping):
         return []
-    tools: list[tuple[str, object]] = []
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind in ("function", "custom"):
-        tools = [_kind_and_name(choice)]
-    elif isinstance(choice, Mapping) and kind == "allowed_tools":
-        tools = _allowed_tools(choice.get("allowed_tools"))
+    match choice.get("type"):
+        case "function" | "custom":
+            tools = [_kind_and_name(choice)]
+        case "allowed_tools":
+            tools = _allowed_tools(choice.get("allowed_tools"))
+        case _:
+            return []
     all_have_names = all(name for _, name in tools)
-    return tools if tools and all_have_names else None
+    return tools if all_have_names else []
 
 
 def _allowed_tools(allowed: object) -> list[tuple[str, object]]:

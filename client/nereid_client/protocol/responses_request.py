@@ -28,6 +28,7 @@ from nereid_client.protocol.responses_tools import (
     TOOL_CHOICES,
     Json,
     converted_tools,
+    name_in_chat,
     to_chat_tool_choice,
     to_chat_tools,
 )
@@ -221,10 +222,10 @@ class ResponsesRequest(GenerationRequest):
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
         # In a chat, a custom tool becomes a function, and a tool in a namespace is called
-        # NAMESPACE__TOOL. To convert the calls back, the frontend finds these tools by their names.
-        # Therefore, no other tool may have the same name.
+        # NAMESPACE__TOOL. The frontend converts a call of such a tool back, and finds the tool by
+        # the name in the call. Therefore, no other tool may have the name of such a tool.
         check_unique_names(
-            [tool[tool["type"]]["name"] for tool in chat_tools],
+            map(name_in_chat, chat_tools),
             names_to_check=converted_tools(self.tools or ()).keys(),
             hint="A tool in a namespace is called NAMESPACE__TOOL.",
         )

@@ -49,8 +49,9 @@ TOOL_CHOICES = (
 def to_chat_tool_choice(choice: str | Json) -> str | Json:
     """Return the field `tool_choice` in the format of chat completions.
 
-    Example: {"type": "function", "name": "f"} returns {"type": "function", "function":
-    {"name": "f"}}. A custom tool has the type "custom" and the key "custom" instead.
+    Examples: {"type": "custom", "name": "f"} returns {"type": "custom", "custom": {"name": "f"}}. A
+    function or `allowed_tools` is converted in the same way. "none", "auto", "required" and a
+    choice in the format of chat completions are returned unchanged. "" and {} return "auto".
 
     Raises: FieldError if the choice has no known form.
     """
@@ -59,13 +60,13 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
     if choice in ("none", "auto", "required"):
         return choice
     if isinstance(choice, dict):
-        if any(key in choice for key in ("function", "custom", "allowed_tools")):
-            return choice  # the client has used the format of chat completions
-        kind = choice.get("type")
-        if kind in ("function", "custom"):
-            return {"type": kind, kind: {"name": choice.get("name")}}
-        if choice.get("type") == "allowed_tools":
-            return {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice)}
+        match choice:
+            case {"function": _} | {"custom": _} | {"allowed_tools": _}:
+                return choice  # the client has used the format of chat completions
+            case {"type": "function" | "custom" as kind}:
+                return {"type": kind, kind: {"name": choice.get("name")}}
+            case {"type": "allowed_tools" as kind}:
+                return {"type": kind, kind: _allowed_tools(choice)}
     raise FieldError(
         "tool_choice", f"tool_choice must be {TOOL_CHOICES}, but the request has {shown(choice)}"
     )
@@ -81,6 +82,16 @@ def _allowed_tools(choice: Json) -> Json:
     if isinstance(tools, list):
         tools = [_allowed_tool(tool) for tool in tools]
     return {"mode": choice.get("mode"), "tools": tools}
+
+
+def name_in_chat(chat_tool: Json) -> str:
+    """Return the name of a tool in the format of chat completions.
+
+    Example: {"type": "custom", "custom": {"name": "f"}} returns "f".
+    """
+    kind = chat_tool["type"]
+    name: str = chat_tool[kind]["name"]
+    return name
 
 
 def chat_name(namespace: str | None, name: str) -> str:

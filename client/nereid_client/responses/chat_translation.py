@@ -75,26 +75,37 @@ def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
 def _without_cut_calls(items: Sequence[Json]) -> list[Json]:
     """Return the items without the calls that were cut off, and without the outputs of these calls.
 
-    The status of a call that was cut off is not "completed". However, the arguments are complete if
-    only the marker after the call was cut off. If the client has run such a call, the call is kept.
-
-    Example: a call with the status "incomplete" and the arguments '{"a": 1' is left out. With the
-    arguments '{"a": 1}', the call is left out only if no item contains its output.
+    `_is_cut` describes which calls were cut off.
     """
     ids_of_outputs = {item["call_id"] for item in items if item["type"] in CALL_OF_OUTPUT}
-    ids_of_cut_calls: set[str] = set()
+    # Maps the id of a call to the result of `_is_cut`. Two calls can have the same id. An output
+    # belongs to the last call before the output, so a later call replaces the entry.
+    is_cut_by_id: dict[str, bool] = {}
     kept = []
     for item in items:
-        call_id = item.get("call_id")  # None if the item is neither a call nor an output
+        call_id = item.get("call_id", "")  # missing if the item is neither a call nor an output
         if item["type"] in CALL_OF_OUTPUT.values():
-            has_run = call_id in ids_of_outputs and _has_complete_arguments(item)
-            if item["status"] == "completed" or has_run:
-                ids_of_cut_calls.discard(item["call_id"])
-            else:
-                ids_of_cut_calls.add(item["call_id"])
-        if call_id not in ids_of_cut_calls:
+            is_cut_by_id[call_id] = _is_cut(item, has_output=call_id in ids_of_outputs)
+        if not is_cut_by_id.get(call_id, False):
             kept.append(item)
     return kept
+
+
+def _is_cut(call: Json, *, has_output: bool) -> bool:
+    """Return whether a call was cut off, so that the call is not part of the chat.
+
+    A call was cut off if its status is not "completed". There is one exception: the arguments are
+    complete, because only the marker after the call was cut off, and the client has run the call.
+
+    Example: a call with the status "incomplete" and the arguments '{"a": 1' returns True. With the
+    arguments '{"a": 1}', the result is False if the conversation contains the output of the call.
+
+    Args:
+        call: a function_call or custom_tool_call item.
+        has_output: whether the conversation contains the output of the call.
+    """
+    has_run = has_output and _has_complete_arguments(call)
+    return call["status"] != "completed" and not has_run
 
 
 def _has_complete_arguments(call: Json) -> bool:

@@ -46,13 +46,12 @@ async def pooling(request: Request) -> Response:
     - "token_classify" returns the probabilities of all labels for each token.
     """
     body = await read_request(request, VectorsRequest)
-    served = await choose_model(request, body.model, _kinds_of_model(body.task))
-    output_kind = _kind_of_output(served, body.task)
+    served = await choose_model(request, body.model, _model_kinds(body.task))
+    output_kind = _output_kind(served, body.task)
     require_kind(served, output_kind)
-    # The Triton model `rerank` runs classifiers and rerankers. Most rerankers can also classify:
-    # they have a single label, and return its probability.
-    returns_label_probabilities = served.kind == RERANK
-    if returns_label_probabilities:
+    # Classifiers and rerankers have the kind RERANK. Most rerankers can also classify: they have a
+    # single label, and return its probability.
+    if served.kind == RERANK:
         outputs = await _classify(request, served, body)
         rows = _label_probabilities(outputs, output_kind)
     else:
@@ -79,18 +78,21 @@ async def _encode_rows(rows: Sequence[Floats], vector_type: str) -> str:
     return await join_json_list(items)
 
 
-def _kinds_of_model(task: str | None) -> Sequence[str]:
+def _model_kinds(task: str | None) -> Sequence[str]:
     """Return the kinds of models that can perform a task, or all kinds if `task` is None.
 
-    A classifier has the kind RERANK, because the Triton model `rerank` runs it.
+    Classifiers and rerankers have the kind RERANK. All other models have the kind EMBEDDING.
     """
     if task is None:
         return (EMBEDDING, RERANK)
     return (EMBEDDING,) if task in _EMBEDDING_TASKS else (RERANK,)
 
 
-def _kind_of_output(served: ServedModel, task: str | None) -> str:
-    """Return the kind of output for `task`, or the model's default kind if `task` is None."""
+def _output_kind(served: ServedModel, task: str | None) -> str:
+    """Return the kind of output for a task, such as "dense" for "embed".
+
+    If `task` is None, return the default kind of the model.
+    """
     if task is not None:
         return (_EMBEDDING_TASKS | _CLASSIFIER_TASKS)[task]
     default: str = served.info["kinds"][0]

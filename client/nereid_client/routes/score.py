@@ -72,7 +72,7 @@ async def similarity(request: Request) -> Response:
     try:
         outputs = await call_model(request, served, inputs, options)
     except BackendError as error:
-        raise _locate(error, 1, "inputs.source_sentence", "inputs.sentences") from None
+        raise _correct_index(error, 1, "inputs.source_sentence", "inputs.sentences") from None
     similarities = _cosine_similarities(outputs.arrays["embeddings"], num_queries=1)
     return JSONResponse(similarities.tolist())
 
@@ -104,18 +104,19 @@ async def _call_embedder(
         return await call_model(request, served, body.embedding_inputs, options)
     except BackendError as error:
         num_queries = len(body.query_texts)
-        raise _locate(error, num_queries, body.query_field, body.document_field) from None
+        raise _correct_index(error, num_queries, body.query_field, body.document_field) from None
 
 
-def _locate(
+def _correct_index(
     error: BackendError, num_queries: int, query_field: str, document_field: str
 ) -> BackendError:
-    """Return the error with the field and the index of the wrong query or document.
+    """Return a copy of an error with the correct field and index of the wrong query or document.
 
     The embedding model receives the queries and the documents as one list, so the index in its
-    error counts the queries, too. Example: with one query, "text_2: element 3: has 13 tokens"
-    becomes "text_2: element 2: has 13 tokens", and "text_2: element 0: has 13 tokens" becomes
-    "text_1: element 0: has 13 tokens".
+    error counts the queries, too. The index must be parsed, because the error of the Triton server
+    contains only a text. Example: with one query, "text_2: element 3: has 13 tokens" becomes
+    "text_2: element 2: has 13 tokens", and "text_2: element 0: has 13 tokens" becomes "text_1:
+    element 0: has 13 tokens".
     """
     match = re.match(rf"{re.escape(document_field)}: element (\d+): ", error.message)
     if match is None:

@@ -44,8 +44,9 @@ def _open_file(path: Path) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The mode "w" deletes the lines of earlier servers. Later writes append to the file.
-        return open(path, "w", buffering=1, encoding="utf-8", opener=_open_for_appending)
+        # The mode "w" deletes the lines of earlier servers. `_open_in_append_mode` adds the flag
+        # O_APPEND, which the mode "w" does not include.
+        return open(path, "w", buffering=1, encoding="utf-8", opener=_open_in_append_mode)
     except OSError as error:
         example = Path(tempfile.gettempdir()) / "nereid.log"
         raise CliError(
@@ -54,11 +55,11 @@ def _open_file(path: Path) -> IO[str]:
         ) from None
 
 
-def _open_for_appending(path: str, flags: int) -> int:
-    """Open a file in append mode, and return its descriptor.
+def _open_in_append_mode(path: str, flags: int) -> int:
+    """Open a file with `flags` and O_APPEND, and return its descriptor.
 
-    Programs such as logrotate can then truncate the file. Otherwise, the next write would go to the
-    old position, and zero bytes would fill the file before this position.
+    O_APPEND lets other programs, such as logrotate, truncate the file. Without O_APPEND, the next
+    write would go to the old position, and zero bytes would fill the file before this position.
     """
     return os.open(path, flags | os.O_APPEND, 0o666)
 

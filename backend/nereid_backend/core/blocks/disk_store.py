@@ -162,13 +162,12 @@ class DiskStore:
 
     def _delete_damaged(self, name: str) -> None:
         """Delete a damaged file, and log a warning for the first such file."""
-        path = self._folder / name
         self._warn(
-            f"The file {path} of the prefix cache is damaged or belongs to another model, so it is "
-            "deleted and its tokens are computed again. Further such files are not reported."
+            f"The file {self._folder / name} of the prefix cache is damaged or belongs to another "
+            "model, so it is deleted and its tokens are computed again. Further such files are not "
+            "reported."
         )
-        path.unlink(missing_ok=True)
-        self._forget(name)
+        self._delete_file(name)
 
     def _read_and_touch(self, name: str) -> bytes | None:
         """Return the content of a file, and set its modification time to the current time.
@@ -257,7 +256,10 @@ class DiskStore:
                     continue
                 data = self._pending[name]
             try:
-                self._write_or_delete(name, data)
+                if data is None:
+                    self._delete_file(name)
+                else:
+                    self._write_file(name, data)
             except OSError as error:
                 self._warn(
                     f"The prefix cache cannot write to the folder {self._folder}: {error}. "
@@ -266,29 +268,26 @@ class DiskStore:
             with self._lock:
                 self._pending.remove_if_unchanged(name, data)
 
-    def _write_or_delete(self, name: str, data: bytes | None) -> None:
-        """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
+    def _delete_file(self, name: str) -> None:
+        """Delete a file of the folder, if the file exists."""
+        (self._folder / name).unlink(missing_ok=True)
+        self._forget(name)
 
-        If the folder would become too large, the least recently used files are deleted first. Bytes
-        that exceed the size limit of the whole folder are not written, and an earlier file with
-        this name stays.
+    def _write_file(self, name: str, data: bytes) -> None:
+        """Write a file of the folder. If the file exists already, replace its content.
+
+        If the folder would become too large, the least recently used files are deleted first. If
+        `data` alone exceeds the size limit of the folder, nothing is changed.
         """
-        path = self._folder / name
-        if data is None:
-            path.unlink(missing_ok=True)
-            self._forget(name)
-            return
-        is_too_large_for_folder = len(data) > self._max_bytes
-        if is_too_large_for_folder:
+        if len(data) > self._max_bytes:
             return
         if time.monotonic() >= self._rescan_due:
             self._find_existing_files()
-        # An existing file with this name will be replaced, but its size still counts here. More
-        # files than necessary may therefore be deleted, including this file, but the folder never
-        # exceeds the limit.
+        # An old file with this name exists until the new file replaces it. Therefore the old and
+        # the new file together must not exceed the size limit.
         self._delete_oldest_files(len(data))
-        _write_atomically(path, data)
-        self._forget(name)  # The size of a replaced file no longer counts.
+        _write_atomically(self._folder / name, data)
+        self._forget(name)  # The old file no longer exists, so its size no longer counts.
         with self._lock:
             self._sizes[name] = len(data)
             self._num_bytes += len(data)

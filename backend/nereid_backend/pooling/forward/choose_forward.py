@@ -83,9 +83,10 @@ class _ExpectedVectors:
     is_causal: bool
 
     def of_first_text(self) -> "_ExpectedVectors":
-        """Return the first text and its vectors."""
-        text = self.batch.split()[0]
-        return replace(self, batch=text, vectors=self.vectors[: text.lens[0]])
+        """Return a copy of this object with only the first text and the vectors of this text."""
+        first_text = self.batch.split()[0]
+        num_tokens = first_text.lens[0]
+        return replace(self, batch=first_text, vectors=self.vectors[:num_tokens])
 
 
 class _Comparison(NamedTuple):
@@ -117,13 +118,15 @@ class _Candidate(NamedTuple):
 
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
-    """Choose the method ("packed", "padded" or "rows") that computes the token vectors of batches.
+    """Choose the fastest exact method that computes the token vectors of a batch of texts.
 
-    A method is exact if its vectors equal the vectors of the same texts computed one by one, except
-    for small rounding errors. The methods are tested from the fastest to the slowest, and the first
-    exact method is chosen.
+    The methods are "packed" (all texts are joined into one row), "padded" (all texts are padded to
+    the same length) and "rows" (only texts of equal lengths are computed together). A method is
+    exact if its vectors equal the vectors of the same texts computed one by one, except for small
+    rounding errors.
 
-    Mutates: the model's attention implementation, and the layout of its linear layers.
+    Mutates: the model. The linear layers are packed and merged, and the attention implementation
+    of the chosen method is set.
 
     Args:
         encoder: the loaded model.
@@ -139,11 +142,12 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     # The expected vectors were computed with the original linear layers. From now on, the model
     # runs with packed and merged layers, so the tests below also detect errors in these layers.
     prepack_linears(encoder.model)
-    _merge(encoder, expected)
+    _merge_layers(encoder, expected)
     # Maps each rejected method to the reason for the rejection.
     rejections: dict[str, str] = {}
     if not encoder.accepts_nereid_attention:
         rejections["packed"] = "it does not use transformers' attention interface"
+    # The fastest candidate comes first.
     for method, forward, attention in _candidates(encoder, hook, is_causal=expected.is_causal):
         if encoder.model.config._attn_implementation != attention:
             encoder.model.set_attn_implementation(attention)
@@ -158,18 +162,20 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     )
 
 
-def _merge(encoder: Encoder, expected: _ExpectedVectors) -> None:
+def _merge_layers(encoder: Encoder, expected: _ExpectedVectors) -> None:
     """Merge linear layers that have the same input. Undo the merging if the vectors change.
 
     One matrix product then computes all merged layers. Mutates: the model.
     """
-    forward, one_text = PaddedForward(encoder), expected.of_first_text()
+    forward = PaddedForward(encoder)
+    first_text = expected.of_first_text()
 
-    def difference() -> float:
-        return _compare_with_single_texts(forward, one_text).difference
+    def compute_difference() -> float:
+        return _compare_with_single_texts(forward, first_text).difference
 
-    merge_linears(encoder.model, run=difference)  # `difference` runs the model once
-    if difference() > TOLERANCE[encoder.dtype]:
+    # `merge_linears` calls the function to find out which layers have the same input.
+    merge_linears(encoder.model, run=compute_difference)
+    if compute_difference() > TOLERANCE[encoder.dtype]:
         separate_linears(encoder.model)
 
 

@@ -54,6 +54,15 @@ _AUTO: dict[str, Any] = {
 # a checkpoint lacks such a tensor, or contains such a tensor that the model does not need.
 _SUFFIXES_OF_CONSTANTS = ("position_ids", "token_type_ids", "inv_freq")
 
+# The errors with which `from_pretrained` reports that transformers does not support the model.
+# ValueError: no class supports the config. KeyError: the type of the model is unknown. ImportError:
+# the code of the model needs a package that is not installed.
+_UNSUPPORTED_ERRORS = (ValueError, KeyError, ImportError)
+# The errors that a damaged checkpoint causes in `from_pretrained`. OSError and SafetensorError: a
+# file is missing or broken. RuntimeError: the weights have wrong shapes. TypeError and
+# AttributeError: the config contains values that the code of the model cannot use.
+_DAMAGE_ERRORS = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError)
+
 
 def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
     """Create the model on the CPU, and load its weights.
@@ -64,7 +73,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
     """
     # The arguments describe where the weights are. For an ordinary checkpoint, transformers reads
     # the files in the folder. For a quantised checkpoint, Nereid dequantises the weights, and
-    # passes them as a dict.
+    # passes them as a dict. The argument for the folder is then None.
     arguments = weight_arguments(spec.folder, spec.config, dtype)
     reads_folder = arguments["pretrained_model_name_or_path"] is not None
     try:
@@ -73,13 +82,11 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
             model, report = load(
                 **arguments, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    except (ValueError, KeyError, ImportError) as error:
+    except _UNSUPPORTED_ERRORS as error:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: {first_line(error)}"
         ) from error
-    except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
-        # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
-        # contains values that the model's code cannot use.
+    except _DAMAGE_ERRORS as error:
         raise ModelError(_describe_damage(spec, error)) from error
     _check_missing_weights(spec, report["missing_keys"])
     _check_unused_weights(spec, report["unexpected_keys"])

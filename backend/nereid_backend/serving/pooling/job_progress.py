@@ -37,8 +37,7 @@ _SLICE_SIZE = 2**16
 # An image counts as at least `_MIN_IMAGE_SIZE` bytes, so a slice contains at most 8 images. This
 # limit is needed because decoding one image takes up to half a second, even if the file is small.
 _MIN_IMAGE_SIZE = _SLICE_SIZE // 8
-# The inputs of a job are sent to the engine in groups (slices). At most `_MAX_SLICES` groups of one
-# job are in the engine at the same time.
+# At most `_MAX_SLICES` slices of one job are in the engine at the same time.
 _MAX_SLICES = 2
 # The largest total size of a job's values in bytes. A response of gRPC has less than 2 GiB.
 _MAX_VALUE_BYTES = 2**31 - 2**20
@@ -296,19 +295,17 @@ class WorkerJobs:
     def _add_result(self, result: PoolingResult, started: float) -> None:
         """Store the result of one input. If the job is now complete, send the result of the job.
 
+        If the result is an error, refuse the job. Also refuse the job if its values are too large
+        for one response, because the vectors of all tokens could take all memory of the machine.
+
         Args:
-            result: the result.
+            result: the result. Its `request_id` is the id of a slice (a group of inputs of a job).
             started: the time by time.monotonic() at which the engine began to compute the batch
                 that contains the result.
-
-        If the values of the job are too large for one response, refuse the job. Otherwise, a
-        request for the vectors of all tokens could take all memory of the machine.
 
         Raises:
             EngineError: the result has an error because the GPU is lost (`_refuse_result`).
         """
-        # The engine treats each slice (a group of inputs of one job) as one request. The id of this
-        # request consists of the id of the job and the index of the slice's first input.
         job_id, first = _parse_slice_id(result.request_id)
         progress = self._jobs.get(job_id)
         if progress is None:
@@ -324,10 +321,13 @@ class WorkerJobs:
         if progress.num_bytes > _MAX_VALUE_BYTES:
             self._refuse(progress, _too_large_error(progress.job.field))
             return
-        if not progress.num_left:  # This is the last result of the job.
-            del self._jobs[job_id]
-            done_message = ["done", job_id, progress.started, *progress.outcome().row()]
-            self._send(done_message)
+        if not progress.num_left:
+            self._finish(progress)
+
+    def _finish(self, progress: _JobProgress) -> None:
+        """Remove a complete job, and send its outcome."""
+        del self._jobs[progress.request_id]
+        self._send(["done", progress.request_id, progress.started, *progress.outcome().row()])
 
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
         """Refuse a whole job, because the computation of the input `index` has failed.

@@ -32,19 +32,18 @@ _TOOLS = [
         },
     }
 ]
-# Roles that many chat templates do not know, and the roles that replace them. Clients of OpenAI's
-# API send instructions with the role developer, and older clients send the result of a tool with
-# the role function. For each role, there is also a chat that tests whether a template renders it.
-_REPLACED_ROLES: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "developer": ("system", [{"role": "developer", "content": _TEST_TEXT}, _USER]),
-    "function": (
-        "tool",
-        [
-            _USER,
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "function", "name": "f", "content": _TEST_TEXT},
-        ],
-    ),
+# Maps roles that many chat templates do not render to the roles that replace them. Clients of
+# OpenAI's API send instructions with the role developer, and older clients send the result of a
+# tool with the role function.
+_REPLACED_ROLES = {"developer": "system", "function": "tool"}
+# Maps each of these roles to a chat that tests whether a template renders the role.
+_TEST_CHATS: dict[str, list[dict[str, Any]]] = {
+    "developer": [{"role": "developer", "content": _TEST_TEXT}, _USER],
+    "function": [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "function", "name": "f", "content": _TEST_TEXT},
+    ],
 }
 
 
@@ -201,20 +200,24 @@ class ChatTemplateRenderer:
 
     @cached_property
     def _replacements(self) -> "dict[RequestTemplate, dict[str, str]]":
-        """For each template, a dict from roles that it leaves out to the roles that replace them.
+        """For each template, the roles that it does not render, and the roles that replace them.
 
-        Such a template leaves out messages of this role, or fails because of them.
-
-        Example: the templates of Qwen have {"developer": "system", "function": "tool"}.
+        Example: a template that renders neither developer nor function has the value {"developer":
+        "system", "function": "tool"}.
         """
         return {
             template: {
                 role: replacement
-                for role, (replacement, chat) in _REPLACED_ROLES.items()
-                if not self._renders_test_text(template, self._with_content_for(template, chat))
+                for role, replacement in _REPLACED_ROLES.items()
+                if not self._renders_role(template, role)
             }
             for template in self._templates.values()
         }
+
+    def _renders_role(self, template: "RequestTemplate", role: str) -> bool:
+        """Return whether a template renders the messages of a role in `_REPLACED_ROLES`."""
+        chat = self._with_content_for(template, _TEST_CHATS[role])
+        return self._renders_test_text(template, chat)
 
     @cached_property
     def _call_forms(self) -> "dict[RequestTemplate, CallForm]":

@@ -242,17 +242,19 @@ class BatchStore:
     def delete_expired(self, now: float) -> None:
         """Delete the ended batches whose time `expires_at` is more than KEEP_S seconds ago.
 
-        Also delete each folder without a batch that is older than WINDOW_S seconds. `create` leaves
-        such a folder if the process is killed, and the folder would count towards the limit.
+        Also delete each folder without a batch that is older than WINDOW_S seconds, and each folder
+        whose file batch.json has been damaged for KEEP_S seconds. `create` leaves a folder without
+        a batch if the process is killed. Such folders would count towards the limit.
         """
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)
         for batch_id in self._ids():
             folder = self.folder(batch_id)
-            with suppress(FileNotFoundError):
-                is_old = folder.stat().st_mtime < now - WINDOW_S
-                if is_old and not (folder / "batch.json").exists():
+            with suppress(OSError):  # The folder may be deleted, or too many files may be open.
+                has_file = (folder / "batch.json").exists()
+                oldest = now - (KEEP_S if has_file else WINDOW_S)
+                if folder.stat().st_mtime < oldest and self._read_valid(batch_id) is None:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _ids(self) -> set[str]:
@@ -262,14 +264,24 @@ class BatchStore:
             return set()
 
     def _read(self, batch_id: str) -> Batch | None:
+        """Return a batch, or None if the batch is damaged or cannot be read."""
+        try:
+            return self._read_valid(batch_id)
+        except OSError:
+            return None
+
+    def _read_valid(self, batch_id: str) -> Batch | None:
+        """Return a batch, or None if the folder contains no batch or a damaged batch.
+
+        Raises: OSError if the batch exists, but cannot be read.
+        """
         folder = self.folder(batch_id)
         try:
             batch = Batch.model_validate_json((folder / "batch.json").read_bytes())
-            cancel = folder / "cancel"
-            if cancel.exists():
-                batch.cancelling_at = int(cancel.stat().st_mtime)
-        except (OSError, ValidationError):
+        except (FileNotFoundError, NotADirectoryError, ValidationError):
             return None  # the batch is incomplete, or another process is deleting it
+        with suppress(FileNotFoundError):
+            batch.cancelling_at = int((folder / "cancel").stat().st_mtime)
         return batch
 
 

@@ -257,14 +257,17 @@ class Upload:
         # Adding the sizes of all files in the folder is slow, so the folder is checked only after
         # every `_CHECK_EVERY_BYTES` bytes. A file that alone exceeds the limit is rejected at once.
         exceeds_limit_alone = self.num_bytes > self._store.limits.num_bytes
-        if is_check_due or exceeds_limit_alone:
-            self._unchecked_bytes = 0
-            self._check_folder_size(num_new_bytes=len(data))
         with disk_errors(self._store.folder):
+            if is_check_due or exceeds_limit_alone:
+                self._unchecked_bytes = 0
+                self._check_folder_size(num_new_bytes=len(data))
             self._file.write(data)
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
-        """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes."""
+        """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes.
+
+        Raises: OSError if the disk is full.
+        """
         # `self._store.num_bytes` adds the sizes of all files on the disk, including the file of
         # this upload. Buffered bytes of this file must therefore be written first.
         self._file.flush()

@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import os
+import resource
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from nereid_client.batches.batch_runner import BatchRunner
 from nereid_client.batches.line_requests import LineResponse, LineSlots
 from nereid_client.batches.stored_batches import BatchStore
 from nereid_client.batches.stored_files import FileLimits, FileStore
+from nereid_client.errors import ApiError
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.shared_budget import SharedBudget
 from nereid_client.protocol.batch_requests import CreateBatchRequest
@@ -177,6 +180,29 @@ def test_the_folder_of_a_batch_whose_creation_was_interrupted_is_deleted_after_a
     store.delete_expired(time.time() + 2 * 24 * 3600)
     assert not store.folder(interrupted.id).exists()
     assert store.find(batch.id, "") is not None
+
+
+def test_a_damaged_batch_is_deleted_after_30_days(store):
+    batch, damaged = create(store, num_lines=1), create(store, num_lines=1)
+    os.truncate(store.folder(damaged.id) / "batch.json", 20)
+    store.delete_expired(time.time() + 29 * 24 * 3600)
+    assert store.folder(damaged.id).exists()
+    store.delete_expired(time.time() + 31 * 24 * 3600)
+    assert not store.folder(damaged.id).exists()
+    assert store.find(batch.id, "") is not None
+
+
+def test_a_full_disk_is_named_when_buffered_bytes_of_an_upload_are_written(store):
+    started = store.files.start_upload()
+    started.write(b"a" * 1000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # like a full disk
+    try:
+        with pytest.raises(ApiError, match="cannot write into its folder"):
+            started.write(b"a" * (16 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    started.discard()
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_not_deleted(store, monkeypatch):

@@ -206,10 +206,14 @@ def _quantised_weights(
 def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any config class
     """Return the field quantization_config of a config; None if the checkpoint is not quantised.
 
-    In a multimodal model, the config of the decoder may contain the field.
+    In a multimodal model, the config of the decoder may contain the field. Old checkpoints of MLX
+    have the field `quantization` instead.
     """
     for owner in (config, config.get_text_config(decoder=True)):
         settings = getattr(owner, "quantization_config", None)
+        mlx_settings = getattr(owner, "quantization", None)
+        if not settings and isinstance(mlx_settings, Mapping) and "bits" in mlx_settings:
+            settings = mlx_settings
         if isinstance(settings, Mapping) and settings:
             return dict(settings)
         if settings:
@@ -256,6 +260,9 @@ def _quantisation_method(settings: Settings) -> str:
 
     Examples: {"quant_method": "awq"} returns "awq". {"quant_method": "auto-round",
     "packing_format": "auto_round:auto_gptq"} returns "gptq".
+
+    Raises:
+        UnknownVariantError: if the settings contain no name.
     """
     method = settings.get("quant_method")
     # Old checkpoints of bitsandbytes do not contain the name of the method.
@@ -266,6 +273,11 @@ def _quantisation_method(settings: Settings) -> str:
     for other_method in ("gptq", "awq"):
         if packing.endswith(other_method):
             return other_method
+    if method is None:
+        raise UnknownVariantError(
+            "quantization_config of config.json has no field quant_method, which names the layout "
+            "of the weights. Checkpoints of MLX, which are not supported, lack this field"
+        )
     # The name is a text, or a member of an enum of transformers.
     return str(getattr(method, "value", method))
 

@@ -240,6 +240,20 @@ def test_an_unsupported_method_is_refused_by_name(settings, message, tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("field", ["quantization_config", "quantization"])
+def test_a_checkpoint_of_mlx_is_refused_instead_of_called_damaged(field, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "llama")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = torch.zeros(len(weights[name]), weights[name].shape[1] // 8, dtype=torch.uint32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    config[field] = {"group_size": 64, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="Checkpoints of MLX, which are not supported"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

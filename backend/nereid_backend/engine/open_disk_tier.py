@@ -4,6 +4,7 @@
 import errno
 import hashlib
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 from nereid_backend.config import EngineConfig
@@ -53,11 +54,12 @@ def open_disk_tier(
     """
     assert config.prefix_cache_disk is not None
     prefixes = StoredPrefixes(path)
-    # The cached keys and values depend on the model, the dtypes and the block layout, which
-    # together form the identity. An engine reuses only files that were written with the same
-    # identity.
+    # The cached keys and values depend on the model, the library that contains its code, the dtypes
+    # and the block layout, which together form the identity. An engine reuses only files that were
+    # written with the same identity.
     identity = {
         "model": f"{info.architecture} {model_digest(info.model)}",
+        "code": f"transformers {version('transformers')}",
         "dtype": f"{info.dtype}, weights {config.weight_dtype}",
         "layout": f"block size {info.block_size}, {prefixes.layout}",
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from backend.exactness import PARAMS, open_engine
 from backend.tiny_models import VOCAB_SIZE
-from nereid_backend.engine import disk_tier
+from nereid_backend.engine import disk_tier, open_disk_tier
 from nereid_backend.errors import ConfigError
 
 from backend import shrink
@@ -113,6 +113,12 @@ def test_models_of_other_weights_share_a_folder_but_no_files(saved, tmp_path):
     other = shrink.save("llama", tmp_path / "model")
     assert run_once(other, tmp_path / "disk")[1] == 0
     assert run_once(saved("llama"), tmp_path / "disk", block_size=8)[1] == 0
+
+
+def test_the_files_of_another_version_of_transformers_are_not_used(saved, tmp_path, monkeypatch):
+    run_once(saved("llama"), tmp_path)
+    monkeypatch.setattr(open_disk_tier, "version", lambda _: "4.0.0")
+    assert run_once(saved("llama"), tmp_path)[1] == 0
 
 
 def test_a_folder_that_cannot_be_used_is_refused(saved, tmp_path):

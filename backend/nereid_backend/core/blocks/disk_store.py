@@ -179,7 +179,6 @@ class DiskStore:
         path = self._folder / name
         try:
             data = path.read_bytes()
-            os.utime(path)
         except OSError as error:
             # Another process that uses the folder may delete a file at any time.
             is_expected = isinstance(error, FileNotFoundError) and self._folder.is_dir()
@@ -187,6 +186,8 @@ class DiskStore:
                 self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
             self._forget(name)
             return None
+        with contextlib.suppress(OSError):  # The disk may be read-only after an error.
+            os.utime(path)
         return data
 
     def write(self, key: bytes, content: bytes) -> bool:

@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 
@@ -83,6 +84,16 @@ def test_a_file_of_another_model_under_our_name_is_not_used(tmp_path):
     (ours,), (theirs,) = files_of(tmp_path / "ours"), files_of(tmp_path / "theirs")
     ours.write_bytes(theirs.read_bytes())
     assert open_store(tmp_path / "ours").read(b"a") is None
+
+
+def test_files_on_a_disk_that_became_read_only_are_used(tmp_path, monkeypatch):
+    store = written(tmp_path, {b"a": b"content"})
+
+    def fail(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr(os, "utime", fail)
+    assert store.read(b"a") == b"content"
 
 
 def test_the_files_that_were_not_used_for_the_longest_time_are_deleted(tmp_path):

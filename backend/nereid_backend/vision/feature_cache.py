@@ -72,10 +72,7 @@ class FeatureCache:
         for module in model.modules():
             for name in _METHODS:
                 method = getattr(module, name, None)
-                # If a method has the parameter `input_ids`, its result also depends on the text of
-                # the prompt. The keys of the cache do not depend on the text, so such a method is
-                # not cached.
-                if callable(method) and "input_ids" not in signature(method).parameters:
+                if callable(method) and not _reads_text(method):
                     setattr(module, name, self._cached(method))
                     replaced.add(name)
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
@@ -85,10 +82,10 @@ class FeatureCache:
         """Replace the method `forward` of the audio encoder by a method that uses the cache.
 
         The model has no method `get_audio_features`, which could be replaced instead. If the model
-        has no audio encoder, `get_encoder` returns the model itself.
+        has no audio encoder, `get_encoder` returns the model itself, or the encoder of the text.
         """
         encoder: Any = model.get_encoder(modality="audio")
-        if encoder is not model:
+        if encoder is not model and not _reads_text(encoder.forward):
             encoder.forward = self._cached(encoder.forward)
 
     @contextmanager
@@ -159,6 +156,15 @@ class FeatureCache:
         while self._num_bytes > self._max_bytes:
             _, dropped = self._features.popitem(last=False)
             self._num_bytes -= _num_bytes(dropped)
+
+
+def _reads_text(method: Callable[..., Any]) -> bool:
+    """Return whether a method has the parameter `input_ids`.
+
+    The result of such a method also depends on the text of the prompt. The keys of the cache do not
+    depend on the text, so such a method must not be cached.
+    """
+    return "input_ids" in signature(method).parameters
 
 
 def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model

@@ -172,6 +172,18 @@ def test_models_that_need_images_and_encoder_decoder_models_give_the_tokens_of_g
         engine.close()
 
 
+def test_an_encoder_decoder_model_reads_the_text_of_each_question_about_an_image(tmp_path):
+    folder, *_ = image_archs.build("t5gemma2", tmp_path)
+    answers = []
+    for texts in (["qZ!xy"], ["hello", "qZ!xy"]):
+        engine = open_engine(folder)
+        chats = [chat([picture(1, 60, 40)], text) for text in texts]
+        answers.append([engine.chat(each, PARAMS).outputs[0].token_ids for each in chats])
+        engine.close()
+    assert answers[1][-1] == answers[0][-1]
+    assert answers[1][0] != answers[1][1]
+
+
 def test_a_request_chooses_whether_special_tokens_are_added_to_a_prompt_with_images(tmp_path):
     folder = image_archs.image_types.save("llava", tmp_path, "small")
     processor = ChatProcessor(folder, AutoConfig.from_pretrained(folder))

@@ -49,7 +49,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # The timer closes the connection if the headers of a request do not arrive in time.
     _timer: asyncio.TimerHandle | None = None
-    # Whether the headers of the current request are complete.
+    # Whether the headers of the current request are complete and valid.
     _has_headers = False
     # The number of received bytes that belong to headers, to trailers or to the extension of a
     # chunk's size. The parser calls `on_headers_complete`, `on_body` and `on_message_complete`.
@@ -118,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header.
 
-        Raises: ValueError if the request has too many headers. uvicorn then sends the status 400.
+        Raises: ValueError if there are too many headers. `_parse` then calls `send_400_response`.
         """
         if len(self.headers) >= _MAX_HEADERS:
             raise ValueError("too many headers")
@@ -130,17 +130,19 @@ class LimitedProtocol(HttpToolsProtocol):
         If an earlier request of the connection is running, uvicorn appends the new request to
         `pipeline`, where it waits. Otherwise, the new request becomes the running request.
 
-        Raises: ValueError if too many requests of the connection wait. `_parse` then calls
-            `send_400_response`.
+        Raises: an exception if the URL is invalid, if the client asks for a tunnel (the method
+            CONNECT), or if too many requests wait. `_parse` then calls `send_400_response`.
         """
-        self._has_headers = True
         self._num_header_bytes = 0
         self._stop_timer()
-        if self._asks_for_upgrade():
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("the frontend is no proxy")
+        if self.parser.should_upgrade():
             return  # `_parse_without_upgrade` parses the request again
         if len(self.pipeline) >= _MAX_WAITING_REQUESTS:
             raise ValueError("too many requests of the connection wait")
         super().on_headers_complete()
+        self._has_headers = True
         if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks
             _send_without_chunks(self.cycle)
         is_waiting = bool(self.pipeline)
@@ -174,19 +176,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Record the end of a request. The next bytes are the headers of a new request."""
         self._has_headers = False
         self._num_header_bytes = 0
-        if not self._asks_for_upgrade():
+        if not self.parser.should_upgrade():
             super().on_message_complete()
-
-    def _asks_for_upgrade(self) -> bool:
-        """Return whether the request asks for another protocol, such as a WebSocket or HTTP/2.
-
-        A request with the method CONNECT asks for no other protocol. It is answered with an error.
-        """
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-
-    def _should_upgrade(self) -> bool:
-        """Return False, because the frontend supports no other protocol."""
-        return False
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
         """Remove the header Upgrade from a request, and parse the request again.

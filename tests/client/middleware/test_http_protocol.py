@@ -184,8 +184,12 @@ async def test_too_many_requests_at_once_close_the_connection(port):
         assert answer.count(b"HTTP/1.1 200 OK") <= 101
 
 
-async def test_a_damaged_request_adds_nothing_to_the_response_of_the_running_one(port):
-    assert await exchange(port, b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n", b"garbage\r\n\r\n") == b""
+@pytest.mark.parametrize(
+    "damaged", [b"garbage", b"GET http:// HTTP/1.1\r\nhost: a", b"CONNECT a:1 HTTP/1.1\r\nhost: a"]
+)
+async def test_a_damaged_request_adds_nothing_to_the_response_of_the_running_one(port, damaged):
+    running = b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n"
+    assert await exchange(port, running, damaged + b"\r\n\r\n") == b""
 
 
 async def test_a_damaged_body_is_a_400(port):
@@ -202,6 +206,12 @@ async def test_a_request_that_asks_for_another_protocol_keeps_its_body(port, pro
     answer = await exchange(port, head + b"bo", b"dy" + head + b"body" + close, pause_s=0.1)
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.count(b"\r\n\r\n4\r\nbody\r\n0\r\n\r\n") == 2
+
+
+@pytest.mark.parametrize("target", [b"/echo", b"*", b"a:443"])
+async def test_a_request_for_a_tunnel_is_a_400(port, target):
+    answer = await exchange(port, b"CONNECT " + target + b" HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 async def test_many_requests_that_ask_for_another_protocol_close_the_connection(port, state):

@@ -29,6 +29,10 @@ from pydantic.dataclasses import dataclass
 
 ClassT = TypeVar("ClassT")
 
+# Matches a scheme, the separator :// and a host with an optional port. A browser sends the scheme
+# and the host in lower case.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\sA-Z]+")
+
 
 class SettingsError(ValueError):
     """Raised if a setting is wrong. The message names the setting, the value and the limit."""
@@ -106,16 +110,16 @@ def _check_key(value: object) -> object:
 
 
 def _check_origins(value: str) -> str:
-    """Raise ValueError if a list of origins contains a text that no browser sends as an origin.
+    """Return a list of origins, separated by commas. Raise ValueError for a wrong origin.
 
-    `value` is the list, separated by commas. The function returns it unchanged. Without this check,
-    a text such as "https://example.org/" would allow no page.
+    A wrong origin is a text that no browser sends as an origin. Without this check, a text such as
+    "https://example.org/" would allow no page. The text "*" is also accepted, and allows all pages.
     """
     for item in filter(None, map(str.strip, value.split(","))):
-        if item not in ("*", "null") and not re.fullmatch(r"[a-z][\w+.-]*://[^/*\sA-Z]+", item):
+        if item not in ("*", "null") and not _ORIGIN.fullmatch(item):
             raise ValueError(
                 "Input should contain origins such as https://example.org or "
-                "http://127.0.0.1:8080, in lower case, without a path and without the character *"
+                "http://127.0.0.1:8080, in lower case, without a path and without a * in an origin"
             )
     return value
 

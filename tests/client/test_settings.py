@@ -65,7 +65,10 @@ def test_the_message_names_the_variable_the_limit_and_the_value(environment, mes
     assert str(caught.value) == f"{variable}: the value {message}"
 
 
-WRONG_ORIGINS = ["b.org", "https://b.org/", "https://B.org", "https://*.b.org", "http://b.org:*"]
+WRONG_ORIGINS = [
+    *("b.org", "https://b.org/", "https://B.org", "https://*.b.org", "http://b.org:*"),
+    *("hTTPS://b.org", "https://b.org?x", "https://b.org#x", "https://user@b.org"),
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG_ORIGINS)

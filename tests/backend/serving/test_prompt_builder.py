@@ -195,6 +195,24 @@ def test_a_template_that_renders_either_text_or_calls_gets_two_messages(content,
     assert renderer.render(chat_with_call(content)) == f'x;{rendered}f{{"a": 1}};5;'
 
 
+@pytest.mark.parametrize(  # Llama 3.1 refuses a second call, gpt-oss leaves it out.
+    "second_call", ["{{ raise_exception('only single tool-calls') }}", ""]
+)
+def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(second_call):
+    renderer = renderer_of(
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{% if m.tool_calls[1] %}"
+        f"{second_call}"
+        "{% endif %}({{ m.tool_calls[0].function.arguments.a }}){% endif %};{% endfor %}"
+    )
+    chat = chat_with_call("Well.")
+    call = chat[1]["tool_calls"][0]
+    second = {**call, "id": "call2", "function": {"name": "f", "arguments": {"a": 2}}}
+    results = [chat[2], {**chat[2], "tool_call_id": "call2", "content": "6"}]
+    message = {**chat[1], "tool_calls": [call, second]}
+    rendered = renderer.render([chat[0], message, *results[::-1], chat[0]])
+    assert rendered == "x;Well.(1);5;(2);6;x;"
+
+
 def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_calls():
     renderer = renderer_of(  # as the template of gpt-oss
         "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"

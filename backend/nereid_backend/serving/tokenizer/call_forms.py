@@ -3,6 +3,7 @@
 
 import itertools
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ class CallForm:
     """A form of the assistant messages that contain tool calls.
 
     Attributes:
+        has_one_call_each: whether a message with several tool calls becomes several messages with
+            one call, each of which is followed by the result of this call.
         are_separate: whether a message with text becomes two messages: one with the text, and one
             with the tool calls, whose content is None.
         joins_reasoning: whether the text of a message with reasoning is appended to the reasoning.
@@ -23,6 +26,7 @@ class CallForm:
         has_text_arguments: whether the arguments are JSON text instead of an object.
     """
 
+    has_one_call_each: bool
     are_separate: bool
     joins_reasoning: bool
     is_flat: bool
@@ -34,6 +38,8 @@ class CallForm:
         Args:
             messages: messages as `read_messages` returns them. The arguments are objects.
         """
+        if self.has_one_call_each:
+            messages = _with_one_call_each(messages)
         return [converted for message in messages for converted in self._convert(message)]
 
     def _convert(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -63,13 +69,38 @@ class CallForm:
         return function if self.is_flat else {**call, "function": function}
 
 
-CALL_FORMS = tuple(CallForm(*values) for values in itertools.product((False, True), repeat=4))
+CALL_FORMS = tuple(CallForm(*values) for values in itertools.product((False, True), repeat=5))
 """All forms. The first form is the form of `read_messages`, which most templates expect.
 
 The templates of DeepSeek expect arguments that are text, and the template of DeepSeek R1 renders
 tool calls only if the content is None. The template of gpt-oss refuses a message with text,
-reasoning and tool calls.
+reasoning and tool calls, and renders only the first call. The template of Llama 3.1 refuses a
+message with several calls.
 """
+
+
+def _with_one_call_each(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield one message for each tool call. The result of the call follows this message.
+
+    Example: a message with the calls 1 and 2, the result of call 1 and the result of call 2 become
+    a message with call 1, the result of call 1, a message with call 2 and the result of call 2.
+    """
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            yield message
+            continue
+        results = defaultdict(list)
+        while rest and rest[0]["role"] in ("tool", "function"):
+            result = rest.popleft()
+            results[str(result.get("tool_call_id"))].append(result)
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            yield from results.pop(str(call.get("id")), ())
+            message = {"role": message["role"], "content": ""}
+        yield from itertools.chain.from_iterable(results.values())
 
 
 def _with_joined_reasoning(message: dict[str, Any]) -> dict[str, Any]:

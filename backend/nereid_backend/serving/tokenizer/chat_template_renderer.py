@@ -238,9 +238,9 @@ class ChatTemplateRenderer:
         The template must render the arguments of a call. If the form appends text to the reasoning,
         the template must also render the reasoning.
         """
-        chats = [_chat_with_call(argument=_TEST_TEXT)]
+        chats = [_chat_with_calls(argument=_TEST_TEXT)]
         if form.joins_reasoning:
-            chats.append(_chat_with_call(reasoning=_TEST_TEXT))
+            chats.append(_chat_with_calls(reasoning=_TEST_TEXT))
         converted = [self._with_content_for(template, form.convert(chat)) for chat in chats]
         return all(self._renders_test_text(template, chat, _TOOLS) for chat in converted)
 
@@ -284,19 +284,21 @@ class ChatTemplateRenderer:
         return {name: RequestTemplate(source) for name, source in sources.items()}
 
 
-def _chat_with_call(*, argument: str = "1", reasoning: str = "Hm.") -> list[dict[str, Any]]:
-    """Return a chat with a tool call and its result.
+def _chat_with_calls(*, argument: str = "1", reasoning: str = "Hm.") -> list[dict[str, Any]]:
+    """Return a chat with two tool calls and their results. The second call has the argument.
 
-    The id of the call has 9 letters and digits, because some templates require such an id.
+    The id of a call has 9 letters and digits, because some templates require such an id.
     """
-    function = {"name": "f", "arguments": {"a": argument}}
-    return [
-        _USER,
+    calls = [
         {
-            "role": "assistant",
-            "content": "Well.",
-            "reasoning": reasoning,
-            "tool_calls": [{"id": "call12345", "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": "5"},
+            "id": f"call1234{number}",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": a}},
+        }
+        for number, a in enumerate(("0", argument))
     ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "5"} for call in calls
+    ]
+    message = {"role": "assistant", "content": "Well.", "reasoning": reasoning, "tool_calls": calls}
+    return [_USER, message, *results]

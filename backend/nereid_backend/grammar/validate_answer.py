@@ -147,13 +147,8 @@ def _check_exclusive(
     In draft 4, the value of the keyword is a boolean, which determines whether `minimum` or
     `maximum` is exclusive. Example: {"minimum": 3, "exclusiveMinimum": true} allows 4, but not 3.
 
-    Args:
-        keyword: "exclusiveMinimum" or "exclusiveMaximum".
-        bound: "minimum" or "maximum".
-        validator: the validator that checks the instance.
-        value: the value of the keyword.
-        instance: the value that is checked.
-        schema: the schema that contains the keyword.
+    `bound` is "minimum" or "maximum". jsonschema passes `validator`, `value` (the value of the
+    keyword), `instance` (the value to check) and `schema` to each function that checks a keyword.
     """
     if not isinstance(value, bool):
         return _CURRENT_DRAFT.VALIDATORS[keyword](validator, value, instance, schema)

@@ -80,13 +80,6 @@ class XGrammarGrammar:
     """Implements the interface `Compiled` with xgrammar."""
 
     def __init__(self, grammar: Any, *, can_force: bool) -> None:  # noqa: ANN401 - untyped
-        """Store a compiled grammar.
-
-        Args:
-            grammar: the grammar that xgrammar has compiled.
-            can_force: whether all texts that the grammar forces are short. `forced` may compute
-                only short texts.
-        """
         self._grammar = grammar
         self._can_force = can_force
         self.num_bytes = int(grammar.memory_size_bytes)
@@ -101,6 +94,7 @@ class XGrammarMatcher:
 
     def __init__(self, matcher: Any, *, can_force: bool) -> None:  # noqa: ANN401 - untyped
         self._matcher = matcher
+        # Whether `forced` may compute the forced texts, because all of them are short.
         self._can_force = can_force
 
     def accept(self, token_id: int) -> bool:

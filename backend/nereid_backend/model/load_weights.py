@@ -76,12 +76,12 @@ def _choose_loader(
         ModelError: if the checkpoint is damaged or not supported.
     """
     if form_that_fits(config, device) is WeightForm.ROUNDED:
-        return _load_rounded  # rounds each weight when it is read
+        return _load_rounded  # The unrounded weights do not fit into the memory.
     if config.weight_dtype != "auto":
-        return _load_quantised  # loads all weights, rounds them, and reports the effect
+        return _load_quantised  # The unrounded weights fit, but the setting requires rounding.
     if config.prepack:
-        return _load_prepacked  # rearranges the weights and does not round them
-    return _read_checkpoint  # does not change the weights
+        return _load_prepacked  # The weights are rearranged, but not rounded.
+    return _read_checkpoint  # The settings permit no change of the weights.
 
 
 def _load_rounded(

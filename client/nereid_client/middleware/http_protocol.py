@@ -102,7 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Parse received bytes. The parser calls the methods `on_...` during this call.
 
-        This method replaces uvicorn's `data_received`, which does not ignore the header Upgrade.
+        Unlike uvicorn's `data_received`, this method ignores the header Upgrade.
         """
         self._unset_keepalive_if_required()
         try:

@@ -145,6 +145,32 @@ def test_lenient_broken_arguments_are_returned_unchanged_and_other_calls_are_kep
     assert [one.arguments for one in message.tool_calls] == ["no json", '{"b": 2}']
 
 
+@pytest.mark.parametrize("policy", [LENIENT, STRICT], ids=["lenient", "strict"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "arguments": ARGS]',
+        '{"name": "f", "arguments": ARGS, "id": x y}',
+        '{"arguments": ARGS, "name": "f"]',
+        '{"name": "f", "arguments": ENCODED]',
+        '[{"name": "f", "arguments": ARGS]',
+    ],
+    ids=["a bracket", "a member", "arguments before the name", "encoded arguments", "an array"],
+)
+def test_damaged_json_after_the_arguments_does_not_change_the_arguments(strict, call, policy):
+    arguments = {"a": "x</tool_call>y"}
+    as_text = json.dumps(arguments)
+    text = call.replace("ARGS", as_text).replace("ENCODED", json.dumps(as_text))
+    message = strict(f"<tool_call>{text}</tool_call>", "x", get_format(tools="hermes"), policy, [])
+    assert (calls(message), message.content) == ([("f", arguments)], None)
+
+
+def test_text_after_a_damaged_call_without_markers_is_content(strict):
+    text = '{"name": "f", "parameters": {"a": "x"}] It is done.'
+    message = strict(text, "x", get_format(tools="llama3_json"), LENIENT)
+    assert (calls(message), message.content) == ([("f", {"a": "x"})], "] It is done.")
+
+
 def test_strict_calls_are_returned_when_their_arguments_are_complete():
     text = "</think>" + SECTION.format(call())
     events = stream(V31, text, 1, prompt=THINKING, policy=STRICT, tools=TOOLS)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 
-from nereid_parsers.stream.bodies.body_reader import BROKEN_ARGUMENTS, BodyReader
+from nereid_parsers.stream.bodies.body_reader import (
+    BROKEN_AFTER_ARGUMENTS,
+    BROKEN_ARGUMENTS,
+    BodyReader,
+)
 from nereid_parsers.stream.expected_call import MatchedCall
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer
@@ -161,6 +165,10 @@ class OpenCall:
             # this JSON text, for example with closing brackets.
             self._body_reader.end_invalid_call()
             return Outcome.ENDED
+        if self._body_reader.has_all_arguments and not self.variant.closing_markers:
+            # No marker shows where the tool call ends, so the rest of the text may be content.
+            self._call_writer.end(BROKEN_AFTER_ARGUMENTS)
+            return Outcome.ENDED
         has_ended = self.end_at_marker_in_arguments()
         return Outcome.ENDED if has_ended else Outcome.BROKEN
 
@@ -178,6 +186,8 @@ class OpenCall:
         closing_markers = self.variant.closing_markers
         if not closing_markers or not self._body_reader.writes_model_text:
             return False
+        if self._body_reader.has_all_arguments:  # A marker in these arguments is a part of a value.
+            return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_to_reread = self._call_writer.cut_arguments_at(first_tag)
         if text_to_reread is None:
@@ -194,18 +204,26 @@ class OpenCall:
         written, so `}` is read and written, and the tool call ends. The marker stays unread. If no
         marker has arrived yet, all text is read and written, and the tool call stays open.
 
+        If the text after complete arguments is invalid, as in `{"name": "f", "arguments": {}]`,
+        this text is read, but not written.
+
         Returns:
             Whether the tool call has ended, because a marker was found.
         """
         arguments_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
         if arguments_end > self._buffer.pos:
             piece = self._buffer.take_until(arguments_end)
-            self._call_writer.write(piece)
+            if not self._body_reader.has_all_arguments:
+                self._call_writer.write(piece)
             self._accept_call_text(piece)
         if not marker:
             return False
-        self._call_writer.end(BROKEN_ARGUMENTS)
+        self._call_writer.end(self._fault())
         return True
+
+    def _fault(self) -> str:
+        """Return the description of the fault in a tool call that is not valid JSON."""
+        return BROKEN_AFTER_ARGUMENTS if self._body_reader.has_all_arguments else BROKEN_ARGUMENTS
 
     def finish(self) -> bool:
         """If the message ends inside a tool call, end this tool call.
@@ -258,5 +276,5 @@ class OpenCall:
     def finish_broken(self) -> None:
         """At the end of the message, end an open tool call whose arguments are not valid JSON."""
         if self._call_writer.is_open:
-            self._call_writer.end(BROKEN_ARGUMENTS)
+            self._call_writer.end(self._fault())
             self._text_writer.end_traced_call()

@@ -14,6 +14,7 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 # description.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
+BROKEN_AFTER_ARGUMENTS = "the text after the arguments is not valid JSON"
 
 # A method that reads a text from a given position on. It returns the position at which it stopped,
 # or NEED_MORE if more text is required.
@@ -99,6 +100,14 @@ class BodyReader:
         """Set the status to BROKEN, because the text at `pos` is not valid. Return `pos`."""
         self.status = BROKEN
         return pos
+
+    @property
+    def has_all_arguments(self) -> bool:
+        """Whether the arguments of the open tool call are complete, but its text is not.
+
+        Example: in `{"name": "f", "arguments": {"a": 1}, "id"`, the arguments are complete.
+        """
+        return False
 
     def end_invalid_call(self) -> None:
         """Complete the JSON text of the arguments, and end the invalid tool call.

@@ -160,6 +160,11 @@ class ArrayReader(BodyReader):
         self._is_bracket_open = True
         return pos + 1
 
+    @property
+    def has_all_arguments(self) -> bool:
+        """Whether the arguments of the open member have been read, but not its closing brace."""
+        return self._member is not None and self._member.has_all_arguments
+
     def finish(self) -> None:
         """End the open tool call and set `status`, because the message has ended.
 

@@ -50,6 +50,7 @@ class CallParts:
         name: The function's name, or None if the name has not been read.
         call_id: The id of the tool call, or "" if no id has been read.
         has_arguments: Whether the arguments have started.
+        has_all_arguments: Whether the arguments have ended.
         early_arguments: The pieces of arguments that precede the name. The pieces are stored until
             the name starts the tool call.
     """
@@ -57,6 +58,7 @@ class CallParts:
     name: str | None = None
     call_id: str = ""
     has_arguments: bool = False
+    has_all_arguments: bool = False
     early_arguments: list[str] = field(default_factory=list)
 
 

@@ -68,6 +68,11 @@ class ObjectReader(StepReader):
             self._start_call()
         super().finish()
 
+    @property
+    def has_all_arguments(self) -> bool:
+        """Whether the arguments have been read, but not the brace that closes the object."""
+        return self._parts.has_all_arguments
+
     # ---- the structure of the object -------------------------------------------------------------
 
     def _read_opening_brace(self, text: str, pos: int) -> int:
@@ -248,6 +253,8 @@ class ObjectReader(StepReader):
         if self._scanner.status is BROKEN:
             self.status = BROKEN
         elif self._scanner.status is DONE:
+            # The value is that of the arguments, or precedes or follows them.
+            self._parts.has_all_arguments = self._parts.has_arguments
             self._next_step = self._read_key_or_closing_brace
 
     # ---- name, id and arguments ------------------------------------------------------------------
@@ -382,6 +389,7 @@ class ObjectReader(StepReader):
             text: The decoded value of the JSON string.
         """
         self._write_or_store(text.strip() or "{}")
+        self._parts.has_all_arguments = True
         self._next_step = self._read_key_or_closing_brace
 
     def _write_or_store(self, text: str) -> None:

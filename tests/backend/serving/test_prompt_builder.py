@@ -151,6 +151,48 @@ def test_the_result_of_a_function_becomes_that_of_a_tool_if_the_template_would_o
     assert rendered == "user: x;assistant: ;function: 5;"
 
 
+ONLY_FIRST_SYSTEM_MESSAGE = (
+    "{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.role }}: "
+    "{{ m.content }};{% else %}LATER{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("later", ["", "{{ raise_exception('must be at the beginning') }}"])
+def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_messages(later):
+    renderer = renderer_of(ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later))
+    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "x"}
+    assert renderer.render([system, {**system, "content": "b"}, user]) == "system: a\n\nb;user: x;"
+    assert renderer.render([user, system]) == "user: x;user: a;"
+
+
+def test_no_system_message_is_lost_if_the_last_one_replaces_the_others():
+    renderer = renderer_of(  # as the template of DeepSeek R1
+        "{% set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}"
+        "{% set ns.system = m.content %}{% endfor %}{{ ns.system }};"
+        "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
+    )
+    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "x"}
+    assert renderer.render([system, user, {**system, "content": "b"}]) == "a;x;b;"
+
+
+def test_system_messages_that_a_template_renders_are_not_changed():
+    renderer = renderer_of("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "x"}
+    expected = "system: a;system: a;user: x;system: a;"
+    assert renderer.render([system, system, user, system]) == expected
+
+
+def test_system_messages_of_a_chat_with_images_are_merged():
+    renderer = renderer_of(
+        "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %};{% endif %}{% endfor %}"
+    )
+    system = {"role": "system", "content": [{"type": "text", "text": "a"}]}
+    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}
+    assert renderer.render([system, system, user]) == "a\n\na;x;"
+
+
 def chat_with_call(content=None, **fields):
     """Return the messages of a chat in which the model has called a function, as clients send it.
 

@@ -11,6 +11,10 @@ from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.call_forms import CALL_FORMS, CallForm
 from nereid_backend.serving.tokenizer.chat_messages import as_parts
 from nereid_backend.serving.tokenizer.chat_tools import with_optional_fields
+from nereid_backend.serving.tokenizer.system_messages import (
+    merge_first_system_messages,
+    with_later_system_messages_as_user,
+)
 
 if TYPE_CHECKING:
     from nereid_parsers.template import RequestTemplate
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 # The content of a message that is rendered to test a chat template.
 _TEST_TEXT = "nereid7text7test"
 _USER = {"role": "user", "content": "Hi"}
+_ASSISTANT = {"role": "assistant", "content": "Hello"}
+_SYSTEM = {"role": "system", "content": "Be brief."}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 # Tools that are offered if a chat with a tool call is rendered to test a chat template. Some
 # templates render tool calls only if the request has tools.
@@ -93,8 +99,10 @@ class ChatTemplateRenderer:
         """Render chat messages, and return the text. Rendering has limits on time and on size.
 
         If the template does not render messages of the role developer, they become messages of the
-        role system. In the same way, the role function becomes the role tool. Tool calls are
-        converted to the form that the template expects.
+        role system. In the same way, the role function becomes the role tool. If the template
+        renders only the first system message, the system messages at the start are merged, and
+        later system messages become messages of the user. Tool calls are converted to the form that
+        the template expects.
 
         Example: the template `{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}`
         and the messages `[{"role": "user", "content": "Hi"}]` return "user: Hi;".
@@ -119,6 +127,8 @@ class ChatTemplateRenderer:
             messages = [
                 {**each, "role": roles.get(each["role"], each["role"])} for each in messages
             ]
+        if any(each.get("role") == "system" for each in messages[1:]):
+            messages = self._with_system_messages_for(template, messages)
         if any(each.get("tool_calls") for each in messages):
             messages = self._call_forms[template].convert(messages)
         messages = self._with_content_for(template, messages)
@@ -218,6 +228,51 @@ class ChatTemplateRenderer:
         """Return whether a template renders the messages of a role in `_REPLACED_ROLES`."""
         chat = self._with_content_for(template, _TEST_CHATS[role])
         return self._renders_test_text(template, chat)
+
+    def _with_system_messages_for(
+        self, template: "RequestTemplate", messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Change system messages that the template leaves out or refuses."""
+        if template not in self._templates_for_several_first:
+            messages = merge_first_system_messages(messages)
+        if template not in self._templates_for_later:
+            messages = with_later_system_messages_as_user(messages)
+        return messages
+
+    @cached_property
+    def _templates_for_several_first(self) -> "list[RequestTemplate]":
+        """The templates that render several system messages at the start of a chat."""
+        return [
+            template
+            for template in self._templates.values()
+            if self._renders_each_system_message(template, [_SYSTEM, _SYSTEM, _USER])
+        ]
+
+    @cached_property
+    def _templates_for_later(self) -> "list[RequestTemplate]":
+        """The templates that render a system message after other messages."""
+        # Some templates require that the roles user and assistant alternate, and others do not know
+        # the role assistant. Therefore, a template needs to render only one of these chats.
+        chats = ([_USER, _ASSISTANT, _SYSTEM, _USER], [_USER, _SYSTEM])
+        return [
+            template
+            for template in self._templates.values()
+            if any(self._renders_each_system_message(template, [_SYSTEM, *chat]) for chat in chats)
+        ]
+
+    def _renders_each_system_message(
+        self, template: "RequestTemplate", chat: list[dict[str, Any]]
+    ) -> bool:
+        """Return whether a template renders all messages of a chat that are `_SYSTEM`."""
+        positions = [index for index, message in enumerate(chat) if message is _SYSTEM]
+        chats_to_test = (
+            [*chat[:index], {**_SYSTEM, "content": _TEST_TEXT}, *chat[index + 1 :]]
+            for index in positions
+        )
+        return all(
+            self._renders_test_text(template, self._with_content_for(template, each))
+            for each in chats_to_test
+        )
 
     @cached_property
     def _call_forms(self) -> "dict[RequestTemplate, CallForm]":

@@ -369,16 +369,52 @@ def _default_gpu_bytes(
     return available_bytes - activations - adapter_bytes
 
 
-def available_memory() -> int:
-    """Return the free main memory in bytes, within the limit of the container."""
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the free main memory in bytes, within the limit of the container.
+
+    Args:
+        cgroup: the folder with the limits of the container (its control group).
+    """
     available_bytes = _available_in_meminfo()
     if available_bytes is None:
         available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    container_limit = _read_number("memory.max")
-    container_used = _read_number("memory.current")
-    if container_limit is not None and container_used is not None:
-        available_bytes = min(available_bytes, max(0, container_limit - container_used))
-    return available_bytes
+    # The kernel has two versions of control groups, whose files have different names.
+    version_2 = _available_in_container(
+        cgroup, limit_file="memory.max", used_file="memory.current", freeable="inactive_file"
+    )
+    version_1 = _available_in_container(
+        cgroup / "memory",
+        limit_file="memory.limit_in_bytes",
+        used_file="memory.usage_in_bytes",
+        freeable="total_inactive_file",
+    )
+    limits = [number for number in (version_2, version_1) if number is not None]
+    return min([available_bytes, *limits])
+
+
+def _available_in_container(
+    folder: Path, *, limit_file: str, used_file: str, freeable: str
+) -> int | None:
+    """Return the free memory of a container in bytes; None if the container has no limit.
+
+    The used memory includes the cached pages of files, such as the weight files. If such a page is
+    inactive, the kernel can free it at once, so it counts as free.
+
+    Args:
+        folder: the folder of the control group.
+        limit_file: the name of the file with the limit.
+        used_file: the name of the file with the used bytes.
+        freeable: the entry of memory.stat with the used bytes that the kernel can free at once.
+    """
+    try:
+        # The file does not exist outside of containers, and contains "max" if there is no limit.
+        limit_bytes = int((folder / limit_file).read_text())
+        used_bytes = int((folder / used_file).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()  # such as "inactive_file 4096"
+        freeable_bytes = int(dict(line.split() for line in lines).get(freeable, 0))
+    except (OSError, ValueError):
+        return None
+    return max(0, limit_bytes - used_bytes + freeable_bytes)
 
 
 def _available_in_meminfo() -> int | None:
@@ -403,11 +439,3 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
-
-
-def _read_number(name: str) -> int | None:
-    """Return the number in a file of /sys/fs/cgroup; None if the file contains no number."""
-    try:
-        return int((Path("/sys/fs/cgroup") / name).read_text())
-    except (OSError, ValueError):
-        return None

@@ -52,3 +52,22 @@ def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others,
     config.lora_adapters["name"] = "/folder"
     with_adapters = limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB)
     assert with_adapters == expected - config.lora_memory
+
+
+@pytest.mark.parametrize(
+    ("folder", "files"),
+    [
+        ("", ("memory.max", "memory.current", "inactive_file")),
+        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_cached_pages_of_files_are_free_memory_of_a_container(folder, files, tmp_path):
+    limit, used, freeable = files
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text("500000\n")
+    (group / used).write_text("400000\n")
+    (group / "memory.stat").write_text(f"anon 100000\n{freeable} 250000\n")
+    assert limits.available_memory(tmp_path) == 350_000
+    (group / limit).write_text("max\n")
+    assert limits.available_memory(tmp_path) > 500_000

@@ -65,6 +65,28 @@ def test_a_word_in_a_templates_text_is_no_variable():
     assert has_variable("{%- if thinking -%}", "thinking")
 
 
+@pytest.mark.parametrize("text", ["'{\"a\": {}}'", "'it is %}'", '"don\'t"'])
+def test_braces_and_quotes_in_a_string_do_not_hide_a_later_variable(text):
+    template = f"{{{{ {text} }}}}{{% if enable_thinking %}}{{{{ 'x' }}}}{{% endif %}}"
+    assert has_variable(template, "enable_thinking")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set ns = namespace(thinking=true) %}{% if ns.thinking %}<think>{% endif %}",
+        "{# {{ thinking }} #}",
+        "{% raw %}{{ thinking }}{% endraw %}",
+        "{% if thinking",
+    ],
+    ids=["a namespace", "a comment", "a raw block", "a syntax error"],
+)
+def test_a_name_that_the_template_does_not_read_is_no_variable(template):
+    assert not has_variable(template, "thinking")
+    with pytest.raises(RequestError, match="reasoning_effort"):
+        read_template_kwargs({"reasoning_effort": "none"}, template)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

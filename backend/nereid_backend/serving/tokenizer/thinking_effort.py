@@ -5,8 +5,8 @@ The fields set variables of the chat template and the budget of reasoning tokens
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from nereid_parsers import Format
@@ -27,10 +27,6 @@ _UNLIMITED = -1
 # budget above `_LARGEST_BUDGET`, replace the budget by `_LARGEST_BUDGET`. The output stays the
 # same, because every output has fewer than `_LARGEST_BUDGET` tokens.
 _LARGEST_BUDGET = 2**31 - 1
-# `_CODE` matches the Jinja code between {{ }} or {% %}. `_STRING` matches a string literal inside
-# that code.
-_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, Any]:
@@ -62,14 +58,37 @@ def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, An
 
 
 def has_variable(template: str, variable: str) -> bool:
-    """Return whether the code of a chat template uses the variable with the name `variable`.
+    """Return whether the code of a chat template reads the variable with the name `variable`.
 
-    The name in plain text, in a string literal or after a dot does not count. Examples for the
-    variable "thinking": `{% if thinking %}` returns True. `{{ "thinking" }}` and `{{
-    message.thinking }}` return False.
+    The name in plain text, in a string literal, in a comment or after a dot does not count, and
+    neither does a name to which a value is assigned. Examples for the variable "thinking": `{% if
+    thinking %}` returns True. `{{ "thinking" }}`, `{{ message.thinking }}` and `{% set ns =
+    namespace(thinking=true) %}` return False.
     """
-    code = _STRING.sub("''", " ".join(_CODE.findall(template)))
-    return re.search(rf"(?<![\w.]){variable}(?!\w)", code) is not None
+    return variable in _names_in_code(template)
+
+
+@lru_cache(maxsize=8)
+def _names_in_code(template: str) -> frozenset[str]:
+    """Return the names that the code of a chat template reads, including Jinja's keywords.
+
+    Return an empty set if the template has a syntax error. Rendering then reports the error.
+    """
+    # The module is imported here, because only chat requests need jinja2.
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        lexed = list(Environment().lex(template))
+    except TemplateSyntaxError:
+        return frozenset()
+    tokens = [(kind, text) for _line, kind, text in lexed if kind != "whitespace"]
+    texts = [text for _, text in tokens]
+    neighbours = zip(["", *texts], tokens, [*texts[1:], ""], strict=False)
+    return frozenset(
+        text
+        for before, (kind, text), after in neighbours
+        if kind == "name" and before != "." and after != "="
+    )
 
 
 def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:

@@ -77,7 +77,7 @@ def test_braces_and_quotes_in_a_string_do_not_hide_a_later_variable(text):
         "{% set ns = namespace(thinking=true) %}{% if ns.thinking %}<think>{% endif %}",
         "{# {{ thinking }} #}",
         "{% raw %}{{ thinking }}{% endraw %}",
-        "{% if thinking",
+        "{% if thinking 'x %}",
     ],
     ids=["a namespace", "a comment", "a raw block", "a syntax error"],
 )

@@ -60,11 +60,3 @@ class OpenStreams:
     def remove(self, state: StepState) -> None:
         """Remove the stream to which `state` belongs. Do nothing if this stream is not open."""
         self._streams.pop(state.slot, None)
-
-    def clear(self) -> None:
-        """Remove all streams. Call this method after a restart of the executor process.
-
-        The new executor process numbers its streams from 1 again.
-        """
-        self._streams.clear()
-        self._serials.clear()

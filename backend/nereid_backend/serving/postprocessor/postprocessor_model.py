@@ -37,6 +37,9 @@ from nereid_backend.text.token_text import TokenText
 # 256 streams, each stream is checked every 0.64 s.
 _CANCEL_CHECK_S = 0.1
 _CANCEL_CHECKS_PER_SECOND = 400
+# If the executor is loaded again, for example with other settings, the old executor continues its
+# streams while the new executor already begins streams.
+_MAX_EXECUTORS = 2
 
 
 class PostprocessorModel:
@@ -57,12 +60,13 @@ class PostprocessorModel:
         self._decode_without_special_tokens = decoder(tokenizer, skip_special_tokens=True)
         # The texts of single tokens, for log-probabilities.
         self._texts = TokenText(tokenizer)
-        # The shared memory that the executor reads.
-        self._feedback = FeedbackWriter()
         self._tracing = Tracing("postprocessor")
-        # The client requests that have not ended. The key of a request is its slot in the shared
-        # memory.
-        self._streams = OpenStreams()
+        # The shared memory of each executor, and the client requests of the executor that have not
+        # ended. The key is the address of the shared memory. The last entry belongs to the executor
+        # that has sent the present step.
+        self._executors: dict[bytes, tuple[FeedbackWriter, OpenStreams]] = {}
+        # The values of the last entry in `_executors`.
+        self._feedback, self._streams = FeedbackWriter(), OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
         """Process the messages in `requests` in order, and respond to each message.
@@ -125,20 +129,25 @@ class PostprocessorModel:
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        If the step comes from a restarted executor, remove all open streams, because the restarted
-        executor numbers its streams from 1 again.
+        Each executor numbers its streams from 1, so each executor has open streams of its own. The
+        streams of an executor that has ended are removed when further executors have started.
 
         Raises:
             RequestError: the step was not signed by an executor.
+
+        Mutates: `_feedback` and `_streams`, which then belong to the executor.
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
-        previous_address = self._feedback.address
-        packed_state = self._feedback.attach_and_verify(message)
-        # Each message contains the random address of the executor's shared memory. A restarted
-        # executor has a new address.
-        is_from_restarted_executor = self._feedback.address != previous_address
-        if is_from_restarted_executor:
-            self._streams.clear()
+        # Each message begins with the random address of the executor's shared memory.
+        address = message.partition(b"\n")[0]
+        feedback, streams = self._executors.get(address) or (FeedbackWriter(), OpenStreams())
+        packed_state = feedback.attach_and_verify(message)
+        # Move the executor to the end of the dict, so that the first one is the longest unused one.
+        self._executors.pop(address, None)
+        self._executors[address] = feedback, streams
+        self._feedback, self._streams = feedback, streams
+        if len(self._executors) > _MAX_EXECUTORS:
+            del self._executors[next(iter(self._executors))]
         return StepState.unpack(packed_state)
 
     def _add_step(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401

@@ -118,6 +118,24 @@ def test_streams_of_a_restarted_executor_begin_again(shared_postprocessor, execu
     restarted.close()
 
 
+def test_streams_of_an_executor_continue_while_another_one_replaces_it(
+    shared_postprocessor, executor
+):
+    replacement = FeedbackReader(4)
+    executors = (executor, replacement)
+    for one in executors:
+        first = StepState(0, 1, 1, TOKENS, opening=opening())
+        assert send_step(shared_postprocessor, one, first).error is None
+    for one in executors:
+        assert send_step(shared_postprocessor, one, StepState(0, 1, 2, TOKENS)).error is None
+    last = (SequenceDelta(0, (5, 6), (-1.0, -2.0), ending=Ending("stop")),)
+    for one in executors:
+        end = send_step(shared_postprocessor, one, StepState(0, 1, 3, last, is_last=True))
+        assert json.loads(end.replies[-1]["delta"][0])["usage"]["completion_tokens"] == 6
+        assert one.consumed(0, 1) == 3
+    replacement.close()
+
+
 class CountingRequest(Request):
     """A request that counts how often the model checks whether the client has cancelled."""
 

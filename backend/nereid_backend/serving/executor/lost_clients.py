@@ -9,6 +9,11 @@ postprocessor does not receive these steps. However, steps reach the postprocess
 which they were sent. Suppose step 7 was sent before step 8. If the postprocessor has consumed step
 8, but not step 7, then step 7 was dropped. The two steps may belong to different streams. If no
 later step was sent, a step counts as dropped after a time limit.
+
+While the postprocessor is loaded again, for example with other settings, the old postprocessor
+processes the steps of older streams, and the new postprocessor those of newer streams. A step can
+then overtake a step of another stream. Therefore a step counts as dropped only if no step of its
+stream has been consumed for a short time.
 """
 
 import itertools
@@ -21,6 +26,9 @@ from nereid_backend.serving.feedback import FeedbackReader
 # at most `_LONGEST_INTERVAL_S` seconds. If more time has passed, this process was probably paused,
 # and perhaps the postprocessor, too.
 _LONGEST_INTERVAL_S = 0.25
+# A step that the postprocessor does not process for `_OVERTAKING_S` seconds was not overtaken by
+# the later step, but dropped.
+_OVERTAKING_S = 1.0
 
 
 class LostClientDetector:
@@ -63,16 +71,16 @@ class LostClientDetector:
 
         A step is a message to the postprocessor. The steps of all streams are numbered together,
         and the server delivers the steps in this order. A step was dropped if the postprocessor has
-        processed a later step of any stream. Example: the postprocessor has processed step 8, but
-        not step 7. Steps also count as dropped if the postprocessor has processed no step of this
-        stream for `patience_s` seconds.
+        processed a later step of any stream, but no step of this stream for `_OVERTAKING_S` s.
+        Example: the postprocessor has processed step 8, but not step 7. Steps also count as dropped
+        if the postprocessor has processed no step of this stream for `patience_s` seconds.
 
         Mutates: removes processed steps from `stream.unconsumed_steps`.
         """
         # `stalled_s` is the time since the postprocessor last processed a step of the stream.
         if stream.unconsumed_steps and stream.stalled_s > self._patience_s:
             return True
-        if not self._has_dropped_step(stream):
+        if stream.stalled_s < _OVERTAKING_S or not self._has_dropped_step(stream):
             return False
         # The postprocessor reports processed steps in shared memory. It may have processed the step
         # since the last read, so read the memory again.

@@ -44,7 +44,21 @@ def test_a_later_step_of_another_stream_shows_that_an_earlier_one_was_dropped():
     line.send(alive)
     assert line.dropped() == []
     line.consume(alive, 1)
+    for _ in range(10):
+        line.look()
     assert line.dropped() == ["1"]
+
+
+def test_a_step_that_is_overtaken_is_not_taken_for_dropped():
+    line = Line()
+    older, newer = line.stream(), line.stream()
+    for step in range(1, 30):
+        line.send(older)
+        line.send(newer)
+        line.consume(newer, step)  # by a new postprocessor, while the old one serves `older`
+        assert line.dropped() == []
+        line.consume(older, step)
+    assert line.dropped() == []
 
 
 def test_an_earlier_step_of_another_stream_shows_nothing():

@@ -65,6 +65,8 @@ class RowsPath:
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
         self._states = SequenceStates(keys.make_cache)
+        # Maps the row of each stored state to the sequence of the state.
+        self._sequences: dict[int, Sequence] = {}
         # Maps each snapshot id to a stored copy of a sequence's recurrent state. Later sequences
         # with the same prefix start from the copy.
         self._snapshots: dict[int, State] = {}
@@ -82,11 +84,13 @@ class RowsPath:
                 tokens have been sampled.
         """
         assert sampled is None, "every input token is in the plan"
+        self._delete_unused_states()
         for chunk in plan.chunks:
             if chunk.is_first:
                 # An earlier sequence may have had the same row number. If the state of the earlier
                 # sequence is still stored, delete this state.
                 self._states.delete(_row(chunk))
+            self._sequences[_row(chunk)] = chunk.sequence
         if plan.snapshots is not None:
             self._load_snapshots(plan, plan.snapshots)
         logits = self._compute_step(plan)
@@ -141,6 +145,17 @@ class RowsPath:
         At least one sequence must have a state.
         """
         return self._states.bytes_per_sequence()
+
+    def _delete_unused_states(self) -> None:
+        """Delete the states of sequences that have ended or were preempted.
+
+        The scheduler uses the memory of these states for snapshots. Such a sequence has lost its
+        row.
+        """
+        unused = [row for row, sequence in self._sequences.items() if sequence.row != row]
+        for row in unused:
+            self._states.delete(row)
+            del self._sequences[row]
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
         """Load states of new sequences from snapshots. Delete snapshots that are no longer needed.

@@ -31,10 +31,12 @@ class _SequenceState:
     """The stored state of one sequence.
 
     Attributes:
+        sequence: the sequence.
         arguments: the arguments of the next call of the model, including its cache.
         num_tokens: the number of tokens that the cache contains; 0 before the first call.
     """
 
+    sequence: Sequence
     arguments: dict[str, Any]
     num_tokens: int
 
@@ -70,6 +72,11 @@ class SinglePath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`."""
         assert sampled is None
+        # Delete the states of sequences that have ended or were preempted, because other sequences
+        # use their memory. Such a sequence has lost its row.
+        self._states = {
+            row: state for row, state in self._states.items() if state.sequence.row == row
+        }
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
             state_key = chunk.sequence.row
@@ -173,7 +180,7 @@ class SinglePath:
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
             arguments = self._arguments_after_call(state, output)
-            self._states[state_key] = _SequenceState(arguments, num_tokens)
+            self._states[state_key] = _SequenceState(sequence, arguments, num_tokens)
         logits: Tensor = output.logits[0]
         return logits
 
@@ -222,7 +229,7 @@ class SinglePath:
         """
         num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
         ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
-        return _SequenceState(self._first_arguments(ids, sequence.images), num_tokens=0)
+        return _SequenceState(sequence, self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Return the decoder's input tokens for the first `num_tokens` tokens of a sequence.

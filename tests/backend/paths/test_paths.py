@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def prompt_chunk(sequence):
 def next_chunk(sequence, token_id):
     sequence.token_ids.append(token_id)
     return Chunk(sequence, len(sequence.token_ids) - 1, 1, True, False, 1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "minimax"])
+def test_the_states_of_ended_sequences_are_deleted(model_type, saved):
+    # The scheduler gives their memory to other sequences and to snapshots.
+    engine = open_engine(saved(model_type))
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, replace(PARAMS, max_tokens=number + 1))
+    while engine.has_work():
+        engine.step()
+    engine.generate([PROMPTS[0]], PARAMS)
+    states = engine._parts.runner._path._states
+    assert len(states._num_tokens if model_type == "qwen3_next" else states) == 1
+    engine.close()
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "inkling_text"])

@@ -110,7 +110,7 @@ def decode_base64(text: str | bytes | memoryview, field: str, limits: ImageLimit
 def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
     """Decode an image file, and return the image as RGB.
 
-    If the EXIF data contain a rotation, the image is rotated.
+    If the EXIF data contain a rotation, the image is rotated. Damaged EXIF data are ignored.
 
     Only the first frame of an animated file is decoded. Transparent pixels are drawn on white.
 
@@ -126,7 +126,6 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
     """
     try:
         import PIL.Image
-        import PIL.ImageOps
     except ImportError as error:
         raise ModelError(
             "images need the package pillow. Install nereid-backend[images]."
@@ -143,8 +142,7 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_size(image.size, field, limits)
                 decoded = _decode_pixels(image, data)
-                # `in_place` avoids a copy. A copy of an image of 16 million pixels needs 64 MB.
-                PIL.ImageOps.exif_transpose(decoded, in_place=True)
+                _rotate(decoded)
                 return _to_rgb(decoded)
     except (RequestError, MemoryError):
         # A MemoryError is not converted to an error about this image, because all images of the
@@ -193,6 +191,24 @@ def _decode_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pi
     # decoded, so remove the decoder.
     image._decoder = None
     return image
+
+
+def _rotate(image: Any) -> None:  # noqa: ANN401 - an image of Pillow
+    """If the EXIF data of a decoded image contain a rotation, rotate the image.
+
+    Mutates: `image`.
+    """
+    import PIL.ImageOps
+
+    try:
+        # `in_place` avoids a copy. A copy of an image of 16 million pixels needs 64 MB.
+        PIL.ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - Pillow can raise any exception for damaged EXIF data
+        # The pixels are not damaged. If the rotation could be read, the image is already rotated,
+        # because Pillow updates the EXIF data last.
+        pass
 
 
 def check_size(size: tuple[int, int], field: str, limits: ImageLimits) -> None:

@@ -87,6 +87,21 @@ def test_the_rotation_in_the_exif_data_is_applied():
     assert image.getpixel((10, 26))[2] > 200
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_damaged_exif_data_are_ignored(kind):
+    image = decode_image(file_of(two_colours(), kind, exif=b"Exif\0\0damaged"), "image", LIMITS)
+    assert image.size == (30, 20)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_an_image_is_rotated_if_other_exif_data_are_damaged(kind):
+    # Two entries: the rotation (6), and a camera model that is a number instead of a text.
+    entries = struct.pack(">HHIHHHHIf", 0x112, 3, 1, 6, 0, 0x110, 11, 1, 1.5)
+    exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", 2) + entries + bytes(4)
+    image = decode_image(file_of(two_colours(), kind, exif=exif), "image", LIMITS)
+    assert image.size == (20, 30)
+
+
 def test_transparent_pixels_are_white():
     image = decode_image(file_of(Image.new("RGBA", (4, 4), (0, 0, 0, 0))), "image", LIMITS)
     assert image.getpixel((1, 1)) == (255, 255, 255)

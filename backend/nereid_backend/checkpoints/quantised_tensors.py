@@ -206,19 +206,26 @@ def _quantised_weights(
 def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any config class
     """Return the field quantization_config of a config; None if the checkpoint is not quantised.
 
-    In a multimodal model, the config of the decoder may contain the field. Old checkpoints of MLX
-    have the field `quantization` instead.
+    In a multimodal model, the config of the decoder may contain the field.
     """
     for owner in (config, config.get_text_config(decoder=True)):
-        settings = getattr(owner, "quantization_config", None)
-        mlx_settings = getattr(owner, "quantization", None)
-        if not settings and isinstance(mlx_settings, Mapping) and "bits" in mlx_settings:
-            settings = mlx_settings
+        settings = settings_in(vars(owner))
         if isinstance(settings, Mapping) and settings:
             return dict(settings)
         if settings:
             return dict(settings.to_dict())
     return None
+
+
+def settings_in(fields: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the quantization_config in the fields of a config; None if there is none.
+
+    Old checkpoints of MLX have the field `quantization` instead. Example: {"group_size": 64,
+    "bits": 4}.
+    """
+    mlx_settings = fields.get("quantization")
+    is_mlx = isinstance(mlx_settings, Mapping) and "bits" in mlx_settings
+    return fields.get("quantization_config") or (mlx_settings if is_mlx else None)
 
 
 def _choose_format(settings: Settings) -> Format:

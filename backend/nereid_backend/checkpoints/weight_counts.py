@@ -12,7 +12,7 @@ import torch
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK
 from nereid_backend.checkpoints.integer_panels import LazyWeight
 from nereid_backend.checkpoints.quantised_tensors import LazyWeight as SafetensorsWeight
-from nereid_backend.checkpoints.quantised_tensors import lazy_weights
+from nereid_backend.checkpoints.quantised_tensors import lazy_weights, settings_in
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.errors import ModelError
 
@@ -92,9 +92,9 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
     # In a multimodal model, the field `quantization_config` may be in the config of the text model
     # instead of the main config.
     text_config = config.get("text_config")
-    settings = config.get("quantization_config")
+    settings = settings_in(config)
     if not settings and isinstance(text_config, dict):
-        settings = text_config.get("quantization_config")
+        settings = settings_in(text_config)
     stored = open_tensors(folder, for_reading=False)
     return dict(lazy_weights(stored, settings, _ANY_DTYPE))
 

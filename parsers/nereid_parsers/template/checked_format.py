@@ -8,7 +8,7 @@ from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.marker_lengths import check_marker_lengths
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
-from nereid_parsers.template.parse_renderings import ONE_CALL_PROOF, Proof, parse_renderings
+from nereid_parsers.template.parse_renderings import ONE_CALL_PROOFS, Proof, parse_renderings
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import ToolFindings
 
@@ -96,7 +96,7 @@ def _wrongly_parsed_call(proofs: list[Proof]) -> Proof | None:
     A proof is a rendered message that was parsed to check the format. The result is also None if
     no message with one tool call was rendered.
     """
-    wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
+    wrong_calls = [proof for proof in proofs if proof.name in ONE_CALL_PROOFS and proof.differs]
     return wrong_calls[0] if wrong_calls else None
 
 

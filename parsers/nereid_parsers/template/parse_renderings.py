@@ -20,6 +20,7 @@ from nereid_parsers.template.conversation import (
     ONE_CALL,
     RESULT_TEXT,
     TOOLS,
+    TWO_ARGUMENTS,
     TWO_CALLS,
     AssistantMessage,
     Conversation,
@@ -32,9 +33,11 @@ from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
-# The name of the `Proof` for a message with one tool call. If this proof shows that the parser
+# The names of the `Proof`s for messages with one tool call. If such a proof shows that the parser
 # returns a wrong tool call, the analysis removes the tool calls from the format.
-ONE_CALL_PROOF = "one call"
+_ONE_CALL = "one call"
+_TWO_ARGUMENTS = "a call with two arguments"
+ONE_CALL_PROOFS = (_ONE_CALL, _TWO_ARGUMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,8 @@ def _conversations(
     if reasoning.conversation is not None:
         yield "reasoning", reasoning.conversation
     if is_call_format_known:
-        yield ONE_CALL_PROOF, conversation_with_calls(*ONE_CALL)
+        yield _ONE_CALL, conversation_with_calls(*ONE_CALL)
+        yield _TWO_ARGUMENTS, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
     if tools.is_parallel:
         yield "two calls", conversation_with_calls(*TWO_CALLS)
     if tools.with_content:

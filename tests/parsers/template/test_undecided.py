@@ -23,6 +23,13 @@ def template(before_content="", call="", argument=""):
     ("source", "words"),
     [
         (
+            template(
+                call="<call {{ c.function.name }}>ARGUMENTS</call>",
+                argument="<arg>{{ {k: v} | tojson }}</arg>",
+            ),
+            "the parser did not return the call",
+        ),
+        (
             template(call="<call {{ c.function.name }}>ARGUMENTS</call>", argument="{{v}}<-{{k}};"),
             "The calls have no form that the analysis knows.",
         ),
@@ -47,6 +54,7 @@ def template(before_content="", call="", argument=""):
         ),
     ],
     ids=[
+        "JSON of each argument",
         "a value before its key",
         "values without markers",
         "keys without markers",

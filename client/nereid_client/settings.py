@@ -96,7 +96,7 @@ def _check_size(value: object) -> object:
     return value
 
 
-def _check_key(value: object) -> object:
+def check_key(value: object) -> object:
     """Return an API key. Raise ValueError if HTTP headers cannot contain the key.
 
     A key from a file often ends with a line end, which no client can send.
@@ -176,7 +176,7 @@ class Settings:
     allow_lora_updates: bool = False
     """Whether clients may load and unload LoRA adapters, and replace the weights of the model."""
 
-    api_key: Annotated[str, BeforeValidator(_check_key)] = Field(default="", repr=False)
+    api_key: Annotated[str, BeforeValidator(check_key)] = Field(default="", repr=False)
     """The API key, which each request needs in the header `Authorization: Bearer KEY`, `x-api-key:
     KEY` or `api-key: KEY`."""
 

@@ -21,14 +21,23 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from nereid_client.errors import ApiError
 from nereid_client.middleware.usage import Usages
-from nereid_client.settings import SettingsError
+from nereid_client.settings import SettingsError, check_key
 
 _CHECK_EVERY_S = 1.0
 _MAX_SHARE_LENGTH = 64
+# Times are computed from limits as floats, which cannot represent all larger integers.
+_Limit = Annotated[int, Field(ge=0, le=2**53)]
 _DIGEST_OF_EMPTY_KEY = hashlib.sha256(b"").hexdigest()
 
 _log = logging.getLogger(__name__)
@@ -39,12 +48,12 @@ class KeyEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    key: str = Field(default="", repr=False)
+    key: Annotated[str, BeforeValidator(check_key)] = Field(default="", repr=False)
     key_sha256: Annotated[str, Field(pattern="^([0-9a-fA-F]{64})?$")] = ""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    requests_per_minute: NonNegativeInt = 0
-    tokens_per_minute: NonNegativeInt = 0
-    max_concurrent_requests: NonNegativeInt = 0
+    requests_per_minute: _Limit = 0
+    tokens_per_minute: _Limit = 0
+    max_concurrent_requests: _Limit = 0
 
     @model_validator(mode="after")
     def _check_key(self) -> "KeyEntry":

@@ -88,6 +88,8 @@ def test_a_damaged_change_leaves_the_previous_keys_valid(write, caplog):
         ("[a]\nweight = 1", "give exactly one of key and key_sha256"),
         ('[a]\nkey = "k"\nweight = 0', "a.weight"),
         ('[a]\nkey = "k"\nrequests = 5', "a.requests"),
+        (f'[a]\nkey = "k"\nrequests_per_minute = {10**400}', "a.requests_per_minute"),
+        ('[a]\nkey = "k\\n"', "no line end"),
         ('[a]\nkey = "k"\n[b]\nkey = "k"', "the same key twice"),
         ("[a", "cannot be read"),
         ('[""]\nkey = "k"', "1 to 64 characters"),

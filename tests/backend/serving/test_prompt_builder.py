@@ -103,6 +103,26 @@ def test_a_template_that_renders_only_lists_of_parts_gets_lists():
     assert continued == "user: a;assistant: bc"
 
 
+@pytest.mark.parametrize(
+    "text", ["{{ m.content }}", "{{ m.content + '' }}", "{{ m.content | tojson }}"]
+)
+def test_a_chat_with_images_keeps_texts_of_roles_whose_lists_the_template_cannot_render(text):
+    renderer = renderer_of(  # as the template of GLM-4.1V
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'user' %}{% for part in m.content %}"
+        "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+        f"{{% else %}}{text}{{% endif %}};{{% endfor %}}"
+    )
+    given = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    messages = read_messages({"messages": given}, RequestLimits.derive(4096, 8))
+    rendered = renderer.render(messages).replace('"', "")
+    assert rendered == "system: s;user: <image>a;assistant: b;user: c;"
+
+
 ONLY_KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }};"
     "{% else %}UNKNOWN{% endif %}{% endfor %}"

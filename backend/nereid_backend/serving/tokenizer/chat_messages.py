@@ -44,13 +44,9 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
         )
     if not messages:
         raise RequestError("messages: the list is empty. Send at least one message.")
-    converted = _with_names_of_functions(
+    return _with_names_of_functions(
         _read_message(message, index, limits) for index, message in enumerate(messages)
     )
-    if any(_has_image(message) for message in messages):
-        # Chat templates for images expect that the content of every message is a list of parts.
-        return [{**message, "content": as_parts(message["content"])} for message in converted]
-    return converted
 
 
 def _with_names_of_functions(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,15 +77,6 @@ def as_parts(content: Any) -> Any:  # noqa: ANN401 - the content of a message
     Example: "Hi" becomes `[{"type": "text", "text": "Hi"}]`. Any other content is not changed.
     """
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether a message contains a placeholder for an image, a video or audio.
-
-    `take_media` has inserted the placeholders.
-    """
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(part in _PLACEHOLDERS for part in content)
 
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON

@@ -38,6 +38,17 @@ _TOOLS = [
         },
     }
 ]
+# For each role, a chat that ends with a message of this role.
+_CHATS_BY_ROLE: dict[str, list[dict[str, Any]]] = {
+    "system": [_SYSTEM],
+    "user": [_USER],
+    "assistant": [_USER, _ASSISTANT],
+    "tool": [
+        _USER,
+        {**_ASSISTANT, "tool_calls": [{"id": "call12340", **_CALL}]},
+        {"role": "tool", "tool_call_id": "call12340", "name": "f", "content": "5"},
+    ],
+}
 # Maps roles that many chat templates do not render to the roles that replace them. Clients of
 # OpenAI's API send instructions with the role developer, and older clients send the result of a
 # tool with the role function.
@@ -203,10 +214,56 @@ class ChatTemplateRenderer:
     def _with_content_for(
         self, template: "RequestTemplate", messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Convert the contents to lists of parts if the template renders only such lists."""
-        if template not in self._templates_for_parts:
+        """Convert texts to lists of parts if the template expects such lists.
+
+        If one message has a list with an image, templates expect a list in each message. However,
+        some templates render only a text in messages of certain roles, see `_roles_of_text`.
+        """
+        if any(isinstance(each.get("content"), list) for each in messages):
+            roles_of_text = self._roles_of_text[template]
+        elif template in self._templates_for_parts:
+            roles_of_text = frozenset()
+        else:
             return messages
-        return [{**each, "content": as_parts(each.get("content"))} for each in messages]
+        return [
+            each
+            if each["role"] in roles_of_text
+            else {**each, "content": as_parts(each.get("content"))}
+            for each in messages
+        ]
+
+    @cached_property
+    def _roles_of_text(self) -> "dict[RequestTemplate, frozenset[str]]":
+        """For each template, the roles whose content must be a text, even in a chat with images.
+
+        Example: the template of GLM-4.1V renders a list in a message of the assistant as
+        "[{'type': 'text', 'text': 'Hello'}]".
+        """
+        return {
+            template: frozenset(
+                role for role in _CHATS_BY_ROLE if not self._renders_parts(template, role)
+            )
+            for template in self._templates.values()
+        }
+
+    def _renders_parts(self, template: "RequestTemplate", role: str) -> bool:
+        """Return whether a template renders the text in a list of parts, but not the list itself.
+
+        If a template renders neither a list nor a text, return true.
+        """
+        *earlier, message = _CHATS_BY_ROLE[role]
+        user = {**_USER, "content": as_parts("Hi")}
+        earlier = [user if each is _USER else each for each in earlier]
+
+        def rendered(content: object) -> str:
+            chat = [*earlier, {**message, "content": content}, user]
+            return self._rendered_test(template, chat, _TOOLS)
+
+        with_parts = rendered(as_parts(_TEST_TEXT))
+        printed_parts = (f"'text': '{_TEST_TEXT}", f'"text": "{_TEST_TEXT}')
+        if _TEST_TEXT in with_parts and not any(each in with_parts for each in printed_parts):
+            return True
+        return _TEST_TEXT not in rendered(_TEST_TEXT)
 
     @cached_property
     def _replacements(self) -> "dict[RequestTemplate, dict[str, str]]":
@@ -306,14 +363,23 @@ class ChatTemplateRenderer:
         tools: list[dict[str, Any]] | None = None,
     ) -> bool:
         """Return whether a template renders messages, and the result contains `_TEST_TEXT`."""
+        return _TEST_TEXT in self._rendered_test(template, messages, tools)
+
+    def _rendered_test(
+        self,
+        template: "RequestTemplate",
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+    ) -> str:
+        """Render messages that test a template. Return "" if the template cannot render them."""
         from nereid_parsers.template import LimitError, RenderRefused
 
         variables = {**self._default_variables(), "messages": messages, "tools": tools}
         try:
-            return _TEST_TEXT in template.render(variables, continue_final_message=False)
+            return template.render(variables, continue_final_message=False)
         except (LimitError, RenderRefused):
             # A chat with such messages would fail with the same error.
-            return False
+            return ""
 
     def _default_variables(self) -> dict[str, Any]:
         """Return the variables that every chat template gets, such as "bos_token" and "tools"."""

@@ -23,7 +23,7 @@ def merge_first_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict
     merged: str | list[Any]
     if all(isinstance(content, str) for content in contents):
         merged = _SEPARATOR.join(contents)
-    else:  # The chat has images, so each content is a list of parts.
+    else:  # At least one of the messages contains an image.
         separator = as_parts(_SEPARATOR)
         lists = [[*as_parts(content), *separator] for content in contents]
         merged = list(itertools.chain.from_iterable(lists))[: -len(separator)]

@@ -235,7 +235,9 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     if not config.requests_drafts and not is_used_by_default:
         return None
     if loaded.spec.removes_tokens:  # the forward path can remove rejected draft tokens
-        return PromptLookup(config.max_draft_tokens)
+        # Only the forward path "packed" verifies draft tokens of sequences with images.
+        accepts_images = loaded.images.name == "packed"
+        return PromptLookup(config.max_draft_tokens, accepts_images=accepts_images)
     if config.requests_drafts:
         report(
             "Speculative decoding (num_speculative_tokens) is off, because the forward path "

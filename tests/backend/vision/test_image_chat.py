@@ -71,6 +71,21 @@ def test_the_second_use_of_an_image_runs_no_encoder(model, engine):
     assert engine._parts.images.features.num_encoded == num_encoded
 
 
+@pytest.mark.usefixtures("cheap_drafts")
+def test_draft_tokens_do_not_change_answers_about_images(model, engine):
+    _, folder, chats, _ = model
+    # With so few tokens, the last tokens of an answer nearly always occur earlier in the answer.
+    params = dataclasses.replace(
+        PARAMS, max_tokens=40, allowed_token_ids=[60, 61, 62, 63], frequency_penalty=0.3
+    )
+    plain = open_engine(folder, num_speculative_tokens=0)
+    expected = [plain.chat(each, params).outputs[0].token_ids for each in chats]
+    plain.close()
+    assert [engine.chat(each, params).outputs[0].token_ids for each in chats] == expected
+    is_packed = engine._parts.images.name == "packed"
+    assert (engine.stats().num_drafts > 0) == is_packed
+
+
 def test_several_answers_share_the_prompt(model, engine):
     _, _, chats, answers = model
     params = image_archs.SamplingParams(

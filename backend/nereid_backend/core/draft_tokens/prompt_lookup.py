@@ -48,13 +48,16 @@ class _Index:
 class PromptLookup:
     """Proposes draft tokens from the earlier text of a sequence; see `Drafter`."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, *, accepts_images: bool = True) -> None:
         """Create an object without sequences.
 
         Args:
             num_tokens: the largest number of draft tokens for one sequence in one step.
+            accepts_images: whether sequences with images get draft tokens. False if their forward
+                path cannot verify draft tokens.
         """
         self.lengths = DraftLengths(num_tokens)
+        self._accepts_images = accepts_images
         self._indices: dict[Sequence, _Index] = {}
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -75,6 +78,8 @@ class PromptLookup:
 
         Mutates: the index of the sequence's n-grams, to which the new n-grams are added.
         """
+        if sequence.images is not None and not self._accepts_images:
+            return []
         # `next_length` limits the draft to a length that probably saves time.
         num_drafts = min(limit, self.lengths.next_length(sequence))
         token_ids = sequence.token_ids

@@ -425,6 +425,19 @@ def test_a_hostile_file_is_refused(content, tmp_path):
         checkpoint_folder(str(path))
 
 
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(gguf.GGMLQuantizationType.I8, "I8"), (31, "number 31"), (99, "number 99")],
+)
+def test_a_type_that_is_not_supported_is_named_instead_of_called_damage(number, name, tmp_path):
+    path = tmp_path / "file.gguf"
+    tensor = text(b"x.weight") + struct.pack("<IQIQ", 1, 64, number, 0)
+    path.write_bytes(header(tensors=1, rest=tensor + bytes(256)))
+    message = rf"file\.gguf: the type {name} of the tensor x\.weight is not supported"
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_gguf(path)
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_never_causes_another_error(data, tmp_path_factory):

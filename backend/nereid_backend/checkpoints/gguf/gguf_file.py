@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from nereid_backend.errors import ModelError
+from nereid_backend.errors import ModelError, UnsupportedModelError
 
 _MAGIC = b"GGUF"  # the first bytes of every GGUF file
 _VERSIONS = (2, 3)
@@ -42,6 +42,11 @@ _STRING_LENGTH_BYTES = 8
 # description of a tensor has at least 24 bytes.
 _MIN_VALUE_BYTES = 13
 _MIN_TENSOR_BYTES = 24
+# The types that the gguf library cannot dequantise.
+_UNSUPPORTED_TYPES = ("Q1_0", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
+# llama.cpp has added and removed types, whose numbers are unknown to the gguf library. In a damaged
+# file, the number is probably larger than this limit.
+_MAX_TYPE = 99
 # If the metadata contains no alignment, each tensor starts at a multiple of `_DEFAULT_ALIGNMENT`
 # bytes.
 _DEFAULT_ALIGNMENT = 32
@@ -100,18 +105,31 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises:
         ModelError: if the file is missing, incomplete or damaged.
+        UnsupportedModelError: if a tensor has a type that is not supported.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
             metadata, tensors = _read_header(content)
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error}).") from error
+    except _UnsupportedTypeError as error:
+        raise UnsupportedModelError(
+            f"{path}: {error} is not supported. Use a GGUF file of another type, such as Q4_K_M, "
+            "or the model's safetensors files."
+        ) from error
     except (ValueError, struct.error) as error:
         raise ModelError(
             f"{path} is incomplete or damaged, or it is not a GGUF file: {error}. Download the "
             "file again."
         ) from error
     return GgufFile(path, metadata, {tensor.name: tensor for tensor in tensors})
+
+
+class _UnsupportedTypeError(Exception):
+    """Raised if a tensor has a type that is not supported.
+
+    The message is the subject of the sentence "... is not supported".
+    """
 
 
 def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
@@ -284,8 +302,9 @@ def _locate_tensor(entry: _TensorEntry, data_start: int) -> GgufTensor:
 
     Raises:
         ValueError: if the type is unknown, or if a row cannot be divided into whole blocks.
+        _UnsupportedTypeError: if the type is not supported.
     """
-    kind = GGMLQuantizationType(entry.kind)
+    kind = _type_of(entry)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     if not entry.shape or entry.shape[-1] % block_size:
         raise ValueError(
@@ -300,6 +319,25 @@ def _locate_tensor(entry: _TensorEntry, data_start: int) -> GgufTensor:
         start=data_start + entry.offset,
         num_bytes=num_blocks * block_bytes,
     )
+
+
+def _type_of(entry: _TensorEntry) -> GGMLQuantizationType:
+    """Return the type of a tensor's numbers.
+
+    Raises:
+        _UnsupportedTypeError: if the type is not supported.
+        ValueError: if the number of the type is larger than all numbers of llama.cpp.
+    """
+    try:
+        kind = GGMLQuantizationType(entry.kind)
+    except ValueError:
+        if entry.kind > _MAX_TYPE:
+            raise
+        message = f"the type number {entry.kind} of the tensor {entry.name}"
+        raise _UnsupportedTypeError(message) from None
+    if kind.name in _UNSUPPORTED_TYPES:
+        raise _UnsupportedTypeError(f"the type {kind.name} of the tensor {entry.name}")
+    return kind
 
 
 def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:

@@ -275,6 +275,22 @@ def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(sec
     assert rendered == "x;Well.(1);5;(2);6;x;"
 
 
+def test_ids_of_calls_are_short_if_the_template_refuses_others():
+    renderer = renderer_of(  # as the templates of Mistral 7B and Mistral Nemo
+        "{% for m in messages %}{% for id in [m.tool_call_id] if id is defined %}"
+        "{% if id | length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ id }}={% endfor %}"
+        "{{ m.content }}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}"
+        "{{ raise_exception('length 9') }}{% endif %}({{ call.id }},{{ call.function.arguments }})"
+        "{% endfor %};{% endfor %}"
+    )
+    chat = chat_with_call()
+    assert renderer.render(chat) == "x;(000000000,{'a': 1});000000000=5;"
+    call = {**chat[1]["tool_calls"][0], "id": "abcDEF123"}
+    result = {**chat[2], "tool_call_id": "abcDEF123"}
+    rendered = renderer.render([*chat, {**chat[1], "tool_calls": [call]}, result])
+    assert rendered.endswith("(abcDEF123,{'a': 1});abcDEF123=5;")
+
+
 def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_calls():
     renderer = renderer_of(  # as the template of gpt-oss
         "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"

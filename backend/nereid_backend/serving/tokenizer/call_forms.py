@@ -16,6 +16,8 @@ class CallForm:
     """A form of the assistant messages that contain tool calls.
 
     Attributes:
+        has_short_ids: whether each id of a tool call has 9 letters and digits. Other ids are
+            replaced.
         has_one_call_each: whether a message with several tool calls becomes several messages with
             one call, each of which is followed by the result of this call.
         are_separate: whether a message with text becomes two messages: one with the text, and one
@@ -26,6 +28,7 @@ class CallForm:
         has_text_arguments: whether the arguments are JSON text instead of an object.
     """
 
+    has_short_ids: bool
     has_one_call_each: bool
     are_separate: bool
     joins_reasoning: bool
@@ -38,6 +41,8 @@ class CallForm:
         Args:
             messages: messages as `read_messages` returns them. The arguments are objects.
         """
+        if self.has_short_ids:
+            messages = _with_short_ids(messages)
         if self.has_one_call_each:
             messages = _with_one_call_each(messages)
         return [converted for message in messages for converted in self._convert(message)]
@@ -69,14 +74,45 @@ class CallForm:
         return function if self.is_flat else {**call, "function": function}
 
 
-CALL_FORMS = tuple(CallForm(*values) for values in itertools.product((False, True), repeat=5))
+CALL_FORMS = tuple(CallForm(*values) for values in itertools.product((False, True), repeat=6))
 """All forms. The first form is the form of `read_messages`, which most templates expect.
 
 The templates of DeepSeek expect arguments that are text, and the template of DeepSeek R1 renders
 tool calls only if the content is None. The template of gpt-oss refuses a message with text,
 reasoning and tool calls, and renders only the first call. The template of Llama 3.1 refuses a
-message with several calls.
+message with several calls. Older templates of Mistral require ids of 9 letters and digits.
 """
+
+_SHORT_ID_LENGTH = 9
+
+
+def _with_short_ids(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Replace each id that does not have 9 letters and digits, in the calls and in the results.
+
+    Example: if "call_ab" is the first replaced id of a chat, it becomes "000000000".
+    """
+    short_ids: dict[str, str] = {}
+
+    def shortened(item: dict[str, Any], field: str) -> dict[str, Any]:
+        given = item.get(field)
+        if not isinstance(given, str) or _is_short_id(given):
+            return item
+        return {
+            **item,
+            field: short_ids.setdefault(given, str(len(short_ids)).zfill(_SHORT_ID_LENGTH)),
+        }
+
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [shortened(call, "id") for call in message["tool_calls"]]
+            yield {**message, "tool_calls": calls}
+        else:
+            yield shortened(message, "tool_call_id")
+
+
+def _is_short_id(given: str) -> bool:
+    """Return whether an id has 9 letters and digits."""
+    return len(given) == _SHORT_ID_LENGTH and given.isascii() and given.isalnum()
 
 
 def _with_one_call_each(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -406,13 +406,10 @@ class ChatTemplateRenderer:
 
 
 def _chat_with_calls(*, argument: str = "1", reasoning: str = "Hm.") -> list[dict[str, Any]]:
-    """Return a chat with two tool calls and their results. The second call has the argument.
-
-    The id of a call has 9 letters and digits, because some templates require such an id.
-    """
+    """Return a chat with two tool calls and their results. The second call has the argument."""
     calls = [
         {
-            "id": f"call1234{number}",
+            "id": f"call_nereid7_{number}",
             "type": "function",
             "function": {"name": "f", "arguments": {"a": a}},
         }

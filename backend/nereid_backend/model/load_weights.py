@@ -13,6 +13,7 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.freed_memory import discard_weights_after_use
 from nereid_backend.huge_pages import move_weights
 from nereid_backend.linear.float8_linear import find_product, store_linears_as_float8
+from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.packed_embedding import pack_embedding
 from nereid_backend.linear.prepack import prepack_linears
@@ -251,6 +252,12 @@ def _load_quantised(
     checkpoint = _read_checkpoint(config, device, hook, progress)
     before = _logits_of_test_tokens(checkpoint)
     num_layers = _round_weights(checkpoint, weight_dtype, progress)
+    has_integers = any(type(layer) is GroupedLinear for layer in checkpoint.model.modules())
+    if not num_layers and has_integers:
+        raise ConfigError(
+            f"weight_dtype: the value {weight_dtype} has no effect, because all linear layers of "
+            "the checkpoint already store integers. Set weight_dtype=auto."
+        )
     after = _logits_of_test_tokens(checkpoint)
     # `_logits_of_test_tokens` returns None if the model cannot be called, or if its logits are not
     # finite. Example: the model's own code reads the weights of its linear layers, but does not

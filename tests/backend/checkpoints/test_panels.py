@@ -4,6 +4,7 @@ import pytest
 import torch
 from backend.checkpoints import writers
 from backend.exactness import PARAMS, open_engine
+from nereid_backend.errors import ConfigError
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.load_checkpoint import load_checkpoint
 
@@ -46,6 +47,19 @@ def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
     for name, weight in model.state_dict().items():
         if name in expected and "_proj" not in name:
             assert torch.equal(weight, expected[name]), name
+
+
+def test_weight_dtype_is_refused_if_all_linear_layers_already_store_integers(tmp_path):
+    settings, encode = writers.awq()
+    _, quantised = writers.write_pair(
+        "llama",
+        tmp_path,
+        settings,
+        encode,
+        is_quantised=lambda name: "_proj" in name or "lm" in name,
+    )
+    with pytest.raises(ConfigError, match="weight_dtype: the value int4 has no effect, because"):
+        open_engine(quantised, weight_dtype="int4")
 
 
 def test_an_activation_order_is_dequantised(tmp_path):

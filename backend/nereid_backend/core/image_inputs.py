@@ -15,8 +15,9 @@ class ImageInputs:
     Attributes:
         arguments: the arguments of the model that describe the media, by name. Example: the
             argument `pixel_values`. The values are torch tensors or lists.
-        digest: a hash of the arguments. If two prompts have the same token ids and the same digest,
-            the model computes the same attention keys and values.
+        digest: a hash of the arguments, without the types of the tokens. If two prompts have the
+            same token ids and the same digest, the model computes the same attention keys and
+            values.
         first_token: the index of the first prompt token that depends on the media.
         kinds: the members of `KINDS` that the prompt contains.
     """

@@ -17,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
 from nereid_backend.vision.audio_parts import FoundAudio, read_audio
-from nereid_backend.vision.image_digest import arguments_digest
+from nereid_backend.vision.image_digest import TOKEN_TYPES, arguments_digest
 from nereid_backend.vision.load_processor import audio_processor, load_processor, refused_kinds
 from nereid_backend.vision.messages import (
     KIND_OF,
@@ -39,10 +39,8 @@ _TOKENS = {FoundImage: "image_token", FoundVideo: "video_token", FoundAudio: "au
 # The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
 # images, videos or audio.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
-# The outputs of a processor that contain one value for each token. The value is 0 for a text token,
-# and another number for an image token.
+# The output of a processor that contains the type of each token (see `TOKEN_TYPES`).
 _MM_TOKEN_TYPES = "mm_token_type_ids"
-TOKEN_TYPES = (_MM_TOKEN_TYPES, "token_type_ids")
 # The sampling rate that is used if the audio processor does not specify one.
 _DEFAULT_RATE = 16_000
 

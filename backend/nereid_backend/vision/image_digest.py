@@ -9,13 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""The arguments that contain one value for each token: 0 for a text token, and another number for
+an image token."""
+
 _DIGEST_BYTES = 32
 
 
 def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
-    """Return one hash of the names and the values of all image arguments of a prompt."""
+    """Return one hash of the names and the values of a prompt's image arguments.
+
+    The types of the tokens are left out, because they follow from the token ids. Otherwise, the
+    hash would change with each further message of a chat, although the images are the same.
+    """
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in sorted(arguments):
+    for name in sorted(set(arguments).difference(TOKEN_TYPES)):
         hasher.update(name.encode())
         _add_to_hash(hasher, arguments[name])
     return hasher.digest()

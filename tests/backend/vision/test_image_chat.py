@@ -86,6 +86,23 @@ def test_draft_tokens_do_not_change_answers_about_images(model, engine):
     assert (engine.stats().num_drafts > 0) == is_packed
 
 
+def test_a_further_question_about_an_image_uses_the_cached_prompt_and_image(model, engine):
+    name, folder, chats, _ = model
+    engine.chat(chats[0], PARAMS)
+    features = engine._parts.images.features
+    num_encoded = features.num_encoded
+    question = [{"role": "user", "content": "And what else is in the picture?"}]
+    prompt = engine.image_prompt(chats[0] + question)
+    output = engine.chat(chats[0] + question, PARAMS)
+    assert output.num_cached_tokens > prompt.images.first_token
+    if TYPES[name] == "packed":
+        assert features.num_encoded == num_encoded
+    other = open_engine(folder, enable_prefix_caching=False)
+    expected = other.chat(chats[0] + question, PARAMS)
+    other.close()
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_several_answers_share_the_prompt(model, engine):
     _, _, chats, answers = model
     params = image_archs.SamplingParams(

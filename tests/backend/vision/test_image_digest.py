@@ -21,3 +21,9 @@ def test_different_arguments_have_different_digests():
     digests = {arguments_digest({"sizes": value}) for value in VALUES}
     assert len(digests) == len(VALUES)
     assert arguments_digest({"sizes": [1, 23]}) == arguments_digest({"sizes": [1, 23]})
+
+
+def test_the_types_of_the_tokens_do_not_change_the_digest():
+    pixels = {"pixel_values": torch.tensor([1.0, 23.0])}
+    types = [{"mm_token_type_ids": torch.tensor([[0, 1, 1] + [0] * length])} for length in (1, 2)]
+    assert len({arguments_digest({**pixels, **each}) for each in types}) == 1

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.checkpoint_spec import RETRIEVAL, CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.vision.chat_processor import TOKEN_TYPES
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.image_digest import arguments_digest
 from nereid_backend.vision.image_tensors import place_images
@@ -77,14 +75,5 @@ class ImageForward:
         # the model's data type.
         images = place_images(prepared.images, encoder.device, encoder.dtype)
         arguments.update(images.arguments)
-        with self.features.used_for(_image_digest(prepared.images)):
+        with self.features.used_for(arguments_digest(prepared.images.arguments)):
             return model(**arguments)
-
-
-def _image_digest(images: ImageInputs) -> bytes:
-    """Return one hash of all images of a prompt.
-
-    The text of the prompt does not change the hash.
-    """
-    arguments = images.arguments.items()
-    return arguments_digest({name: value for name, value in arguments if name not in TOKEN_TYPES})

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.prompt_builder import read_flag
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
 
 
@@ -273,6 +275,17 @@ def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(sec
     message = {**chat[1], "tool_calls": [call, second]}
     rendered = renderer.render([chat[0], message, *results[::-1], chat[0]])
     assert rendered == "x;Well.(1);5;(2);6;x;"
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_becomes_a_part_of_the_content_if_the_template_renders_only_parts(field):
+    source = (TEMPLATES / "reasoning_parts.jinja").read_text(encoding="utf-8")
+    rendered = renderer_of(source).render(chat_with_call("Well.", **{field: "Hm."}))
+    assert rendered.startswith('[INST]x[/INST][THINK]Hm.[/THINK]Well.[TOOL_CALLS]f[ARGS]{"a": 1}')
+    as_json = renderer_of("{{ messages[1].content | tojson }}").render(
+        chat_with_call("Well.", **{field: "Hm."})
+    )
+    assert as_json == '"Well."'
 
 
 def test_ids_of_calls_are_short_if_the_template_refuses_others():

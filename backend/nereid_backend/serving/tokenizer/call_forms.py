@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+from nereid_backend.serving.tokenizer.message_reasoning import REASONING_FIELDS, reasoning_of
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ def _with_one_call_each(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str
 
 def _with_joined_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Append the text of a message to its reasoning. A message without reasoning is not changed."""
-    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name)), None)
+    reasoning = reasoning_of(message)
     text = message.get("content")
-    if not isinstance(reasoning, str) or not isinstance(text, str):
+    if not reasoning or not isinstance(text, str):
         return message
     joined = "\n\n".join(filter(None, (reasoning, text)))
-    return {**message, **dict.fromkeys(_REASONING_FIELDS, joined), "content": ""}
+    return {**message, **dict.fromkeys(REASONING_FIELDS, joined), "content": ""}

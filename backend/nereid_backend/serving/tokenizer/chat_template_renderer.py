@@ -2,6 +2,7 @@
 """Renders chat messages with the chat template of a checkpoint."""
 
 import inspect
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.call_forms import CALL_FORMS, CallForm
 from nereid_backend.serving.tokenizer.chat_messages import as_parts
 from nereid_backend.serving.tokenizer.chat_tools import with_optional_fields
+from nereid_backend.serving.tokenizer.message_reasoning import with_thinking_part
 from nereid_backend.serving.tokenizer.system_messages import (
     merge_first_system_messages,
     with_later_system_messages_as_user,
@@ -143,6 +145,8 @@ class ChatTemplateRenderer:
         if any(each.get("tool_calls") for each in messages):
             messages = self._call_forms[template].convert(messages)
         messages = self._with_content_for(template, messages)
+        if template in self._templates_for_thinking_parts:
+            messages = [with_thinking_part(each) for each in messages]
         template_variables = {
             **self._default_variables(),
             **variables,
@@ -332,6 +336,22 @@ class ChatTemplateRenderer:
         )
 
     @cached_property
+    def _templates_for_thinking_parts(self) -> "list[RequestTemplate]":
+        """The templates that render reasoning only if it is a part of the content.
+
+        Example: the templates of Magistral and Ministral 3.
+        """
+        message = {**_ASSISTANT, "reasoning": _TEST_TEXT}
+        printed_part = re.compile(f"""['"]thinking['"]: ['"]{_TEST_TEXT}""")
+        templates = []
+        for template in self._templates.values():
+            with_part = self._rendered_test(template, [_USER, with_thinking_part(message)])
+            renders_part = _TEST_TEXT in with_part and not printed_part.search(with_part)
+            if renders_part and not self._renders_test_text(template, [_USER, message]):
+                templates.append(template)
+        return templates
+
+    @cached_property
     def _call_forms(self) -> "dict[RequestTemplate, CallForm]":
         """For each template, the form in which it renders tool calls.
 
@@ -369,7 +389,7 @@ class ChatTemplateRenderer:
         self,
         template: "RequestTemplate",
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Render messages that test a template. Return "" if the template cannot render them."""
         from nereid_parsers.template import LimitError, RenderRefused

@@ -4,6 +4,7 @@
 The bytes are sent between processes.
 """
 
+import hashlib
 from typing import Any
 
 import msgpack
@@ -62,6 +63,8 @@ def unpack_images(data: bytes) -> ImageInputs:
         unpacked = {str(name): _unpack(value) for name, value in arguments.items()}
         # `bytes` would convert an integer to that many zero bytes. `memoryview` refuses an integer.
         digest = bytes(memoryview(digest))
+        if len(digest) > hashlib.blake2b.MAX_KEY_SIZE:  # The digest is a key in the prefix cache.
+            raise ValueError(f"the digest has {len(digest)} bytes")
         return ImageInputs(unpacked, digest, int(first_token), tuple(map(str, kinds)))
     except (
         ValueError,

@@ -151,6 +151,7 @@ def test_packed_images_are_unpacked_unchanged():
         msgpack.packb([{"a": {"dtype": "uint8", "shape": [1], "bytes": 2**40}}, b"", 0, []]),
         msgpack.packb([{"a": {"shape": [1]}}, b"", 0, ["images"]]),
         msgpack.packb([{}, 2**40, 0, ["images"]]),
+        msgpack.packb([{}, bytes(65), 0, ["images"]]),
         msgpack.packb([{}, b"", float("inf"), ["images"]]),
     ],
 )

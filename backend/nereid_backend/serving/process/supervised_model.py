@@ -16,6 +16,7 @@ import os
 import queue
 import select
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,10 @@ from nereid_backend.serving.process.channel import pack
 from nereid_backend.serving.process.process_handle import ChildProcess, EngineDiedError
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
+
+# If Triton server is killed, its stub processes usually end by themselves within this number of
+# seconds, and delete their shared memory.
+_EXIT_GRACE_S = 5.0
 
 RequestT = TypeVar("RequestT")
 ItemT = TypeVar("ItemT")
@@ -96,6 +101,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._server_pid = os.getppid()  # Triton server has started this process.
         self._loop_thread = threading.Thread(target=self._loop, name=f"{self.title}-loop")
 
     @property
@@ -295,6 +301,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         # process, or log that the restart has failed.
         self._use_restarted_processes()
         received = self._receive(wait_s)
+        self._exit_if_server_was_killed()
         # A received message can belong to a request that has just arrived. Therefore take the new
         # requests first, and handle the messages afterwards.
         self._take_arrivals()
@@ -309,6 +316,16 @@ class SupervisedModel(ABC, Generic[RequestT]):
         next_wait_s = self.do_periodic_work()
         self.publish_metrics()
         return next_wait_s
+
+    def _exit_if_server_was_killed(self) -> None:
+        """End this process if Triton server no longer runs.
+
+        Otherwise, the next update of a metric would wait forever for an answer of the server. It
+        would hold Python's lock (GIL) meanwhile, so that no other thread could end this process.
+        """
+        if os.getppid() != self._server_pid:
+            time.sleep(_EXIT_GRACE_S)
+            os._exit(1)
 
     def _receive(self, timeout_s: float) -> list[_Received]:
         """Receive messages from all running processes, and return one result for each process.

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -253,4 +255,37 @@ def test_the_end_of_the_server_ends_a_process_that_is_restarting(start, tmp_path
     ask(model, "exit", 1).wait()
     started = time.monotonic()
     model.finalize()
+    assert time.monotonic() - started < 30
+
+
+STUB = """
+import sys, time, types
+sys.modules["triton_python_backend_utils"] = types.ModuleType("the stub's module")
+from nereid_backend.serving.process import supervised_model
+
+class Model(supervised_model.SupervisedModel):
+    title = log_prefix = "model"
+
+    def do_periodic_work(self):
+        return 0.01
+
+Model.__abstractmethods__ = frozenset()
+supervised_model._EXIT_GRACE_S = 0.0
+Model().start_loop()
+print("started", flush=True)
+time.sleep(60)
+"""
+SERVER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+def test_a_stub_ends_if_the_server_is_killed():
+    command = [sys.executable, "-c", SERVER, STUB]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout.readline() == b"started\n"
+        started = time.monotonic()
+        server.kill()
+        assert server.stdout.read() == b""  # the output ends with the last process
     assert time.monotonic() - started < 30

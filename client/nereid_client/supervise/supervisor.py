@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 from nereid_client.console import CliError, complain, continue_without_output, say
@@ -15,6 +14,7 @@ from nereid_client.supervise.memory_watch import MemoryWatch
 from nereid_client.supervise.pooling_models import PoolingWarmUp
 from nereid_client.supervise.serve_log import open_log
 from nereid_client.supervise.serve_plan import ServePlan
+from nereid_client.supervise.shared_memory import delete_shared_memory, reserve_prefix
 from nereid_client.supervise.start_fork_server import start_fork_server
 from nereid_client.supervise.supervised_program import SupervisedProgram
 from nereid_client.supervise.unfinished_requests import count_unfinished
@@ -71,6 +71,7 @@ class Supervisor:
             open_log(self._plan.log_path, self._plan.log_format) as log,
             self._handle_signals(),
             continue_without_output(),
+            reserve_prefix(self._plan.shm_prefix),
         ):
             adopt_orphans()
             try:
@@ -269,7 +270,7 @@ class Supervisor:
             others.append(self._fork_server.pid)
         end_descendants(_ORPHAN_GRACE_S, self._second_signal.wait, keep=others)
         if program is self._server:
-            self._remove_shared_memory()
+            delete_shared_memory(self._plan.shm_prefix)
 
     def _restart_due_programs(self) -> None:
         """Start each failed program whose time `restart_at` has come, and start a new warm-up.
@@ -389,12 +390,8 @@ class Supervisor:
         leftovers = end_descendants(_LEFTOVER_GRACE_S, wait)
         if leftovers:
             say(f"nereid: ended processes that were still running: {', '.join(leftovers)}")
-        self._remove_shared_memory()
+        delete_shared_memory(self._plan.shm_prefix)
         say("nereid: stopped")
-
-    def _remove_shared_memory(self) -> None:
-        for region in Path("/dev/shm").glob(self._plan.shm_prefix + "*"):
-            region.unlink(missing_ok=True)
 
     @contextmanager
     def _handle_signals(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Starts several frontend processes (workers) on one port, and restarts workers that have ended."""
 
 import ctypes
-import fcntl
 import os
 import shutil
 import signal
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from nereid_client.console import complain
+from nereid_client.locked_file import open_locked
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.responses import response_store
 from nereid_client.settings import Settings, SettingsError
@@ -123,7 +122,7 @@ class WorkerPool:
         with (
             reserved,
             tempfile.TemporaryDirectory(prefix=prefix, dir=_parent_folder()) as folder,
-            _open_locked(Path(folder, _LOCK_FILE)),
+            open_locked(Path(folder, _LOCK_FILE)),
         ):
             self._handle_signals()
             actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
@@ -292,24 +291,10 @@ def _is_abandoned(folder: Path) -> bool:
     if not (folder / _LOCK_FILE).exists():  # the pool has just created the folder, or is older
         return not Path("/proc", pid).exists()
     try:
-        _open_locked(folder / _LOCK_FILE).close()
+        open_locked(folder / _LOCK_FILE).close()
     except OSError:  # the running pool has locked the file
         return False
     return True
-
-
-def _open_locked(path: Path) -> BinaryIO:
-    """Open a file and lock it. The lock is released when the file is closed.
-
-    Raises: OSError if another process has locked the file.
-    """
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file
 
 
 def _describe_end(code: int) -> str:

@@ -318,7 +318,7 @@ def test_only_the_folders_of_pools_that_have_ended_are_deleted(monkeypatch, tmp_
     for folder in (running, ended):
         folder.mkdir()
         (folder / "lock").touch()
-    with worker_pool._open_locked(running / "lock"):
+    with worker_pool.open_locked(running / "lock"):
         worker_pool._delete_abandoned_folders()
         assert (running.exists(), ended.exists()) == (True, False)
 

@@ -1,0 +1,21 @@
+"""Locks files that show whether a program still runs."""
+
+import fcntl
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """Open a file and lock it. The lock is released when the file is closed or the process ends.
+
+    Unlike a process id, the lock also shows that a process in another container still runs.
+
+    Raises: OSError if another process has locked the file.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file

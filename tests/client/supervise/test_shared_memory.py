@@ -1,0 +1,22 @@
+from nereid_client.supervise.shared_memory import reserve_prefix
+
+
+def test_only_the_shared_memory_of_killed_servers_is_deleted(tmp_path):
+    def create(prefix):
+        region = tmp_path / f"{prefix}tensors"
+        region.touch()
+        return region
+
+    (tmp_path / "lock_of_nereid_1_01234567_").touch()  # the kernel has released the lock
+    killed, other = create("nereid_1_01234567_"), create("other_")
+    with reserve_prefix("nereid_1_89abcdef_", tmp_path):
+        first = create("nereid_1_89abcdef_")
+        assert not killed.exists()
+        with reserve_prefix("nereid_1_fedcba98_", tmp_path):
+            assert first.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, other.name}
+
+
+def test_a_server_starts_although_its_shared_memory_cannot_be_locked(tmp_path):
+    with reserve_prefix("nereid_1_89abcdef_", tmp_path / "missing"):
+        pass

@@ -195,6 +195,13 @@ class RowsPath:
             return None
         if self._can_continue(chunk):
             return self._continue_state(chunk)
+        if self._has_state(chunk) and chunk.start >= chunk.sequence.num_prompt_tokens:
+            # The model can continue the state only by one token, but a grammar has forced several
+            # output tokens.
+            logits = self._decode_one_by_one(
+                chunk, range(chunk.start, chunk.start + chunk.num_tokens)
+            )
+            return torch.cat(logits)[-chunk.num_logits :]
         return self._restart(chunk)
 
     def _is_computed_later(self, chunk: Chunk) -> bool:
@@ -216,7 +223,7 @@ class RowsPath:
 
         The stored state cannot be used for one of three reasons: it lacks some earlier tokens; it
         covers draft tokens that were rejected; or the model can continue a state only by one token,
-        but `chunk` has several tokens.
+        but `chunk` has several tokens of the prompt.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -247,12 +254,24 @@ class RowsPath:
         # token, so `parts` can have more rows than needed.
         num_prompt_logits = max(1, chunk.num_logits - len(output_positions))
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
-        parts = [self._continue_state(prompt)]
-        for position in output_positions:
+        parts = [
+            self._continue_state(prompt),
+            *self._decode_one_by_one(chunk, output_positions),
+        ]
+        return torch.cat(parts)[-chunk.num_logits :]
+
+    def _decode_one_by_one(self, chunk: Chunk, positions: range) -> list[Tensor]:
+        """Compute consecutive tokens of a sequence, each in its own forward pass.
+
+        Return the logits of each token, [1, vocab_size]. The stored state must cover exactly the
+        tokens before `positions`.
+        """
+        parts = []
+        for position in positions:
             token = chunk._replace(start=position, num_tokens=1, num_logits=1)
             (logits,) = self._decode([token])
-            parts.append(logits)  # one row
-        return torch.cat(parts)[-chunk.num_logits :]
+            parts.append(logits)
+        return parts
 
     def _continue_state(self, chunk: Chunk) -> Tensor:
         """Compute the tokens of a chunk in one pass, and update the state of the sequence.

@@ -133,22 +133,25 @@ class SinglePath:
         return self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
 
     def _restore_state(self, state_key: int, sequence: Sequence, num_tokens: int) -> None:
-        """Compute the first `num_tokens` tokens of a preempted sequence again.
+        """Let the stored state of a sequence cover the first `num_tokens` tokens.
 
-        The model is called as before the preemption: once for the prompt, and then once for each
-        output token. On some models, one call for all tokens gives different logits. Example: for a
-        prompt of 5 tokens and num_tokens=7, the calls compute the tokens 0 to 4, the token 5, and
-        the token 6.
+        The state covers fewer tokens if a grammar has forced several tokens, and none if the
+        sequence was preempted. The model is called as before the preemption: once for the prompt,
+        and then once for each output token. On some models, one call for all tokens gives different
+        logits. Example: for a prompt of 5 tokens and num_tokens=7, the calls compute the tokens 0
+        to 4, the token 5, and the token 6. If the state covers 6 tokens, only the token 6 is
+        computed.
 
         Do nothing if the stored state covers exactly these tokens, or if `num_tokens` is less than
         the length of the prompt, because the next call of the model then computes the whole prompt.
 
         Mutates: the stored state of `state_key`.
         """
+        first_len = sequence.num_prompt_tokens
         state = self._states.get(state_key)
-        if state is not None and state.num_tokens == num_tokens:
-            return
-        for prefix_len in range(sequence.num_prompt_tokens, num_tokens + 1):
+        if state is not None and first_len <= state.num_tokens <= num_tokens:
+            first_len = state.num_tokens + 1
+        for prefix_len in range(first_len, num_tokens + 1):
             self._logits_after(state_key, sequence, prefix_len)  # Only the new state is needed.
 
     def _logits_after(self, state_key: int, sequence: Sequence, num_tokens: int) -> Tensor:

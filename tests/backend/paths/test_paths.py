@@ -72,6 +72,25 @@ def test_the_states_of_ended_sequences_are_deleted(model_type, saved):
     engine.close()
 
 
+@pytest.mark.parametrize("model_type", ["minimax", "mamba", "jamba"])
+def test_tokens_that_a_grammar_forces_continue_the_stored_state(model_type, saved, monkeypatch):
+    tier = tier_of(saved(model_type))
+    path = tier.build(SIZES)
+    sequence = request_of(0, PROMPTS[3])
+    forward(path, prompt_chunk(sequence))
+    start = len(sequence.token_ids)
+    sequence.token_ids += [7, 8, 9]
+    whole = Chunk(request_of(1, sequence.token_ids, start), 0, start + 3, True, True, 1)
+    expected = forward(tier.build(SIZES), whole)
+    num_runs, run_model = [], path._run_model
+    monkeypatch.setattr(
+        path, "_run_model", lambda *a, **k: num_runs.append(1) or run_model(*a, **k)
+    )
+    logits = forward(path, Chunk(sequence, start, 3, True, False, 1))
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert len(num_runs) == 3
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "inkling_text"])
 def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
     tier = tier_of(saved(model_type))

@@ -316,6 +316,19 @@ def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_c
     assert renderer.render(chat_with_call(reasoning="Hm.")) == "x;<Hm.>1;5;"
 
 
+def test_the_effort_high_becomes_xhigh_if_the_template_refuses_it():
+    renderer = renderer_of(  # as the template of Qwen 3.8
+        "{% if reasoning_effort not in ('xhigh', 'low') %}"
+        "{{ raise_exception('Unexpected reasoning effort ' ~ reasoning_effort) }}{% endif %}"
+        "{{ reasoning_effort }}"
+    )
+    assert renderer.render([], reasoning_effort="high") == "xhigh"
+    assert renderer.render([], reasoning_effort="low") == "low"
+    with pytest.raises(RequestError, match="Unexpected reasoning effort medium"):
+        renderer.render([], reasoning_effort="medium")
+    assert renderer_of("{{ reasoning_effort }}").render([], reasoning_effort="high") == "high"
+
+
 def test_a_tool_without_description_and_parameters_is_rendered_by_each_template():
     renderer = renderer_of(
         "{% for t in tools %}{{ t.function.name + t.function.description }}"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat messages with the chat template of a checkpoint."""
 
+import contextlib
 import inspect
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -162,16 +164,11 @@ class ChatTemplateRenderer:
         except LimitError as error:
             raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
         except RenderRefused as error:
-            # Some templates fail if a tool has no description or no parameters, although both are
-            # optional in OpenAI's API.
-            completed_tools = with_optional_fields(tools)
-            if completed_tools != tools:
-                return self.render(
-                    given_messages,
-                    tools=completed_tools,
-                    continue_final_message=continue_final_message,
-                    **variables,
-                )
+            for arguments in _alternatives(tools, variables):
+                with contextlib.suppress(RequestError):
+                    return self.render(
+                        given_messages, continue_final_message=continue_final_message, **arguments
+                    )
             problem = f"the chat template cannot render this chat: {error}"
             if isinstance(error.__cause__, RaisedByTemplate):
                 problem = f"the chat template refuses this chat: {error.__cause__}"
@@ -423,6 +420,21 @@ class ChatTemplateRenderer:
         source = self._tokenizer.chat_template or ""
         sources = source if isinstance(source, dict) else {"default": source}
         return {name: RequestTemplate(source) for name, source in sources.items()}
+
+
+def _alternatives(
+    tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield arguments with which `render` may succeed if the template cannot render a chat.
+
+    Some templates fail if a tool has no description or no parameters, although both are optional in
+    OpenAI's API. Other templates refuse the reasoning effort "high" and call it "xhigh".
+    """
+    completed_tools = with_optional_fields(tools)
+    if completed_tools != tools:
+        yield {**variables, "tools": completed_tools}
+    if variables.get("reasoning_effort") == "high":
+        yield {**variables, "tools": tools, "reasoning_effort": "xhigh"}
 
 
 def _chat_with_calls(*, argument: str = "1", reasoning: str = "Hm.") -> list[dict[str, Any]]:

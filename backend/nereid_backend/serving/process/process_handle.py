@@ -125,10 +125,15 @@ class ChildProcess:
 
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
+            OSError: the operating system refused to create the process.
         """
         parent_end, child_end = socket.socketpair()
         with child_end:
-            running_process = start_process(program.module, child_end, program.title)
+            try:
+                running_process = start_process(program.module, child_end, program.title)
+            except OSError:
+                parent_end.close()
+                raise
         process = cls(program, running_process, parent_end)
         try:
             # The settings are the first message to the process. The process then loads its model.

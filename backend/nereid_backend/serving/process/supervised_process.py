@@ -8,6 +8,10 @@ from nereid_backend.errors import EngineError, NereidError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.process.process_handle import ChildProcess, ChildProgram
 
+# If the operating system refuses to create a process, the next attempt follows after this number of
+# seconds.
+_RETRY_AFTER_S = 5.0
+
 
 class _StoppedError(NereidError):
     """The server is shutting down, so a starting process is no longer needed."""
@@ -147,6 +151,8 @@ class SupervisedProcess:
                 self._program.title,
                 failure,
             )
+            if isinstance(failure, OSError):  # too little memory, or too many processes
+                self._stopping.wait(_RETRY_AFTER_S)
             return None
 
     def _check_stopping(self) -> None:

@@ -1,5 +1,6 @@
 """A supervised model on a scripted child process that dies, hangs or cannot be restarted."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from backend.serving.fake_server import Request
 from nereid_backend import CapacityError, EngineError
 from nereid_backend.serving import tensors
+from nereid_backend.serving.process import process_handle, supervised_process
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
@@ -165,6 +167,24 @@ def test_a_child_that_cannot_be_restarted_is_given_up_with_the_reason(start, tmp
     assert "(attempt 2 of 2)" in output
     # By this line `nereid serve` recognises that the server must be started again.
     assert "nereid: error: echo: the echo is dead" in output
+
+
+def test_a_child_is_restarted_although_no_process_can_be_created_for_a_moment(start, monkeypatch):
+    monkeypatch.setattr(supervised_process, "_RETRY_AFTER_S", 0.5)
+    model = start(max_restarts=3)
+    start_process = process_handle.start_process
+    time_of_death = time.monotonic()
+
+    def refuse_or_start(*arguments):
+        if time.monotonic() < time_of_death + 0.5:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start_process(*arguments)
+
+    monkeypatch.setattr(process_handle, "start_process", refuse_or_start)
+    ask(model, "exit", 7).wait()
+    wait_until(lambda: model.num_restarts == 1 or model.processes[0].has_given_up)
+    wait_until(lambda: not model.outage)
+    assert echo(model)
 
 
 def test_deaths_count_until_the_child_has_proved_to_work(start):

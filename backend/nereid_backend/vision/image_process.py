@@ -108,7 +108,11 @@ class ImageProcess:
             EngineError: the process cannot be started.
         """
         if self._connection is not None and self._is_ready:
-            return self._connection
+            # The process sends nothing without a request. If something can be read, the process has
+            # ended since the last request, and the connection is closed.
+            if not self._connection.poll():
+                return self._connection
+            self._end()
         try:
             connection = self._connection or self._start()  # `_start` stores the new connection.
             kind, *reason = _receive_start_message(connection)

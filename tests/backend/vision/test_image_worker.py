@@ -14,9 +14,12 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     may_accept_media,
     take_media,
 )
+from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_worker import _MAX_REQUESTS, ChildProcesses
 from nereid_backend.vision.large_messages import Message
 from nereid_backend.vision.packed_tensors import pack_images, unpack_images
+
+from loadtest.bench.bench_large_images import SEE
 
 
 @pytest.fixture
@@ -62,6 +65,19 @@ def test_a_request_is_sent_to_a_new_child_if_the_old_child_has_ended(ask):
     os.kill(first, signal.SIGKILL)
     kind, (second,), _ = ask(answer_pid)
     assert (kind, second != first) == ("done", True)
+
+
+def test_a_worker_that_has_ended_between_two_requests_is_started_again():
+    process = ImageProcess("nereid_backend.vision.image_worker", str(SEE))
+    try:
+        for _ in range(2):
+            with pytest.raises(RequestError, match="image 1: the file is not an image"):
+                process.call(["", [b""]])
+            worker = process._kill_process.peek()[2][0]
+            worker.kill()
+            worker.wait()
+    finally:
+        process.close()
 
 
 def test_a_child_that_hangs_is_ended(ask):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,19 +36,47 @@ _EXIT_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the selected command, such as `parse`, and return the exit status.
 
-    The exit status is 2 if an error has occurred. For each command, the argument parser sets
-    `options.run` to the function that runs the command.
+    The exit status is 2 if an error has occurred, and 1 if the program that reads the output has
+    ended. For each command, the argument parser sets `options.run` to the function that runs the
+    command.
 
     Args:
         arguments: The command-line arguments, without the program's name. If None, `sys.argv` is
             used.
     """
     options = _create_argument_parser().parse_args(arguments)
+    _prepare_standard_streams()
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # example: the output is piped to `head`
+        _discard_output()
+        return 1
     except (NereidParsersError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            # The standard output cannot be written. Example: the disk is full.
+            _discard_output()
         sys.stderr.write(f"nereid_parsers: {error}\n")
         return _EXIT_ERROR
+
+
+def _prepare_standard_streams() -> None:
+    r"""Read the standard input as UTF-8. Escape output that the terminal's encoding does not have.
+
+    Example: a terminal with the encoding ASCII shows the character "日" as "\u65e5".
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Discard output that is not written yet, because Python's flush at its exit would fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _create_argument_parser() -> argparse.ArgumentParser:
@@ -184,8 +214,14 @@ def _format_by_name(name: str) -> Format:
 
 
 def _read(path: str) -> str:
-    """Return the text of the file at `path`. If `path` is `-`, return the text from stdin."""
-    return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    """Return the text of the file at `path`. If `path` is `-`, return the text from stdin.
+
+    Raise ValueError that names the path if the text is not UTF-8.
+    """
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8 ({error}). Convert it to UTF-8.") from None
 
 
 def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type

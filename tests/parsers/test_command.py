@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from nereid_parsers.__main__ import main
@@ -90,3 +93,44 @@ def test_a_template_is_analysed(capsys, tmp_path):
     )
     assert main(["template", str(path)]) == 0
     assert "Content is written without markers" in capsys.readouterr().out
+
+
+def run_program(arguments, **keywords):
+    command = [sys.executable, "-m", "nereid_parsers", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, timeout=60, **keywords)
+
+
+def test_a_closed_pipe_ends_the_program_without_a_message():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = run_program(["formats"], stdout=write)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+def test_output_to_a_full_disk_is_an_error_of_one_line(transcript):
+    with open("/dev/full", "w") as full:
+        ended = run_program(["parse", "--format", "hermes", transcript], stdout=full)
+    assert ended.returncode == 2
+    assert ended.stderr == b"nereid_parsers: [Errno 28] No space left on device\n"
+
+
+def test_a_file_that_is_not_utf_8_is_named(capsys, tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"a\xff")
+    assert main(["parse", "--format", "hermes", str(path)]) == 2
+    assert f"{path} is not a text in UTF-8" in capsys.readouterr().err
+
+
+def test_the_standard_input_is_utf_8_in_every_locale():
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    streams = {"env": os.environ | locale, "stdout": subprocess.PIPE}
+    arguments = ["parse", "--format", "hermes", "-"]
+    ended = run_program(arguments, input="日".encode(), **streams)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout == b"\\u65e5\n\ncontent    '\\u65e5'\n"
+    ended = run_program(arguments, input=b"a\xff", **streams)
+    assert ended.returncode == 2
+    assert b"- is not a text in UTF-8" in ended.stderr

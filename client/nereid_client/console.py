@@ -14,7 +14,18 @@ class CliError(Exception):
     """The `nereid` command cannot continue. It ends with exit code 2.
 
     The message is one line that names the problem and the remedy.
+
+    Attributes:
+        exit_code: the exit code of the command.
     """
+
+    exit_code = 2
+
+
+class FailureError(CliError):
+    """The arguments of the `nereid` command are valid, but it failed. It ends with exit code 1."""
+
+    exit_code = 1
 
 
 def say(line: str = "") -> None:
@@ -50,11 +61,18 @@ def _write(stream: TextIO, line: str) -> None:
         if _is_output_required:
             raise
         if isinstance(error, BrokenPipeError):  # nobody will ever read the output
-            # Python flushes the stream at its exit. Without this step, the flush would fail, and
-            # the exit code would be 120.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
+            discard_output(stream)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Discard the text that a stream has not written yet, and all later text.
+
+    Python flushes the standard output at its exit. If the output cannot be written, the flush would
+    fail, and the exit code would be 120.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def set_line_format(format_line: Callable[[str], str]) -> None:

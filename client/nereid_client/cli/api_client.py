@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nereid_client.console import CliError
+from nereid_client.console import CliError, FailureError
 
 Json = dict[str, Any]
 
@@ -24,7 +24,14 @@ def base_url(url: str) -> str:
     """Return the URL of a server, without "/v1" at the end.
 
     Example: "http://127.0.0.1:9000/v1/" returns "http://127.0.0.1:9000".
+
+    Raises: CliError if the URL does not begin with http:// or https://.
     """
+    if not url.lower().startswith(("http://", "https://")):
+        raise CliError(
+            f"--url: the URL must begin with http:// or https://, but it is {url!r}. An example is "
+            f"{DEFAULT_URL}."
+        )
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -51,14 +58,18 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
             urllib.request.Request(url, data, headers)  # type: ignore[arg-type]
         )
     except urllib.error.HTTPError as error:
-        raise CliError(_error_message(url, error)) from None
-    except (OSError, ValueError, http.client.InvalidURL) as error:
+        raise FailureError(_error_message(url, error)) from None
+    except (ValueError, http.client.InvalidURL) as error:
         raise CliError(
+            f"--url: {url} is not a valid URL ({error}). An example is {DEFAULT_URL}."
+        ) from None
+    except OSError as error:
+        raise FailureError(
             f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "
             "address with --url."
         ) from None
     except http.client.HTTPException as error:  # example: the address is a gRPC endpoint
-        raise CliError(
+        raise FailureError(
             f"{url} did not answer with HTTP ({error!r}). Give the address of an OpenAI API with "
             "--url."
         ) from None
@@ -90,7 +101,7 @@ def _connection_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise CliError(
+        raise FailureError(
             f"The connection to {url} ended before the response was complete ({error}). Check "
             "that the server is still running, and repeat the request."
         ) from None
@@ -110,9 +121,9 @@ def fetch_json(url: str, body: Json | None = None, field: str = "data") -> Json:
         try:
             answer: Json = json.load(response)
         except ValueError as error:
-            raise CliError(f"{url} did not answer with JSON: {error}") from None
+            raise FailureError(f"{url} did not answer with JSON: {error}") from None
     if not isinstance(answer, dict) or not isinstance(answer.get(field), list):
-        raise CliError(
+        raise FailureError(
             f"{url} answered without the list {field!r}, so it is not an OpenAI API. Give the "
             "address of an OpenAI API with --url."
         )
@@ -130,7 +141,7 @@ def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
             if line.startswith(b"data: {"):
                 event: Json = json.loads(line[6:])
                 if "error" in event:
-                    raise CliError(event["error"]["message"])
+                    raise FailureError(event["error"]["message"])
                 yield event
             elif line.startswith(b"data: [DONE]"):
                 return
@@ -145,7 +156,7 @@ def first_model(url: str) -> str:
     """
     models = fetch_json(f"{url}/v1/models")["data"]
     if not models:
-        raise CliError(
+        raise FailureError(
             f"{url} serves no model. Load a model, or give the name of one with --model."
         )
     return str(models[0]["id"])

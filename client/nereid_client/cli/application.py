@@ -14,7 +14,7 @@ from nereid_client.cli.convert_command import convert
 from nereid_client.cli.doctor_command import doctor, show_config
 from nereid_client.cli.flag_commands import run_flags
 from nereid_client.cli.request_commands import complete, embed, models, rerank
-from nereid_client.console import CliError, complain, say
+from nereid_client.console import CliError, complain, discard_output, say
 
 __all__ = ["app", "run"]
 
@@ -46,7 +46,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the name of the program. By default, those of this process.
 
     Returns: the exit code. 0 means success. 1 means that a command has run and reports a failure,
-        such as a failed check. 2 means a CliError, or an argument that typer does not accept.
+        such as a failed check. 2 means a wrong argument or a wrong setting.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Text from a model can contain characters that the terminal's encoding does not have. They are
@@ -57,7 +57,16 @@ def run(argv: Sequence[str] | None = None) -> int:
         app(arguments, prog_name="nereid")
     except CliError as error:  # only a subcommand raises this error, so there is an argument
         complain(f"nereid {arguments[0]}: {error}")
-        return 2
+        return error.exit_code
+    except OSError as error:
+        if error.filename is not None:  # the error is not about the standard output
+            raise
+        discard_output(sys.stdout)
+        complain(
+            f"nereid {arguments[0]}: the output cannot be written ({error.strerror}). Write it to "
+            "a file on a disk that has free space."
+        )
+        return 1
     except SystemExit as ended:  # typer ends a command with this exception
         return int(ended.code or 0)
     return 0

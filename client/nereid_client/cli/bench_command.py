@@ -27,7 +27,7 @@ class Sample:
     """The measurements of one request. Times are in seconds.
 
     Attributes:
-        first_token_s: the time until the first text.
+        first_token_s: the time until the first text, or 0 if the response has no text.
         total_s: the time until the end of the response.
         num_tokens: the number of generated tokens.
         error: the reason why the request failed, or "".
@@ -131,10 +131,11 @@ class _Load:
         elapsed_s = max(self._end - self._start, _SHORTEST_TEST_S)
         good = [sample for sample in self.samples if not sample.error]
         num_tokens = sum(sample.num_tokens for sample in good)
-        first_token_ms = [1000 * sample.first_token_s for sample in good]
+        with_text = [sample for sample in good if sample.first_token_s]
+        first_token_ms = [1000 * sample.first_token_s for sample in with_text]
         # Each value is the mean time per token of one request, without the first token.
         mean_later_token_ms = [
-            1000 * sample.mean_later_token_s for sample in good if sample.num_tokens > 1
+            1000 * sample.mean_later_token_s for sample in with_text if sample.num_tokens > 1
         ]
         return {
             "requests": len(self._bodies),

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from nereid_client.cli.libpython import find_libpython, is_loader_default
-from nereid_client.console import CliError, say
+from nereid_client.console import CliError, FailureError, say
 
 SERVER_WHEEL = "nvidia-pytriton==0.7.0"
 """The wheel that contains Triton server 2.51. It is installed without its dependencies."""
@@ -130,7 +130,7 @@ def _pip_install(wheel: str, target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--upgrade", "--target", str(target), wheel]
     if subprocess.run(command, check=False).returncode != 0:
-        raise CliError(
+        raise FailureError(
             f"pip failed to install {wheel} into {target}; its error message is above. The wheel "
             "exists for Linux on x86_64 and aarch64 only."
         )

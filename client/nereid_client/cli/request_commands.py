@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from nereid_client.cli.api_client import Json, base_url, events_of, fetch_json, first_model, send
 from nereid_client.cli.output import (
@@ -17,7 +18,7 @@ from nereid_client.cli.output import (
     texts_or_stdin,
     write_model_text,
 )
-from nereid_client.console import say
+from nereid_client.console import CliError, say
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +71,8 @@ def embed(
     import numpy as np
 
     given = texts_or_stdin(texts or [])
+    if not as_json:
+        _check_width_of_similarities(len(given))
     body: Json = {"input": given} | ({"model": model} if model else {})
     answer = fetch_json(f"{base_url(url)}/v1/embeddings", body)
     if as_json:
@@ -86,6 +89,25 @@ def embed(
     ]
     title = f"Cosine similarities, {vectors.shape[1]} dimensions, model {answer['model']}"
     print_table(columns, rows, title)
+
+
+def _check_width_of_similarities(num_texts: int) -> None:
+    """Raise a CliError if a table with one column for each text is wider than the terminal.
+
+    The library rich would leave out the numbers of such a table.
+
+    Raises: CliError.
+    """
+    width = Console().width
+    # Each column has at least four characters: a border, two spaces, and one character of the
+    # value. There are two more columns and a last border.
+    limit = (width - 1) // 4 - 2
+    if num_texts > limit:
+        raise CliError(
+            f"The table of the similarities of {num_texts} texts does not fit into the {width} "
+            f"columns of the terminal. Give at most {limit} texts, or print the vectors with "
+            "--json."
+        )
 
 
 def _cosine_similarities(vectors: "npt.NDArray[np.float64]") -> list[list[float]]:

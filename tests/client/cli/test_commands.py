@@ -186,8 +186,8 @@ def test_percentiles():
 
 def test_an_error_of_the_server_is_one_line(run, capsys, monkeypatch):
     monkeypatch.setenv("NEREID_API_KEY", "wrong")
-    assert run("models")[0] == 2
-    assert main(["models", "--url", "http://127.0.0.1:1"]) == 2
+    assert run("models")[0] == 1
+    assert main(["models", "--url", "http://127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.startswith("nereid models: Cannot connect to http://127.0.0.1:1")
 
 
@@ -279,7 +279,7 @@ _STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" %
 @pytest.mark.parametrize("rest", [b"", b"ff\r\nabc", b"5\r\ndata:"])
 def test_a_connection_that_ends_during_an_answer_is_an_error_of_one_line(capsys, monkeypatch, rest):
     with raw_server(_STREAM + rest) as url:
-        assert main(["complete", "hi", "--model", "m", "--url", url]) == 2
+        assert main(["complete", "hi", "--model", "m", "--url", url]) == 1
         out, error = capsys.readouterr()
         assert out == "hel"
         assert "ended before the response was complete" in error
@@ -303,7 +303,7 @@ def test_a_connection_that_ends_during_an_answer_is_an_error_of_one_line(capsys,
 )
 def test_an_answer_of_another_kind_of_server_is_an_error_of_one_line(capsys, response, message):
     with raw_server(response) as url:
-        assert main(["complete", "hi", "--url", url]) == 2
+        assert main(["complete", "hi", "--url", url]) == 1
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -312,6 +312,53 @@ def test_an_answer_of_another_kind_of_server_is_an_error_of_one_line(capsys, res
 def test_a_url_with_a_wrong_port_is_an_error_of_one_line(capsys):
     assert main(["models", "--url", "http://127.0.0.1:port"]) == 2
     assert "nonnumeric port: 'port'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9000", "localhost:9000", "", "file:///etc/passwd"])
+@pytest.mark.parametrize("command", ["models", "chat"])
+def test_a_url_without_http_is_a_wrong_argument(capsys, command, url):
+    assert main([command, "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert f"the URL must begin with http:// or https://, but it is {url!r}" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["models"], ["models", "--json"], ["complete", "a"]])
+def test_output_to_a_full_disk_is_an_error_of_one_line(url, command):
+    program = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, *command, "--url", url],
+            env={"NEREID_API_KEY": "s3cret"},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert "the output cannot be written (No space left on device)" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_table_of_similarities_that_is_wider_than_the_terminal_is_refused(
+    run, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run("embed", *"abcdefg")[0] == 0
+    assert main(["embed", *"abcdefgh", "--url", "http://127.0.0.1:1"]) == 2
+    error = capsys.readouterr().err
+    assert "of 8 texts does not fit into the 40 columns" in error
+    assert "at most 7 texts" in error
+    assert run("embed", *"abcdefgh", "--json")[0] == 0
+
+
+def test_a_load_test_has_no_time_to_the_first_token_of_a_response_without_text(capsys):
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n'
+    response = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(usage), usage)
+    with raw_server(response) as url:
+        assert main(["bench", "--requests", "1", "--json", "--model", "m", "--url", url]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["succeeded"] == 1
+    assert summary["time_to_first_token_ms"] == summary["time_per_output_token_ms"] == {}
 
 
 INTERRUPTED_IMPORT = """

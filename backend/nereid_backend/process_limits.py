@@ -26,14 +26,24 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
     os.nice(_NICENESS)  # a low priority, so that the engine is not slowed down
     limit_memory(max_bytes)
     cpu_seconds = int(timeout_s) + _EXTRA_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    _set_limit(resource.RLIMIT_CPU, cpu_seconds)
     # Do not write a core file (a copy of the child's memory) when the kernel kills the child.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _set_limit(resource.RLIMIT_CORE, 0)
 
 
 def limit_memory(max_bytes: int) -> None:
     """Limit the address space of this process to its present size plus `max_bytes`."""
     with open("/proc/self/statm", encoding="ascii") as file:
         num_pages = int(file.read().split()[0])
-    limit = num_pages * resource.getpagesize() + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _set_limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + max_bytes)
+
+
+def _set_limit(kind: int, limit: int) -> None:
+    """Set a limit of this process, unless a lower limit is already set, for example by `ulimit`.
+
+    Only the superuser could raise a limit.
+    """
+    _, present_limit = resource.getrlimit(kind)
+    if present_limit != resource.RLIM_INFINITY:
+        limit = min(limit, present_limit)
+    resource.setrlimit(kind, (limit, limit))

@@ -238,7 +238,7 @@ CALLS = (
 @pytest.mark.parametrize(
     ("call", "rendered"),
     [
-        ("call.function.arguments.a", "1"),
+        ("call.function.name ~ call.function.arguments.a", "f1"),
         ("call.function.name + call.function.arguments", 'f{"a": 1}'),  # DeepSeek V3
         ("call.name ~ call.arguments.a", "f1"),
         ("call.name + call.arguments", 'f{"a": 1}'),
@@ -266,7 +266,8 @@ def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(sec
     renderer = renderer_of(
         "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}{% if m.tool_calls[1] %}"
         f"{second_call}"
-        "{% endif %}({{ m.tool_calls[0].function.arguments.a }}){% endif %};{% endfor %}"
+        "{% endif %}({{ m.tool_calls[0].function.name }},"
+        "{{ m.tool_calls[0].function.arguments.a }}){% endif %};{% endfor %}"
     )
     chat = chat_with_call("Well.")
     call = chat[1]["tool_calls"][0]
@@ -274,7 +275,7 @@ def test_a_template_that_renders_one_call_of_a_message_gets_several_messages(sec
     results = [chat[2], {**chat[2], "tool_call_id": "call2", "content": "6"}]
     message = {**chat[1], "tool_calls": [call, second]}
     rendered = renderer.render([chat[0], message, *results[::-1], chat[0]])
-    assert rendered == "x;Well.(1);5;(2);6;x;"
+    assert rendered == "x;Well.(f,1);5;(f,2);6;x;"
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
@@ -293,27 +294,42 @@ def test_ids_of_calls_are_short_if_the_template_refuses_others():
         "{% for m in messages %}{% for id in [m.tool_call_id] if id is defined %}"
         "{% if id | length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ id }}={% endfor %}"
         "{{ m.content }}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}"
-        "{{ raise_exception('length 9') }}{% endif %}({{ call.id }},{{ call.function.arguments }})"
-        "{% endfor %};{% endfor %}"
+        "{{ raise_exception('length 9') }}{% endif %}({{ call.id }},{{ call.function.name }},"
+        "{{ call.function.arguments.a }}){% endfor %};{% endfor %}"
     )
     chat = chat_with_call()
-    assert renderer.render(chat) == "x;(000000000,{'a': 1});000000000=5;"
+    assert renderer.render(chat) == "x;(000000000,f,1);000000000=5;"
     call = {**chat[1]["tool_calls"][0], "id": "abcDEF123"}
     result = {**chat[2], "tool_call_id": "abcDEF123"}
     rendered = renderer.render([*chat, {**chat[1], "tool_calls": [call]}, result])
-    assert rendered.endswith("(abcDEF123,{'a': 1});abcDEF123=5;")
+    assert rendered.endswith("(abcDEF123,f,1);abcDEF123=5;")
+
+
+def test_ids_of_calls_contain_the_name_if_the_template_renders_the_id_instead_of_the_name():
+    renderer = renderer_of(  # as the template of Kimi K2
+        "{% for m in messages %}{{ m.tool_call_id }}={{ m.content }}"
+        "{% for call in m.tool_calls or [] %}({{ call.id }},{{ call.function.arguments.a }})"
+        "{% endfor %};{% endfor %}"
+    )
+    chat = chat_with_call()
+    assert renderer.render(chat) == "=x;=(functions.f:0,1);functions.f:0=5;"
+    call = {**chat[1]["tool_calls"][0], "id": "functions.f:7"}
+    result = {**chat[2], "tool_call_id": "functions.f:7"}
+    rendered = renderer.render([*chat, {**chat[1], "tool_calls": [call]}, result])
+    assert rendered.endswith("=(functions.f:7,1);functions.f:7=5;")
 
 
 def test_text_is_appended_to_the_reasoning_if_the_template_refuses_both_beside_calls():
     renderer = renderer_of(  # as the template of gpt-oss
         "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
         "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
-        "<{{ m.content or m.thinking }}>{{ m.tool_calls[0].function.arguments.a }};"
+        "<{{ m.content or m.thinking }}>{{ m.tool_calls[0].function.name }}"
+        "{{ m.tool_calls[0].function.arguments.a }};"
         "{% else %}{{ m.content }};{% endif %}{% endfor %}"
     )
-    assert renderer.render(chat_with_call("Well.", reasoning="Hm.")) == "x;<Hm.\n\nWell.>1;5;"
-    assert renderer.render(chat_with_call("Well.")) == "x;<Well.>1;5;"
-    assert renderer.render(chat_with_call(reasoning="Hm.")) == "x;<Hm.>1;5;"
+    assert renderer.render(chat_with_call("Well.", reasoning="Hm.")) == "x;<Hm.\n\nWell.>f1;5;"
+    assert renderer.render(chat_with_call("Well.")) == "x;<Well.>f1;5;"
+    assert renderer.render(chat_with_call(reasoning="Hm.")) == "x;<Hm.>f1;5;"
 
 
 def test_the_effort_high_becomes_xhigh_if_the_template_refuses_it():

@@ -4,9 +4,9 @@
 import itertools
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nereid_backend.serving.tokenizer.message_reasoning import REASONING_FIELDS, reasoning_of
 
@@ -16,8 +16,8 @@ class CallForm:
     """A form of the assistant messages that contain tool calls.
 
     Attributes:
-        has_short_ids: whether each id of a tool call has 9 letters and digits. Other ids are
-            replaced.
+        ids: the ids of the tool calls: "given" by the client, "short" ids of 9 letters and digits,
+            or "named" ids, which contain the name of the function, such as "functions.f:0".
         has_one_call_each: whether a message with several tool calls becomes several messages with
             one call, each of which is followed by the result of this call.
         are_separate: whether a message with text becomes two messages: one with the text, and one
@@ -28,7 +28,7 @@ class CallForm:
         has_text_arguments: whether the arguments are JSON text instead of an object.
     """
 
-    has_short_ids: bool
+    ids: Literal["given", "short", "named"]
     has_one_call_each: bool
     are_separate: bool
     joins_reasoning: bool
@@ -41,8 +41,8 @@ class CallForm:
         Args:
             messages: messages as `read_messages` returns them. The arguments are objects.
         """
-        if self.has_short_ids:
-            messages = _with_short_ids(messages)
+        if self.ids != "given":
+            messages = _with_ids(messages, _short_id if self.ids == "short" else _named_id)
         if self.has_one_call_each:
             messages = _with_one_call_each(messages)
         return [converted for message in messages for converted in self._convert(message)]
@@ -74,45 +74,66 @@ class CallForm:
         return function if self.is_flat else {**call, "function": function}
 
 
-CALL_FORMS = tuple(CallForm(*values) for values in itertools.product((False, True), repeat=6))
+_ID_FORMS: tuple[Literal["given", "short", "named"], ...] = ("given", "short", "named")
+CALL_FORMS = tuple(
+    CallForm(ids, *values)
+    for ids, values in itertools.product(_ID_FORMS, itertools.product((False, True), repeat=5))
+)
 """All forms. The first form is the form of `read_messages`, which most templates expect.
 
 The templates of DeepSeek expect arguments that are text, and the template of DeepSeek R1 renders
 tool calls only if the content is None. The template of gpt-oss refuses a message with text,
 reasoning and tool calls, and renders only the first call. The template of Llama 3.1 refuses a
-message with several calls. Older templates of Mistral require ids of 9 letters and digits.
+message with several calls. Older templates of Mistral require ids of 9 letters and digits. The
+templates of Kimi K2 render the id of a call instead of the function's name.
 """
 
 _SHORT_ID_LENGTH = 9
 
 
-def _with_short_ids(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Replace each id that does not have 9 letters and digits, in the calls and in the results.
+def _with_ids(
+    messages: Iterable[dict[str, Any]], new_id: Callable[[dict[str, Any], int], str]
+) -> Iterator[dict[str, Any]]:
+    """Replace the ids in tool calls and in the results of these calls.
 
-    Example: if "call_ab" is the first replaced id of a chat, it becomes "000000000".
+    Args:
+        messages: the messages.
+        new_id: returns the new id of a tool call. The arguments are the call, and the number of
+            other ids that were replaced before.
     """
-    short_ids: dict[str, str] = {}
-
-    def shortened(item: dict[str, Any], field: str) -> dict[str, Any]:
-        given = item.get(field)
-        if not isinstance(given, str) or _is_short_id(given):
-            return item
-        return {
-            **item,
-            field: short_ids.setdefault(given, str(len(short_ids)).zfill(_SHORT_ID_LENGTH)),
-        }
-
+    new_ids: dict[str, str] = {}  # maps each given id to the new id
     for message in messages:
-        if message.get("tool_calls"):
-            calls = [shortened(call, "id") for call in message["tool_calls"]]
-            yield {**message, "tool_calls": calls}
+        calls = message.get("tool_calls") or []
+        for call in calls:
+            given = call.get("id")
+            if isinstance(given, str) and given not in new_ids:
+                new_ids[given] = new_id(call, len(new_ids))
+        if calls:
+            yield {**message, "tool_calls": [_with_id(call, "id", new_ids) for call in calls]}
         else:
-            yield shortened(message, "tool_call_id")
+            yield _with_id(message, "tool_call_id", new_ids)
 
 
-def _is_short_id(given: str) -> bool:
-    """Return whether an id has 9 letters and digits."""
-    return len(given) == _SHORT_ID_LENGTH and given.isascii() and given.isalnum()
+def _with_id(item: dict[str, Any], field: str, new_ids: Mapping[str, str]) -> dict[str, Any]:
+    """Replace the id in a field of a tool call or of a message, if there is a new id."""
+    given = item.get(field)
+    if not isinstance(given, str) or given not in new_ids:
+        return item
+    return {**item, field: new_ids[given]}
+
+
+def _short_id(call: dict[str, Any], number: int) -> str:
+    """Return the id of a tool call if it has 9 letters and digits, and otherwise a number."""
+    given: str = call["id"]
+    is_short = len(given) == _SHORT_ID_LENGTH and given.isascii() and given.isalnum()
+    return given if is_short else str(number).zfill(_SHORT_ID_LENGTH)
+
+
+def _named_id(call: dict[str, Any], number: int) -> str:
+    """Return an id such as "functions.f:0", which contains the name of the called function."""
+    given: str = call["id"]
+    prefix = f"functions.{call['function']['name']}:"
+    return given if given.startswith(prefix) else f"{prefix}{number}"
 
 
 def _with_one_call_each(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -364,10 +364,10 @@ class ChatTemplateRenderer:
     def _renders_calls(self, template: "RequestTemplate", form: CallForm) -> bool:
         """Return whether a template renders tool calls in this form.
 
-        The template must render the arguments of a call. If the form appends text to the reasoning,
-        the template must also render the reasoning.
+        The template must render the name and the arguments of a call. If the form appends text to
+        the reasoning, the template must also render the reasoning.
         """
-        chats = [_chat_with_calls(argument=_TEST_TEXT)]
+        chats = [_chat_with_calls(argument=_TEST_TEXT), _chat_with_calls(name=_TEST_TEXT)]
         if form.joins_reasoning:
             chats.append(_chat_with_calls(reasoning=_TEST_TEXT))
         converted = [self._with_content_for(template, form.convert(chat)) for chat in chats]
@@ -437,15 +437,21 @@ def _alternatives(
         yield {**variables, "tools": tools, "reasoning_effort": "xhigh"}
 
 
-def _chat_with_calls(*, argument: str = "1", reasoning: str = "Hm.") -> list[dict[str, Any]]:
-    """Return a chat with two tool calls and their results. The second call has the argument."""
+def _chat_with_calls(
+    *, name: str = "f", argument: str = "1", reasoning: str = "Hm."
+) -> list[dict[str, Any]]:
+    """Return a chat with two tool calls and their results.
+
+    The second call has the name and the argument. The results have another name, so that the name
+    is in a rendered chat only if the template renders the name of the call.
+    """
     calls = [
         {
             "id": f"call_nereid7_{number}",
             "type": "function",
-            "function": {"name": "f", "arguments": {"a": a}},
+            "function": {"name": function, "arguments": {"a": value}},
         }
-        for number, a in enumerate(("0", argument))
+        for number, (function, value) in enumerate((("f", "0"), (name, argument)))
     ]
     results = [
         {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "5"} for call in calls

@@ -36,6 +36,7 @@ from nereid_parsers.constrain_nodes import (
     Node,
     any_text,
     const,
+    elements_of,
     one_of,
     optional,
     sequence,
@@ -54,6 +55,7 @@ from nereid_parsers.declarations import (
     Wrapper,
 )
 from nereid_parsers.errors import ConstraintError
+from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.parser import OutputStart
 from nereid_parsers.tool_declarations import (
     ToolSection,
@@ -177,8 +179,20 @@ def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) ->
         return NOTHING
     text = _reasoning_text(fmt, layout, declaration)
     if state is ReasoningState.OPEN:
-        return _opened_reasoning(declaration, text)
-    return _optional_reasoning(declaration, text)
+        return _opened_reasoning(declaration, text, _repeated_header(fmt))
+    return _optional_reasoning(declaration, text, _repeated_header(fmt))
+
+
+def _repeated_header(fmt: FormatData) -> Node:
+    """Return the grammar node for the header of a turn, such as `<|assistant|>`, or for no text.
+
+    Some models write the header, which is already in the prompt, again after the reasoning. The
+    format then declares the header as a text that the parser removes (`ends`).
+    """
+    headers = [header.strip() for header in fmt.turn if header in fmt.ends]
+    if not headers:
+        return NOTHING
+    return optional(sequence(one_of(*map(const, headers)), WHITESPACE))
 
 
 def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
@@ -194,17 +208,22 @@ def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -
     )
 
 
-def _opened_reasoning(declaration: Reasoning, text: Node) -> Node:
+def _opened_reasoning(declaration: Reasoning, text: Node, header: Node) -> Node:
     """Return the grammar node for reasoning and its closing marker, as in `Hm.</think>`.
 
-    The prompt already contains the opening marker. `text` is the node for the reasoning without
-    markers. Example of matching text: `Hm.</think>`.
+    The prompt already contains the opening marker. Example of matching text: `Hm.</think>`.
+
+    Args:
+        declaration: The declaration of the reasoning and its markers.
+        text: The node for the reasoning without markers.
+        header: The node for the header that may follow the reasoning.
     """
     close = declaration.close.strip()
-    return sequence({"type": "tag", "begin": "", "content": text, "end": close}, WHITESPACE)
+    reasoning: Node = {"type": "tag", "begin": "", "content": text, "end": close}
+    return sequence(reasoning, WHITESPACE, header)
 
 
-def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
+def _optional_reasoning(declaration: Reasoning, text: Node, header: Node) -> Node:
     """Return the grammar node that matches either reasoning with its markers, or the empty text.
 
     Example of matching text: `<think>Hm.</think>`.
@@ -212,6 +231,7 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
     Args:
         declaration: The declaration of the reasoning and its markers.
         text: The node for the text between the markers.
+        header: The node for the header that may follow the reasoning.
     """
     close = declaration.close.strip()
     reasoning: Node = {
@@ -226,7 +246,7 @@ def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
         # reasoning.
         options.append(const(close))
     # White space around the markers is optional, because some models omit the white space.
-    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))
+    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, header))
 
 
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
@@ -249,7 +269,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     if request.must_call:
         return _only_calls(tools, layout.content, request)
     if request.answer is None:
-        return _text_with_calls(tools, request)
+        return _text_with_calls(fmt, layout, tools, request)
     calls = section_node(tools, request)
     return one_of(calls, _content_node(layout.content, request.answer))
 
@@ -308,7 +328,9 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
     return optional(sequence(WHITESPACE, optional(opening), WHITESPACE, closing))
 
 
-def _text_with_calls(tools: ToolSection, request: Request) -> Node:
+def _text_with_calls(
+    fmt: FormatData, layout: Sections, tools: ToolSection, request: Request
+) -> Node:
     """Return the grammar node for free text that may contain valid tool calls.
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
@@ -316,19 +338,58 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     starts with the trigger must be a valid tool call.
 
     Args:
+        fmt: The format of the output.
+        layout: The layout of `fmt`.
         tools: The declaration of the tool calls.
         request: The constraints of the request: its tools, and the allowed number of tool calls.
     """
     if _is_unmarked_list(tools):  # A list such as `[f(a=1)]`, without any marker before it.
         return _unmarked_list_or_text(tools, request)
+    calls = _marked_calls(tools, request)
+    if any(_ends_with_repetition(node) for node in calls):
+        # No marker ends the calls, so no text can follow them. xgrammar rejects a tag without end.
+        text = any_text((trigger_of(tools),))
+        return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
+    # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore white
+    # space before the trigger is removed.
+    tags = [_tag_without_leading_whitespace(node) for node in calls]
     return {
         "type": "triggered_tags",
-        "triggers": [trigger_of(tools)],
-        # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore
-        # white space before the trigger is removed.
-        "tags": [_tag_without_leading_whitespace(node) for node in _marked_calls(tools, request)],
+        "triggers": _triggers(fmt, layout, tools, tags),
+        "tags": tags,
         "stop_after_first": request.is_single,
     }
+
+
+def _ends_with_repetition(node: Node) -> bool:
+    """Return whether a node ends with a repeated part, as in `<calls>f(), g()`."""
+    return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
+
+
+def _triggers(fmt: FormatData, layout: Sections, tools: ToolSection, tags: list[Node]) -> list[str]:
+    """Return the texts that must start a valid tool call, such as `<tool_call>`.
+
+    Another marker of the format must not start with such a text. Example: `<|channel|>tool.f` calls
+    the tool `f`, and `<|channel|>answer` opens the content. Then `<|channel|>` is no trigger, but
+    `<|channel|>tool.` is.
+
+    Args:
+        fmt: The format of the output.
+        layout: The layout of `fmt`.
+        tools: The declaration of the tool calls.
+        tags: The nodes of the tool calls. Each of them starts with a trigger.
+    """
+    wrapper, reasoning = layout.content, layout.reasoning
+    markers = [*fmt.ends, *((wrapper.open, wrapper.close) if wrapper else ())]
+    markers += [*reasoning.opens, *reasoning.closes] if reasoning else ()
+    call = tools.calls[0]
+    start_of_call = call.open.lstrip() + first_literal(call.head)  # Such as `<|channel|>tool.`.
+    for trigger in (trigger_of(tools), start_of_call):
+        is_ambiguous = any(marker.strip().startswith(trigger) for marker in markers)
+        starts_all_tags = all(node["begin"].startswith(trigger) for node in tags)
+        if trigger and starts_all_tags and not is_ambiguous:
+            return [trigger]
+    return list(dict.fromkeys(node["begin"] for node in tags))
 
 
 def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:

@@ -6,9 +6,17 @@ import re
 from collections import defaultdict
 
 import pytest
-from nereid_parsers import analyze_template, parse
+from nereid_parsers import ConstraintError, analyze_template, parse
 from parsers.support import conformance
-from parsers.template.support import CALLS, NAMES, TOOLS, Renderer, message_of, source
+from parsers.template.support import (
+    CALLS,
+    NAMES,
+    TOOLS,
+    Renderer,
+    message_of,
+    source,
+    tool,
+)
 
 xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
 
@@ -32,6 +40,8 @@ UNLIKE = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja",
 }
 CASES_PER_TEMPLATE = 4
+# A format with unquoted keys can constrain only arguments with declared properties and types.
+CALLABLE = [tool("list_all", name="string")]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +65,39 @@ def strict(tools):
     return [{**one, "function": {**one["function"], "strict": True}} for one in tools]
 
 
+def without_ends(text, fmt):
+    """Return a rendered message without the markers that end the turn."""
+    ends = [*fmt.ends, *getattr(fmt.layout, "ends", ()), "</s>"]
+    return re.sub(f"(?:(?:{'|'.join(map(re.escape, ends))})\\s*)+$", "", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_a_small_template_renders_is_allowed_beside_strict_tools(name, compiler):
+    analysis = analyze_template(source(name))
+    if analysis.supports.calls == "none":
+        pytest.skip("no calls")
+    message = message_of("It is four.", supports=analysis.supports)
+    written = Renderer(source(name)).written(message, TOOLS)
+    if written is None:
+        pytest.skip("the rendered answer does not start with the prompt")
+    try:
+        tag = analysis.format.structural_tag(strict(CALLABLE), "auto", prompt=written.prompt)
+    except ConstraintError as error:
+        pytest.skip(str(error))
+    assert refused(compiler, tag, without_ends(written.text, analysis.format)) is None
+
+
+@pytest.mark.parametrize("name", ["channel_calls", "segments"])
+def test_the_header_of_a_call_is_allowed_after_reasoning(name, compiler):
+    analysis = analyze_template(source(name))
+    call = ("list_all", {})
+    message = message_of(reasoning="Hm.", calls=[call], supports=analysis.supports)
+    message["tool_calls"][0]["id"] = "callid000"
+    written = Renderer(source(name)).written(message, TOOLS)
+    tag = analysis.format.structural_tag(TOOLS, "required", prompt=written.prompt)
+    assert refused(compiler, tag, without_ends(written.text, analysis.format)) is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_that_a_small_template_renders_are_allowed(name, compiler):
     analysis = analyze_template(source(name))
@@ -70,8 +113,7 @@ def test_calls_that_a_small_template_renders_are_allowed(name, compiler):
         written = Renderer(source(name)).written(message, TOOLS)
         if written is None:
             continue
-        ends = [*analysis.format.ends, *getattr(analysis.format.layout, "ends", ()), "</s>"]
-        text = re.sub(f"(?:(?:{'|'.join(map(re.escape, ends))})\\s*)+$", "", written.text)
+        text = without_ends(written.text, analysis.format)
         tag = analysis.format.structural_tag(TOOLS, "required", prompt=written.prompt)
         assert refused(compiler, tag, text) is None
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
 
-# The fields in which clients send the reasoning of a message. If a client sends several of these
-# fields, the field that is listed first here is used.
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# The fields in which clients send the reasoning of a message, and from which templates read it. If
+# a client sends several of these fields, the field that is listed first here is used. The templates
+# of Cohere read the field tool_plan.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning", "tool_plan")
 # If a request asks the model to continue the last message, `_END_OF_MESSAGE` is appended to this
 # message. After the rendering, `_END_OF_MESSAGE` shows where the message ends in the prompt. A
 # template that removes white space at the end of a message leaves only `_END_WORD`, because
@@ -190,7 +191,7 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     reads only one of them. Other members are not changed.
 
     >>> _prepare_message({"content": None, "reasoning": "Hm"})
-    {'reasoning': 'Hm', 'reasoning_content': 'Hm', 'thinking': 'Hm'}
+    {'reasoning': 'Hm', 'reasoning_content': 'Hm', 'thinking': 'Hm', 'tool_plan': 'Hm'}
     """
     prepared = {name: value for name, value in message.items() if value is not None}
     if prepared.get("tool_calls") and "content" in message:

@@ -57,7 +57,7 @@ def test_a_continuation_is_equal_to_that_of_transformers(content, source, as_par
 
 
 @pytest.mark.parametrize("sent", ["reasoning", "reasoning_content", "thinking"])
-@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking", "tool_plan"])
 def test_the_reasoning_has_the_names_that_templates_read(sent, read):
     template = RequestTemplate(f"{{{{ messages[0].{read} }}}}")
     assert template.render({"messages": [{sent: "a", "content": None}]}) == "a"

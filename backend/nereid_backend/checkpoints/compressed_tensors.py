@@ -7,7 +7,8 @@ pack-quantized (integers of 1 to 8 bits):
 
     weight_packed      int32 [out_features, words], packed along the inputs
     weight_scale       [out_features, groups], or one number
-    weight_zero_point  int32 [words, groups], packed along the outputs; only for asymmetric weights
+    weight_zero_point  int32 [words, groups], packed along the outputs; only for asymmetric weights;
+                       before version 0.9.4, int8 [out_features, groups]
     weight_shape       int64 [2]
     weight_g_idx       int32 [in_features], the group of each input; only with activation order; if
                        it contains -1, it was never computed, and groups are consecutive
@@ -238,7 +239,7 @@ def _decode_packed(
     unpack = _unpack_whole_integers if has_whole_integers else unpack_integers
     values = _to_signed(unpack(packed, bits, num_inputs), bits)
     zeros = tensors.get(".weight_zero_point")
-    if zeros is not None:
+    if zeros is not None and zeros.dtype == torch.int32:  # otherwise, the zeros are not packed
         # Each word contains the zeros of several rows, so the shape is [words, groups]. The tensor
         # is transposed, because `unpack` expects the words in the last dimension.
         zeros = _to_signed(unpack(zeros.T, bits, num_rows).T, bits)

@@ -67,6 +67,21 @@ def test_compressed_tensors_gives_the_weights_that_the_library_decompresses(name
     assert_same_weights(*pair, relative=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(16, 2), (1, 1)])
+def test_zeros_of_compressed_tensors_before_version_0_9_4_are_not_packed(shape):
+    zeros = torch.randint(-8, 8, shape, dtype=torch.int8)
+    tensors = {
+        ".weight_packed": torch.full((16, 4), 0x44444444, dtype=torch.int32),  # the integers are -4
+        ".weight_scale": torch.ones(shape),
+        ".weight_zero_point": zeros,
+        ".weight_shape": torch.tensor([16, 32]),
+    }
+    layout = compressed_tensors.compressed_tensors_format({}).layouts[0]
+    weight = layout.decode(tensors, torch.float32).dequantise(torch.float32)
+    expected = -4.0 - zeros.expand(16, -1).repeat_interleave(32 // shape[1], dim=1)
+    assert torch.equal(weight, expected)
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_words_of_compressed_tensors_before_version_0_18_contain_only_whole_integers(bits):
     def pack(values):

@@ -1,6 +1,7 @@
 """Locks files that show whether a program still runs."""
 
 import fcntl
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,3 +20,13 @@ def open_locked(path: Path) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+def lock_until_exit(path: Path) -> None:
+    """Lock a file until this process ends.
+
+    Raises: BlockingIOError if another process has locked the file. OSError if the file cannot be
+        opened, or if its file system has no locks.
+    """
+    with open_locked(path) as file:
+        os.dup(file.fileno())  # Nothing closes this descriptor, so the lock remains.

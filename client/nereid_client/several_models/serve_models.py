@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nereid_client.console import CliError
+from nereid_client.locked_file import lock_until_exit
 from nereid_client.settings import SettingsError
 from nereid_client.several_models.model_variables import (
     PREFIXES,
@@ -133,20 +134,42 @@ class ServedModels:
     def replace_repository(self, folder: Path, source: Path) -> None:
         """Write a model repository with all models to a folder, and replace an existing folder.
 
+        Other servers cannot replace the folder until this process ends. They may run in other
+        containers, so that they can have the same port.
+
         Args:
             folder: the folder of the new model repository.
             source: Nereid's model repository, from which the models are copied.
 
-        Raises: CliError if the folder cannot be deleted or written.
+        Raises: CliError if another server uses the folder, or if the folder cannot be deleted or
+            written.
         """
         try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # The file system may have no locks.
+                _lock_until_exit(folder)
             with suppress(FileNotFoundError):
                 shutil.rmtree(folder)
-            folder.mkdir(parents=True)
+            folder.mkdir()
             write_repository(folder, source, self.specs)
         except OSError as error:
             reason = error.strerror or error
             raise CliError(f"the folder {folder} cannot be written ({reason})") from None
+
+
+def _lock_until_exit(folder: Path) -> None:
+    """Reserve a folder for this server, until this process ends.
+
+    Raises: CliError if another server has reserved the folder. OSError if the file system has no
+        locks.
+    """
+    try:
+        lock_until_exit(folder.with_name(f"{folder.name}.lock"))
+    except BlockingIOError:
+        raise CliError(
+            f"another server, possibly in another container, uses the folder {folder}. Set the "
+            "environment variable XDG_STATE_HOME to another folder, or give another --openai-port."
+        ) from None
 
 
 def _variables_of_model(spec: ModelSpec) -> dict[str, str]:

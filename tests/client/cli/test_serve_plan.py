@@ -155,6 +155,18 @@ def test_a_flag_sets_the_default_of_models_that_have_a_memory_budget(plan_of_fil
     assert model.memory.kv_cache == 5 << 20
 
 
+def test_the_model_repository_of_a_running_server_is_not_replaced(make, tmp_path):
+    make_checkpoint(tmp_path)
+    file = tmp_path / "models.toml"
+    file.write_text('[a]\nmodel = "echo-model"\n')
+    [port] = free_ports(1)
+    flags = (f"--model-repository={REPOSITORY}", f"--openai-port={port}", f"--config={file}")
+    make(*flags, XDG_STATE_HOME=str(tmp_path))
+    # A server in another container can have the same port.
+    with pytest.raises(CliError, match="another server, possibly in another container, uses"):
+        make(*flags)
+
+
 @pytest.mark.parametrize("setting", ["MAX_MODEL_LEN", "embedding_max_model_len", "openai_port"])
 def test_a_setting_that_a_model_of_the_file_does_not_have_is_refused(plan_of_file, setting):
     with pytest.raises(CliError, match=rf"\[a\] in .*: {setting} is not a setting of a model"):

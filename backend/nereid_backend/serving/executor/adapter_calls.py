@@ -81,8 +81,8 @@ class AdapterCalls:
     """Stores the unanswered requests about adapters and weights, and the names of all adapters.
 
     An engine process is done with a change when it has made the change, has refused the change, or
-    has died. A request is answered when every engine process is done. Any thread may call `put`.
-    Only the loop's thread may call the other methods.
+    has died. A request is answered when every engine process is done. Any thread may call `put` and
+    read `is_replacing_weights`. Only the loop's thread may call the other methods.
 
     Args:
         names_at_start: the names of the adapters that each engine process loads at its start.
@@ -112,6 +112,12 @@ class AdapterCalls:
             RequestError: a parameter is missing or is not a text.
         """
         self._new.put((_read_change(parameters), sender))
+
+    @property
+    def is_replacing_weights(self) -> bool:
+        """Whether an engine process still has to replace the weights. Any thread may read this."""
+        # `list` copies the dict at once, because the loop's thread may change the dict.
+        return any(change.message[0] == _RELOAD for change in list(self._waiting.values()))
 
     def take_new(self) -> list[tuple[list[str] | None, Any]]:
         """Remove and return the queued requests.

@@ -19,8 +19,8 @@ Respond = Callable[[Any, Tensors | Exception], None]
 class EngineCalls:
     """Sends requests about adapters, weights and the prefix cache to all running engine processes.
 
-    When the processes have answered, the client gets a response. Any thread may call `put`. Only
-    the loop's thread may call the other methods.
+    When the processes have answered, the client gets a response. Any thread may call `put` and read
+    `is_replacing_weights`. Only the loop's thread may call the other methods.
     """
 
     def __init__(
@@ -44,6 +44,11 @@ class EngineCalls:
         self._outage = outage
         self._adapter_calls = AdapterCalls(names_at_start)
         self._cache_calls = CacheCalls()
+
+    @property
+    def is_replacing_weights(self) -> bool:
+        """Whether an engine process still has to replace the weights of the model."""
+        return self._adapter_calls.is_replacing_weights
 
     def put(self, parameters: Mapping[str, Any], sender: Any) -> bool:  # noqa: ANN401 - the server's own type
         """Queue a request about adapters, weights or the prefix cache for all engine processes.

@@ -55,6 +55,8 @@ _MIN_WAIT_S = 0.001
 # core.
 _INSPECTION_INTERVAL_S_PER_STREAM = 0.0004
 _LONGEST_RETRY_S = 60
+# The client id of the requests with which `nereid serve` tests whether the server hangs.
+_TEST_CLIENT_ID = "nereid-serve"
 
 
 class ExecutorModel(SupervisedModel[Stream]):
@@ -151,6 +153,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         if not has_prompt and self._engine_calls.put(tensors.parameters(request), sender):
             return
         envelope = RequestEnvelope.unpack(packed_envelope)
+        if envelope.client_id == _TEST_CLIENT_ID and self._engine_calls.is_replacing_weights:
+            # New requests wait until the weights are replaced, which can take minutes. Any response
+            # shows that the server does not hang.
+            raise CapacityError("the weights of the model are being replaced. Try again.")
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
         replica = self._select_replica(token_ids, envelope.n)
         try:

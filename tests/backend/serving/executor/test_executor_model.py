@@ -21,6 +21,7 @@ from nereid_backend.serving.feedback import FeedbackWriter
 from nereid_backend.serving.process.process_handle import ChildProcess
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.wire import RequestEnvelope, StepState, pack_params
+from nereid_client.supervise.hang_detection import PROBES
 
 ENDLESS = {"when": "", "token_ids": [10], "ends": False, "delay_ms": 10}
 
@@ -290,8 +291,8 @@ def test_a_wrong_number_of_sequences_ends_only_its_own_request(start, n):
     assert neighbour.error is None
 
 
-def adapter_request(model, **parameters):
-    """Return the request, with its response, of a call that loads, unloads or lists adapters."""
+def send_adapter_request(model, **parameters):
+    """Send a call about adapters or weights, and return the request without waiting."""
     request = Request(
         **{
             tensor_names.ENVELOPE: np.zeros(1, np.uint8),
@@ -300,7 +301,12 @@ def adapter_request(model, **parameters):
     )
     request.request_parameters = json.dumps(parameters)
     model.execute([request])
-    return request.wait()
+    return request
+
+
+def adapter_request(model, **parameters):
+    """Return the request, with its response, of a call that loads, unloads or lists adapters."""
+    return send_adapter_request(model, **parameters).wait()
 
 
 def adapters(model, **parameters):
@@ -357,6 +363,23 @@ def test_a_restarted_engine_gets_the_replaced_weights_before_the_first_request(s
     assert metric("num_engine_restarts", 1) == 1
     assert ask(model).wait().token_ids == [10] * 5
     assert kinds_by_process[model.child.pid][0] == "reload_weights"
+
+
+def test_a_test_of_nereid_serve_does_not_wait_until_the_weights_are_replaced(start):
+    # Without a response, `nereid serve` would restart the server.
+    model = start(ENDLESS)
+    running = ask(model, params=SamplingParams(max_tokens=500))
+    assert running.has_tokens.wait(120)
+    reload = send_adapter_request(model, reload_weights="/new")
+    deadline = time.monotonic() + 60
+    while not model._engine_calls.is_replacing_weights and time.monotonic() < deadline:
+        time.sleep(0.01)
+    client_id = json.loads(PROBES["llm"].body["sampling_parameters"])["client_id"]
+    refused = ask(model, client_id=client_id).wait()
+    assert "the weights of the model are being replaced" in refused.error
+    assert not running.ended.is_set()
+    assert reload.wait().error is None
+    assert ask(model, client_id=client_id).wait().token_ids == [10] * 5
 
 
 def test_a_line_of_the_running_engine_reaches_the_log(start, capsys):

@@ -2,6 +2,8 @@
 
 import io
 import json
+import mimetypes
+import re
 import socketserver
 import subprocess
 import sys
@@ -107,15 +109,20 @@ def test_a_chat_without_a_message_is_an_error(run, monkeypatch):
     assert run("chat")[0] == 2
 
 
-def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_path):
-    file = tmp_path / "drawing.png"
+@pytest.mark.parametrize(
+    ("kind", "start"), [("png", "iVBOR"), ("jpg", "/9j/"), ("webp", "UklGR"), ("gif", "R0lG")]
+)
+def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_path, kind, start):
+    file = tmp_path / f"drawing.{kind}"
     Image.new("RGB", (2, 2)).save(file)
     monkeypatch.setattr("sys.stdin", io.StringIO("What is this?"))
+    # Some systems have no file that lists further types.
+    monkeypatch.setattr(mimetypes, "_db", mimetypes.MimeTypes())
     code, _ = run("chat", "--image", str(file))
     assert code == 0
     (message,) = json.loads(backend.generations[-1].chat_request)["messages"]
     image, text = message["content"]
-    assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert re.fullmatch(f"data:image/[a-z]+;base64,{start}.*", image["image_url"]["url"])
     assert text == {"type": "text", "text": "What is this?"}
 
 

@@ -181,10 +181,17 @@ ONLY_FIRST_SYSTEM_MESSAGE = (
 
 @pytest.mark.parametrize("later", ["", "{{ raise_exception('must be at the beginning') }}"])
 def test_system_messages_that_a_template_would_omit_are_merged_or_become_user_messages(later):
-    renderer = renderer_of(ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later))
+    source = ONLY_FIRST_SYSTEM_MESSAGE.replace("LATER", later)
+    renderer = renderer_of(source)
     system, user = {"role": "system", "content": "a"}, {"role": "user", "content": "x"}
     assert renderer.render([system, {**system, "content": "b"}, user]) == "system: a\n\nb;user: x;"
     assert renderer.render([user, system]) == "user: x;user: a;"
+    # The template of gpt-oss renders a message of the developer, but only at the start of a chat.
+    renderer = renderer_of(source.replace("m.role != 'system'", "m.role in ('user', 'assistant')"))
+    developer = {"role": "developer", "content": "b"}
+    assert renderer.render([developer, user]) == "developer: b;user: x;"
+    merged = "system: a\n\nb;user: x;user: b;"
+    assert renderer.render([system, developer, user, developer]) == merged
 
 
 def test_no_system_message_is_lost_if_the_last_one_replaces_the_others():

@@ -16,6 +16,8 @@ from nereid_backend.serving.tokenizer.chat_messages import as_parts
 from nereid_backend.serving.tokenizer.chat_tools import with_optional_fields
 from nereid_backend.serving.tokenizer.message_reasoning import with_thinking_part
 from nereid_backend.serving.tokenizer.system_messages import (
+    SYSTEM_ROLES,
+    count_first_system_messages,
     merge_first_system_messages,
     with_later_system_messages_as_user,
 )
@@ -74,6 +76,8 @@ class ChatTemplateRenderer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Store the tokenizer. A tokenizer without a chat template is allowed."""
         self._tokenizer = tokenizer
+        # Maps a template and the roles of a chat to the result of `_renders_roles`.
+        self._rendered_roles: dict[tuple[RequestTemplate, tuple[str, ...]], bool] = {}
 
     @cached_property
     def reserved_variables(self) -> frozenset[str]:
@@ -142,7 +146,7 @@ class ChatTemplateRenderer:
             messages = [
                 {**each, "role": roles.get(each["role"], each["role"])} for each in messages
             ]
-        if any(each.get("role") == "system" for each in messages[1:]):
+        if any(each.get("role") in SYSTEM_ROLES for each in messages[1:]):
             messages = self._with_system_messages_for(template, messages)
         if any(each.get("tool_calls") for each in messages):
             messages = self._call_forms[template].convert(messages)
@@ -290,47 +294,54 @@ class ChatTemplateRenderer:
     def _with_system_messages_for(
         self, template: "RequestTemplate", messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Change system messages that the template leaves out or refuses."""
-        if template not in self._templates_for_several_first:
+        """Change messages of the system and the developer that the template leaves out or refuses.
+
+        The messages at the start of the chat are merged, and later ones become user messages.
+        """
+        num_first = count_first_system_messages(messages)
+        first_roles = [message["role"] for message in messages[:num_first]]
+        later_roles = {message["role"] for message in messages[num_first:]} & SYSTEM_ROLES
+        if num_first > 1 and not self._renders_roles(template, *first_roles[:2], "user"):
             messages = merge_first_system_messages(messages)
-        if template not in self._templates_for_later:
+        if not all(self._renders_later_role(template, role) for role in later_roles):
             messages = with_later_system_messages_as_user(messages)
         return messages
 
-    @cached_property
-    def _templates_for_several_first(self) -> "list[RequestTemplate]":
-        """The templates that render several system messages at the start of a chat."""
-        return [
-            template
-            for template in self._templates.values()
-            if self._renders_each_system_message(template, [_SYSTEM, _SYSTEM, _USER])
-        ]
+    def _renders_later_role(self, template: "RequestTemplate", role: str) -> bool:
+        """Return whether a template renders system messages at the start and later in a chat.
 
-    @cached_property
-    def _templates_for_later(self) -> "list[RequestTemplate]":
-        """The templates that render a system message after other messages."""
-        # Some templates require that the roles user and assistant alternate, and others do not know
-        # the role assistant. Therefore, a template needs to render only one of these chats.
-        chats = ([_USER, _ASSISTANT, _SYSTEM, _USER], [_USER, _SYSTEM])
-        return [
-            template
-            for template in self._templates.values()
-            if any(self._renders_each_system_message(template, [_SYSTEM, *chat]) for chat in chats)
-        ]
+        Some templates require that the roles user and assistant alternate, and others do not know
+        the role assistant. Therefore, the template needs to render only one of two chats.
 
-    def _renders_each_system_message(
-        self, template: "RequestTemplate", chat: list[dict[str, Any]]
-    ) -> bool:
-        """Return whether a template renders all messages of a chat that are `_SYSTEM`."""
-        positions = [index for index, message in enumerate(chat) if message is _SYSTEM]
-        chats_to_test = (
-            [*chat[:index], {**_SYSTEM, "content": _TEST_TEXT}, *chat[index + 1 :]]
-            for index in positions
-        )
-        return all(
-            self._renders_test_text(template, self._with_content_for(template, each))
-            for each in chats_to_test
-        )
+        Args:
+            template: the template.
+            role: the role of the later message: "system" or "developer".
+        """
+        chats = (("system", "user", "assistant", role, "user"), ("system", "user", role))
+        return any(self._renders_roles(template, *roles) for roles in chats)
+
+    def _renders_roles(self, template: "RequestTemplate", *roles: str) -> bool:
+        """Return whether a template renders each message of the system and the developer.
+
+        The results are stored in `_rendered_roles`.
+
+        Args:
+            template: the template.
+            roles: the roles of the messages of a chat.
+        """
+        key = (template, roles)
+        if key not in self._rendered_roles:
+            chat = [{"role": role, "content": "Hi"} for role in roles]
+            chats_to_test = (
+                [*chat[:index], {"role": role, "content": _TEST_TEXT}, *chat[index + 1 :]]
+                for index, role in enumerate(roles)
+                if role in SYSTEM_ROLES
+            )
+            self._rendered_roles[key] = all(
+                self._renders_test_text(template, self._with_content_for(template, each))
+                for each in chats_to_test
+            )
+        return self._rendered_roles[key]
 
     @cached_property
     def _templates_for_thinking_parts(self) -> "list[RequestTemplate]":

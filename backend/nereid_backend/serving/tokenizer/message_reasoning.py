@@ -24,7 +24,7 @@ def with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
     "Hi"}]}`.
     """
     reasoning = reasoning_of(message)
-    if not reasoning:
+    if not reasoning or message["role"] != "assistant":
         return message
     parts = [{"type": "thinking", "thinking": reasoning}, *as_parts(message.get("content") or "")]
     others = {name: value for name, value in message.items() if name not in REASONING_FIELDS}

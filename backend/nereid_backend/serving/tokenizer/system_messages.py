@@ -7,16 +7,20 @@ from typing import Any
 
 from nereid_backend.serving.tokenizer.chat_messages import as_parts
 
+SYSTEM_ROLES = frozenset({"system", "developer"})
+"""The roles whose messages contain instructions for the model."""
 _SEPARATOR = "\n\n"
 
 
 def merge_first_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    r"""Merge the system messages at the start of a chat into one system message.
+    r"""Merge the messages of the system and the developer at the start of a chat into one message.
+
+    The merged message has the role of the first message.
 
     Example: two messages with the contents "Be brief." and "Be kind." become one message with the
     content "Be brief.\n\nBe kind."
     """
-    num_first = _count_first_system_messages(messages)
+    num_first = count_first_system_messages(messages)
     if num_first < 2:
         return list(messages)
     contents = [message.get("content") or "" for message in messages[:num_first]]
@@ -31,15 +35,16 @@ def merge_first_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict
 
 
 def with_later_system_messages_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Change the role of system messages that follow another message to "user"."""
-    num_first = _count_first_system_messages(messages)
+    """Change the roles system and developer to user in messages that follow another message."""
+    num_first = count_first_system_messages(messages)
     later = [
-        {**message, "role": "user"} if message["role"] == "system" else message
+        {**message, "role": "user"} if message["role"] in SYSTEM_ROLES else message
         for message in messages[num_first:]
     ]
     return [*messages[:num_first], *later]
 
 
-def _count_first_system_messages(messages: Sequence[dict[str, Any]]) -> int:
-    """Return the number of system messages at the start of a chat."""
-    return len(list(itertools.takewhile(lambda message: message["role"] == "system", messages)))
+def count_first_system_messages(messages: Sequence[dict[str, Any]]) -> int:
+    """Return the number of messages of the system and the developer at the start of a chat."""
+    first = itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)
+    return len(list(first))

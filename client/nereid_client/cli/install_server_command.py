@@ -74,6 +74,22 @@ def run(args: argparse.Namespace) -> int:
     """Install the server and write the launcher, unless both are up to date.
 
     Returns: the exit code 0.
+
+    Raises: CliError if a file cannot be written.
+    """
+    try:
+        return _install(args)
+    except OSError as error:
+        raise FailureError(
+            f"The server or its launcher {launcher_path()} cannot be written ({error}). Free some "
+            "space or change the permissions, and run `nereid install-server` again."
+        ) from None
+
+
+def _install(args: argparse.Namespace) -> int:
+    """Do the work of `run`.
+
+    Raises: OSError if a file cannot be written.
     """
     # The server embeds Python, and the launcher must name the folder of the library libpython. If
     # the library is missing, `find_libpython` raises an error before anything is installed.
@@ -159,7 +175,10 @@ def _copy_stub_for_this_python(server: Path) -> None:
     copy = server / "backends" / "python" / stub.name
     is_copied = copy.is_file() and filecmp.cmp(stub, copy)
     if not is_copied:
-        shutil.copy2(stub, copy)
+        # Write another file first, because the operating system does not change a running program.
+        unfinished = copy.with_name(f".{copy.name}.unfinished")
+        shutil.copy2(stub, unfinished)
+        unfinished.replace(copy)
 
 
 def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
@@ -179,6 +198,9 @@ def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
                 "for the embedded server."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
+    # If the disk is full, an incomplete launcher would look like a program of another server.
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.chmod(0o755)
+    unfinished.replace(path)
     return True

@@ -1,6 +1,8 @@
 """`nereid install-server` with a small wheel, the real pip and the real file system."""
 
 import argparse
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -126,3 +128,20 @@ def test_a_missing_libpython_names_the_package(monkeypatch):
     monkeypatch.setattr(libpython, "libpython_name", lambda: "libpython9.9.so.1.0")
     with pytest.raises(CliError, match=rf"apt-get install libpython{VERSION}"):
         libpython.find_libpython()
+
+
+def test_the_installation_can_be_repeated_after_the_disk_was_full(
+    tmp_path, wheel, launcher, monkeypatch
+):
+    write_text = Path.write_text
+
+    def write_half(path, text):
+        write_text(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "write_text", write_half)
+        with pytest.raises(CliError, match="cannot be written .*No space left on device"):
+            install(tmp_path, wheel)
+    assert install(tmp_path, wheel) == 0
+    assert subprocess.run([launcher], capture_output=True, check=True).stdout

@@ -141,7 +141,7 @@ def test_the_installation_can_be_repeated_after_the_disk_was_full(
 
     with monkeypatch.context() as full_disk:
         full_disk.setattr(Path, "write_text", write_half)
-        with pytest.raises(CliError, match="cannot be written .*No space left on device"):
+        with pytest.raises(CliError, match="No space left on device"):
             install(tmp_path, wheel)
     assert install(tmp_path, wheel) == 0
     assert subprocess.run([launcher], capture_output=True, check=True).stdout

@@ -30,6 +30,7 @@ from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ConfigError, NereidError, UnsupportedModelError
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
 from nereid_backend.load_checkpoint import check_files, read_config
+from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, read_modules
 
 Target = Literal["int4", "int8", "bfloat16", "float32"]
 
@@ -57,6 +58,7 @@ def convert(source: str, target: str, dtype: Target) -> None:
     new_folder = Path(target)
     check_files(folder)
     _check_target(new_folder)
+    modules = read_modules(folder)
     config = read_config(folder, trust_remote_code=False)
     if model_class(config) is None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
@@ -69,16 +71,24 @@ def convert(source: str, target: str, dtype: Target) -> None:
     if bits is not None:
         linear_weights = _linear_weights(config, arguments["config"])
         integer_names = linear_weights & weights.keys()
+        if not integer_names:  # example: an embedding model without the prefix "bert." in the names
+            raise UnsupportedModelError(
+                f"No weight of {folder} can become {dtype}, because none has the name of a linear "
+                f"layer of {model_class(config).__name__}. Convert it to bfloat16 or float32."
+            )
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
     _copy_other_files(folder, new_folder)
+    _copy_modules(folder, new_folder, modules)
     _write_shards(new_folder, _converted_tensors(weights, integer_names, bits, float_dtype))
     dtype_name = str(float_dtype).removeprefix("torch.")
     _write_config(folder, new_folder, dtype_name, quantization_config)
 
 
 def _check_target(folder: Path) -> None:
-    """Raise a ConfigError if the folder of the copy contains files."""
+    """Raise a ConfigError if the folder of the copy is a file or contains files."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder. Choose an empty or a new folder.")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Choose an empty or a new folder.")
 
@@ -187,6 +197,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
             ) from error
         names_by_shard.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        sys.stderr.write(f"nereid convert: wrote {total_bytes / 2**30:.2f} GiB of weights\n")
     weight_map: dict[str, str] = {}
     for index, names in enumerate(names_by_shard):
         file = f"model-{index + 1:05}-of-{len(names_by_shard):05}.safetensors"
@@ -225,6 +236,17 @@ def _copy_other_files(folder: Path, new_folder: Path) -> None:
         is_weights = file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
         if file.is_file() and not is_weights and file.name not in _WRITTEN_FILES:
             shutil.copy(file, new_folder)
+
+
+def _copy_modules(folder: Path, new_folder: Path, modules: list[ModuleSpec]) -> None:
+    """Copy the folders of a sentence-transformers checkpoint's modules, such as 1_Pooling.
+
+    Without these folders, the embeddings would be different. The weights of modules are small, so
+    they keep their data type.
+    """
+    for module in modules:
+        if module.folder.is_dir() and module.folder.parent == folder:
+            shutil.copytree(module.folder, new_folder / module.folder.name)
 
 
 def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -> dict[str, Any]:

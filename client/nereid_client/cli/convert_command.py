@@ -1,5 +1,7 @@
 """`nereid convert`: copy a checkpoint with its weights in another data type."""
 
+import functools
+import signal
 import subprocess
 import sys
 from enum import StrEnum
@@ -28,4 +30,8 @@ def convert(
     # backend package.
     module = "nereid_backend.tools.convert_checkpoint"
     command = [sys.executable, "-m", module, str(source), str(target), dtype.value]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    # Ctrl-C interrupts both processes. Python ignores the signal if it was ignored at the start, so
+    # the process prints no traceback. After Ctrl-C, `run` kills the process.
+    ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.run(command, check=False, preexec_fn=ignore)
+    raise typer.Exit(process.returncode)

@@ -1,6 +1,7 @@
 """`nereid convert`: a checkpoint as integers, and back."""
 
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +14,8 @@ from nereid_backend.tools import convert_checkpoint
 from nereid_backend.tools.convert_checkpoint import convert, main
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+
+EMBEDDING_MODEL = Path(__file__).parents[3] / "demo" / "embed"
 
 
 def modules_of(engine):
@@ -68,6 +71,27 @@ def test_a_gguf_file_is_converted_to_floats(tmp_path):
     [weights] = (tmp_path / "floats").glob("*.safetensors")
     assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
     open_engine(tmp_path / "floats").close()
+
+
+def test_an_embedding_model_keeps_its_modules(tmp_path, capsys):
+    assert main([str(EMBEDDING_MODEL), str(tmp_path / "new"), "bfloat16"]) == 0
+    assert capsys.readouterr().err.startswith("nereid convert: wrote 0.00 GiB of weights")
+    pooling = "1_Pooling/config.json"
+    assert (tmp_path / "new" / pooling).read_text() == (EMBEDDING_MODEL / pooling).read_text()
+
+
+def test_a_checkpoint_without_weights_that_become_integers_is_refused(tmp_path, capsys):
+    assert main([str(EMBEDDING_MODEL), str(tmp_path / "new"), "int8"]) == 2
+    error = capsys.readouterr().err
+    assert f"No weight of {EMBEDDING_MODEL} can become int8" in error
+    assert "Convert it to bfloat16 or float32" in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_target_that_is_a_file_is_refused(checkpoint, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main([str(checkpoint("llama")), str(tmp_path / "file"), "int4"]) == 2
+    assert "/file is not a folder. Choose an empty or a new folder." in capsys.readouterr().err
 
 
 def test_a_full_disk_is_an_error_of_one_line(checkpoint, tmp_path, capsys, monkeypatch):

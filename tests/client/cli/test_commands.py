@@ -3,7 +3,9 @@
 import io
 import json
 import mimetypes
+import os
 import re
+import signal
 import socketserver
 import subprocess
 import sys
@@ -383,6 +385,29 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback():
     command = [sys.executable, "-c", INTERRUPTED_IMPORT]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+CONVERT_WITH_ANOTHER_PYTHON = """
+import sys
+from nereid_client.cli.main import main
+sys.executable = sys.argv.pop(1)
+sys.exit(main(["convert", "a", "b", "int8"]))
+"""
+
+
+def test_ctrl_c_during_a_conversion_prints_no_traceback(tmp_path):
+    converter = tmp_path / "python"
+    converter.write_text(
+        f"#!{sys.executable}\nimport time\nprint('started', flush=True)\ntime.sleep(60)\n"
+    )
+    converter.chmod(0o755)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-c", CONVERT_WITH_ANOTHER_PYTHON, str(converter)]
+    with subprocess.Popen(command, text=True, process_group=0, **pipes) as process:
+        assert process.stdout.readline() == "started\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 130
 
 
 def test_characters_that_the_terminal_does_not_have_are_printed_as_escape_sequences(url):

@@ -20,6 +20,10 @@ from nereid_backend.errors import (
     RequestError,
 )
 
+# A gRPC client without a stream receives an error message in the metadata of the response, of which
+# it accepts 8 KiB. There, three bytes represent a byte of a character outside ASCII.
+_MAX_MESSAGE_BYTES = 2048
+
 log = logging.getLogger("nereid")
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -179,8 +183,12 @@ def _message(error: Exception) -> str:
     """Return the message for the client.
 
     If the error is a ConfigError, a ModelError or an error of another package, prepend the name of
-    its class.
+    its class. Cut the message after `_MAX_MESSAGE_BYTES` bytes.
     """
-    if isinstance(error, NereidError) and not isinstance(error, ConfigError | ModelError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    message = str(error)
+    if not isinstance(error, NereidError) or isinstance(error, ConfigError | ModelError):
+        message = f"{type(error).__name__}: {message}"
+    encoded = message.encode("utf-8", "backslashreplace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return message
+    return encoded[:_MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "..."

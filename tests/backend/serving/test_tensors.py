@@ -1,8 +1,11 @@
-"""The lines that a model writes to the log of the server."""
+"""The lines that a model writes to the log of the server, and its error messages."""
 
 import io
 import sys
 
+import pytest
+from backend.serving import fake_server  # noqa: F401 - replaces the API of Triton server
+from nereid_backend import RequestError
 from nereid_backend.serving import tensors
 
 
@@ -11,3 +14,13 @@ def test_a_character_outside_ascii_reaches_the_log(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))  # as in a stub
     tensors.progress("loading /модель \udce9")
     assert output.getvalue() == "nereid: loading /модель \\udce9\n".encode()
+
+
+@pytest.mark.parametrize("character", ["a", "\N{GRINNING FACE}"])
+def test_an_error_message_fits_the_metadata_of_a_grpc_response(character):
+    long = tensors.error_response(RequestError(f"options: {character * 100_000}")).error.text
+    assert long.startswith(f"[INVALID_ARGUMENT] options: {character}")
+    assert long.endswith(f"{character}...")
+    assert 3 * len(long.encode()) < 8192
+    short = f"options: {character * 100}"
+    assert tensors.error_response(RequestError(short)).error.text == f"[INVALID_ARGUMENT] {short}"

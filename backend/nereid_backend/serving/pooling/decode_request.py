@@ -29,6 +29,9 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "truncate": bool,
 }
 _MAX_INTEGER = 2**31 - 1
+# Parsing more JSON text would delay other requests, and parsed lists need much more memory than
+# their text. Only a prompt or an instruction can be long.
+_MAX_OPTIONS_CHARS = 2**20
 # If a text is a URL, `://` occurs within its first `_MAX_SCHEME_CHARS` characters. Therefore, only
 # these characters are searched.
 _MAX_SCHEME_CHARS = 16
@@ -43,10 +46,16 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
         known: the known options and their types.
 
     Raises:
-        RequestError: the text is not a JSON object, a name is unknown, or a value has a wrong type.
+        RequestError: the text is too long or is not a JSON object, a name is unknown, or a value
+            has a wrong type.
     """
     if not text:
         return {}
+    if len(text) > _MAX_OPTIONS_CHARS:
+        raise RequestError(
+            f"{names.OPTIONS}: the text has {len(text)} characters, but the limit is "
+            f"{_MAX_OPTIONS_CHARS}. Send shorter options."
+        )
     try:
         values = json.loads(text)
         refuse_surrogates(names.OPTIONS, text, values)
@@ -198,9 +207,7 @@ def _parse_part_fields(text: str, where: str) -> dict[str, str]:
         )
     for name, content in part.items():
         if not isinstance(content, str):
-            raise RequestError(
-                f"{where}: {name} must be a string, but it is {json.dumps(content)[:80]}."
-            )
+            raise RequestError(f"{where}: {name} must be a string, but the element is {text[:80]}.")
     return part
 
 

@@ -81,6 +81,11 @@ def test_wrong_lengths_are_refused(lengths, said):
         decode_request.split_token_ids(ints(1, 2, 3), lengths, 3)
 
 
+def test_options_that_are_too_long_are_refused_before_they_are_parsed():
+    with pytest.raises(RequestError, match=r"options: the text has 30000002 characters, but the"):
+        decode_request.parse_options("[" + "[]," * 10_000_000 + "]", {})
+
+
 def test_a_part_is_a_text_or_an_image():
     encoded = base64.b64encode(b"picture").decode()
     assert decode_request.parse_part('{"text": "x"}', 0) == {"text": "x"}

@@ -384,6 +384,14 @@ def test_a_checkpoint_may_have_a_template_for_tools():
     assert renderer.render(messages, tools=TOOLS) == "tools"
 
 
+@pytest.mark.parametrize("tools", ["", "{% for tool in tools %}{% endfor %}"])
+def test_the_template_for_tools_renders_earlier_calls_if_a_request_has_no_tools(tools):
+    without_calls = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    with_calls = CALLS.replace("CALL", "call.function.name ~ call.function.arguments.a")
+    renderer = renderer_of({"default": without_calls, "tool_use": tools + with_calls})
+    assert renderer.render(chat_with_call()) == "x;f1;5;"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -140,7 +140,8 @@ class ChatTemplateRenderer:
         from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
 
         given_messages = messages
-        template = self._template_for(tools)
+        has_calls = any(each.get("tool_calls") for each in messages)
+        template = self._template_for(for_tools=has_calls or tools is not None)
         if any(each.get("role") in _REPLACED_ROLES for each in messages):
             roles = self._replacements[template]
             messages = [
@@ -148,7 +149,7 @@ class ChatTemplateRenderer:
             ]
         if any(each.get("role") in SYSTEM_ROLES for each in messages[1:]):
             messages = self._with_system_messages_for(template, messages)
-        if any(each.get("tool_calls") for each in messages):
+        if has_calls:
             messages = self._call_forms[template].convert(messages)
         messages = self._with_content_for(template, messages)
         if template in self._templates_for_thinking_parts:
@@ -168,7 +169,7 @@ class ChatTemplateRenderer:
         except LimitError as error:
             raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
         except RenderRefused as error:
-            for arguments in _alternatives(tools, variables):
+            for arguments in _alternatives(tools, variables, has_calls=has_calls):
                 with contextlib.suppress(RequestError):
                     return self.render(
                         given_messages, continue_final_message=continue_final_message, **arguments
@@ -178,11 +179,14 @@ class ChatTemplateRenderer:
                 problem = f"the chat template refuses this chat: {error.__cause__}"
             raise RequestError(f"messages: {problem}") from error
 
-    def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
-        """Return the chat template for a request. `tools` contains the tools of the request.
+    def _template_for(self, *, for_tools: bool) -> "RequestTemplate":
+        """Return the chat template for a request.
 
-        If the request has tools and the template "tool_use" exists, return "tool_use". Otherwise,
-        return the template "default".
+        Return the template "tool_use" if it exists and `for_tools` is true. Otherwise, return the
+        template "default".
+
+        Args:
+            for_tools: whether the request has tools, or messages with tool calls.
 
         Raises:
             RequestError: no template can be used.
@@ -191,7 +195,7 @@ class ChatTemplateRenderer:
             templates = self._templates  # The first access compiles the templates.
         except TemplateError as error:
             raise RequestError(f"messages: the chat template cannot be used: {error}") from error
-        names = ("default",) if tools is None else ("tool_use", "default")
+        names = ("tool_use", "default") if for_tools else ("default",)
         for name in names:
             if name in templates:
                 return templates[name]
@@ -434,16 +438,19 @@ class ChatTemplateRenderer:
 
 
 def _alternatives(
-    tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+    tools: list[dict[str, Any]] | None, variables: dict[str, Any], *, has_calls: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield arguments with which `render` may succeed if the template cannot render a chat.
 
     Some templates fail if a tool has no description or no parameters, although both are optional in
-    OpenAI's API. Other templates refuse the reasoning effort "high" and call it "xhigh".
+    OpenAI's API. Templates for tools may fail if a request has earlier tool calls but no tools.
+    Other templates refuse the reasoning effort "high" and call it "xhigh".
     """
     completed_tools = with_optional_fields(tools)
     if completed_tools != tools:
         yield {**variables, "tools": completed_tools}
+    if tools is None and has_calls:
+        yield {**variables, "tools": []}
     if variables.get("reasoning_effort") == "high":
         yield {**variables, "tools": tools, "reasoning_effort": "xhigh"}
 

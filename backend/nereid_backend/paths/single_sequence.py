@@ -72,11 +72,7 @@ class SinglePath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Return the logits of one step. `sampled` must be None; see `ForwardPath.forward`."""
         assert sampled is None
-        # Delete the states of sequences that have ended or were preempted, because other sequences
-        # use their memory. Such a sequence has lost its row.
-        self._states = {
-            row: state for row, state in self._states.items() if state.sequence.row == row
-        }
+        self.delete_unused_states()
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
             state_key = chunk.sequence.row
@@ -86,6 +82,15 @@ class SinglePath:
             with self._adapters.serving_all(chunk.sequence.adapter):
                 parts.append(self._chunk_logits(state_key, chunk))
         return join_rows(parts, self._vocab_size)
+
+    def delete_unused_states(self) -> None:
+        """Delete the states of sequences that have ended or were preempted.
+
+        Other sequences use the memory of these states. Such a sequence has lost its row.
+        """
+        self._states = {
+            row: state for row, state in self._states.items() if state.sequence.row == row
+        }
 
     def clear(self, sequence: Sequence) -> None:
         """Delete the stored state of a sequence; see `ForwardPath.clear`."""

@@ -15,6 +15,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import join_rows
+from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.step_runner import ForwardPath
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
@@ -135,6 +136,8 @@ class SplitPath:
         """
         has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
         if not any(has_images):
+            if isinstance(self._images, SinglePath):
+                self._images.delete_unused_states()
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
         text_plan, image_plan = _split_plan(plan, has_images)

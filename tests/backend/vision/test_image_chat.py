@@ -103,6 +103,15 @@ def test_a_further_question_about_an_image_uses_the_cached_prompt_and_image(mode
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+def test_a_step_with_text_frees_the_memory_of_ended_sequences_with_images(model, engine):
+    name, _, chats, _ = model
+    if TYPES[name] != "single":
+        pytest.skip("keys and values of prompts with images are in blocks")
+    image_archs._mixed(engine, chats)
+    engine.generate([[60, 61, 62]], PARAMS)
+    assert engine._parts.runner._path._images._states == {}
+
+
 def test_several_answers_share_the_prompt(model, engine):
     _, _, chats, answers = model
     params = image_archs.SamplingParams(

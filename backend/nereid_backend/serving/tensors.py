@@ -22,7 +22,7 @@ from nereid_backend.errors import (
 
 # A gRPC client without a stream receives an error message in the metadata of the response, of which
 # it accepts 8 KiB. There, three bytes represent a byte of a character outside ASCII.
-_MAX_MESSAGE_BYTES = 2048
+_HALF_MESSAGE_BYTES = 1024
 
 log = logging.getLogger("nereid")
 
@@ -183,12 +183,15 @@ def _message(error: Exception) -> str:
     """Return the message for the client.
 
     If the error is a ConfigError, a ModelError or an error of another package, prepend the name of
-    its class. Cut the message after `_MAX_MESSAGE_BYTES` bytes.
+    its class. Replace the middle of a very long message by an ellipsis. The end of a message often
+    contains the remedy.
     """
     message = str(error)
     if not isinstance(error, NereidError) or isinstance(error, ConfigError | ModelError):
         message = f"{type(error).__name__}: {message}"
     encoded = message.encode("utf-8", "backslashreplace")
-    if len(encoded) <= _MAX_MESSAGE_BYTES:
+    if len(encoded) <= 2 * _HALF_MESSAGE_BYTES:
         return message
-    return encoded[:_MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "..."
+    beginning = encoded[:_HALF_MESSAGE_BYTES].decode("utf-8", "ignore")
+    end = encoded[-_HALF_MESSAGE_BYTES:].decode("utf-8", "ignore")
+    return f"{beginning}...{end}"

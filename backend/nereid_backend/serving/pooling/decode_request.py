@@ -32,6 +32,8 @@ _MAX_INTEGER = 2**31 - 1
 # Parsing more JSON text would delay other requests, and parsed lists need much more memory than
 # their text. Only a prompt or an instruction can be long.
 _MAX_OPTIONS_CHARS = 2**20
+# A part contains no lists and one object. Brackets in its text count, too.
+_MAX_PART_BRACKETS = 2**17
 # If a text is a URL, `://` occurs within its first `_MAX_SCHEME_CHARS` characters. Therefore, only
 # these characters are searched.
 _MAX_SCHEME_CHARS = 16
@@ -195,6 +197,11 @@ def _parse_part_fields(text: str, where: str) -> dict[str, str]:
     Raises:
         RequestError: the text is not such an object, or a value is not a string.
     """
+    if text.count("[") + text.count("{") > _MAX_PART_BRACKETS:
+        raise RequestError(
+            f"{where} has more than {_MAX_PART_BRACKETS} opening brackets, which is the limit. "
+            "Send a shorter text."
+        )
     try:
         part = json.loads(text)
         refuse_surrogates(where, text, part)

@@ -107,6 +107,7 @@ def test_a_document_is_a_text_or_an_image_but_not_both():
     ("text", "said"),
     [
         ("{", "parts: element 2 is not valid JSON"),
+        ('{"text": [' + "[]," * 2**17, "parts: element 2 has more than 131072 opening brackets"),
         ('{"video": "b"}', "parts: element 2 must be"),
         ("{}", "parts: element 2 must be"),
         ('{"text": 3}', "text must be a string"),

@@ -38,6 +38,10 @@ class LazyWeight(Protocol):
     """A weight of a checkpoint. It is read only when its elements are needed."""
 
     @property
+    def origin(self) -> str:
+        """The name of the weight and its file, for error messages."""
+
+    @property
     def has_integers(self) -> bool:
         """Whether `decode` returns an IntegerWeight."""
 
@@ -93,6 +97,11 @@ class RoundedWeight:
     has_integers: ClassVar[bool] = True
 
     @property
+    def origin(self) -> str:
+        """The name of the weight and its file, for error messages."""
+        return self.weight.origin
+
+    @property
     def num_elements(self) -> int:
         """The number of elements of the weight."""
         return self.weight.num_elements
@@ -126,12 +135,12 @@ class RoundedWeight:
         if isinstance(weight, quantised_tensors.LazyWeight) and weight.is_unquantised_matrix:
             # The weight is one tensor of a safetensors file. `read_rows(start, end)` reads only
             # some of its rows.
-            _check_shape(weight.main_tensor.shape, layer)
+            _check_shape(weight, weight.main_tensor.shape, layer)
             round_layer(layer, weight.main_tensor.read_rows, self.bits)
         else:
             # The index `...` selects the whole weight, which is read and dequantised now.
             numbers = weight[...]
-            _check_shape(numbers.shape, layer)
+            _check_shape(weight, numbers.shape, layer)
             round_layer(layer, lambda start, end: numbers[start:end], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
@@ -287,12 +296,12 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
         return True
     decoded = weight.decode()
     if isinstance(decoded, IntegerWeight):
-        _check_shape(decoded.values.shape, layer)
+        _check_shape(weight, decoded.values.shape, layer)
         if _fits_panels(decoded):
             _store_integers(layer, decoded)
             return True
         decoded = decoded.dequantise(layer.weight.dtype)
-    _check_shape(decoded.shape, layer)
+    _check_shape(weight, decoded.shape, layer)
     layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)
     return False
 
@@ -333,12 +342,12 @@ def _has_units(weight: IntegerWeight, bits: int) -> bool:
     return has_one_group or weight.group_size % inputs_per_unit(bits) == 0
 
 
-def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
-    """Raise a ModelError if a weight of the given shape does not fit its layer."""
+def _check_shape(weight: LazyWeight, shape: Sequence[int], layer: nn.Linear) -> None:
+    """Raise a ModelError if a weight, which has the given shape, does not fit its layer."""
     if tuple(shape) != tuple(layer.weight.shape):
         raise ModelError(
-            f"a quantised weight has the shape {tuple(shape)}, but its layer needs the shape "
-            f"{tuple(layer.weight.shape)}. Download the checkpoint again."
+            f"the weight {weight.origin} has the shape {tuple(shape)}, but its layer needs the "
+            f"shape {tuple(layer.weight.shape)}. Download the checkpoint again."
         )
 
 

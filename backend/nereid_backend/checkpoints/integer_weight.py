@@ -38,6 +38,21 @@ class IntegerWeight:
     bits: int
     input_groups: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Raise a ValueError if the shapes of the tensors do not match."""
+        num_rows, num_inputs = self.values.shape
+        num_groups = self.scales.shape[-1]
+        if self.input_groups is None:
+            num_groups = math.ceil(num_inputs / max(1, self.group_size))
+        needed_shape = (num_rows, num_groups)
+        for name, numbers in (("scales", self.scales), ("zeros", self.zeros)):
+            if numbers is not None and tuple(numbers.shape) != needed_shape:
+                raise ValueError(
+                    f"the {name} have the shape {tuple(numbers.shape)}, but a weight of the shape "
+                    f"{(num_rows, num_inputs)} with groups of {self.group_size} inputs needs "
+                    f"{needed_shape}"
+                )
+
     def reordered(self, rows: Tensor) -> "IntegerWeight":
         """Return a weight that consists of the given rows of this weight, in the given order."""
         zeros = None if self.zeros is None else self.zeros[rows]

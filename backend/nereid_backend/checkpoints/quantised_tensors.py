@@ -97,11 +97,11 @@ class LazyWeight:
         tensors_by_suffix = {suffix: tensor.read() for suffix, tensor in self.tensors.items()}
         try:
             return self.layout.decode(tensors_by_suffix, self.dtype)
-        except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
+        except (ValueError, RuntimeError, LookupError, TypeError, ZeroDivisionError) as error:
             # These errors occur if the tensors are damaged. Example: a tensor has a wrong shape.
             raise ModelError(
-                f"the quantised weight {self.main_tensor.name} in {self.main_tensor.file} cannot "
-                f"be read ({error}). Download the file again."
+                f"the quantised weight {self.origin} cannot be read ({error}). Download the file "
+                "again."
             ) from error
 
     @property
@@ -117,6 +117,11 @@ class LazyWeight:
         An unquantised weight has only this tensor.
         """
         return next(iter(self.tensors.values()))  # The main tensor always comes first.
+
+    @property
+    def origin(self) -> str:
+        """The name of the main tensor and its file, for error messages."""
+        return f"{self.main_tensor.name} in {self.main_tensor.file}"
 
     @property
     def is_unquantised_matrix(self) -> bool:

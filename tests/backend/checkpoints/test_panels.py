@@ -1,12 +1,16 @@
 """The integers of quantised checkpoints in the panels of the CPU kernels."""
 
+import json
+
 import pytest
 import torch
 from backend.checkpoints import writers
 from backend.exactness import PARAMS, open_engine
-from nereid_backend.errors import ConfigError
+from backend.tiny_models import BY_NAME
+from nereid_backend.errors import ConfigError, ModelError
 from nereid_backend.linear.grouped_linear import GroupedLinear
 from nereid_backend.load_checkpoint import load_checkpoint
+from safetensors.torch import load_file, save_file
 
 
 def load(folder, *, use_panels):
@@ -47,6 +51,21 @@ def test_panels_contain_the_weights_of_the_checkpoint(name, tmp_path):
     for name, weight in model.state_dict().items():
         if name in expected and "_proj" not in name:
             assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("num_rows", [80, 96])  # the layer and the scales have 96 and 80 rows
+def test_an_integer_weight_whose_shapes_do_not_match_is_named_with_its_file(num_rows, tmp_path):
+    folder = BY_NAME["llama"].save(tmp_path / "llama")
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj"
+    tensors = load_file(file)
+    tensors[f"{name}.weight"] = torch.ones(num_rows, 64, dtype=torch.int8)
+    tensors[f"{name}.SCB"] = torch.ones(80)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"{name}\.weight in {file}.* shape"):
+        load(folder, use_panels=True)
 
 
 def test_weight_dtype_is_refused_if_all_linear_layers_already_store_integers(tmp_path):

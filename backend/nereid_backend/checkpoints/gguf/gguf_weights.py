@@ -109,6 +109,11 @@ class GgufWeight:
         return weight.reordered(order) if isinstance(weight, IntegerWeight) else weight[order]
 
     @property
+    def origin(self) -> str:
+        """The name of the tensor and its file, for error messages."""
+        return f"{self.tensor.name} in {self.path}"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight: [rows, columns] or [columns]."""
         # If the tensor contains the weights of several experts, its shape is [experts, rows,
@@ -163,8 +168,7 @@ class GgufWeight:
         content = np.fromfile(self.path, dtype=np.uint8, count=num_bytes, offset=start)
         if len(content) < num_bytes:
             raise ModelError(
-                f"the tensor {self.tensor.name} in {self.path} cannot be read, because the file "
-                "has become shorter."
+                f"the tensor {self.origin} cannot be read, because the file has become shorter."
             )
         _block_size, block_bytes = gguf.GGML_QUANT_SIZES[self.tensor.kind]
         return torch.from_numpy(content.reshape(-1, block_bytes))

@@ -28,6 +28,8 @@ from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.weight_memory import memory_by_setting
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.text.load_decoder import load_decoder
 
 Finding = dict[str, Any]
@@ -138,7 +140,22 @@ def _describe_template(folder: Path) -> str:
 
 
 def _describe_path(path: str) -> str:
-    """Load the checkpoint, and describe how the engine computes the model's forward pass."""
+    """Load the checkpoint, and describe how Nereid computes the model's forward pass.
+
+    Raises: NereidError if the checkpoint is neither a language model nor a pooling model.
+    """
+    try:
+        return _describe_language_model(path)
+    except NereidError as error:
+        try:
+            info = PoolingEngine(PoolingConfig(path), lambda _: None).info
+        except NereidError:
+            raise error from None
+    return f"{info.path} Task: {info.task}. Data type: {info.dtype}"
+
+
+def _describe_language_model(path: str) -> str:
+    """Load the checkpoint as a language model, and describe its forward pass."""
     lines: list[str] = []
     engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
     engine.close()

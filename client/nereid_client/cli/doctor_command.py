@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from nereid_client.cli.flag_commands import build_parser
+from nereid_client.cli.flag_commands import parse_arguments
 from nereid_client.cli.libpython import find_libpython
 from nereid_client.cli.output import JsonOption, print_json, print_table
 from nereid_client.cli.serve_command import make_plan
@@ -161,7 +161,7 @@ def _check_serve_flags(flags: list[str]) -> str:
 
     Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.
     """
-    plan = make_plan(build_parser(["serve"]).parse_args(["serve", *flags]))
+    plan = make_plan(parse_arguments(["serve", *flags]))
     addresses = ", ".join(f"{name} at {address}" for name, address in plan.endpoints)
     pooling = "".join(f", {model.kind} {model.path}" for model in plan.pooling_models)
     return f"would serve {plan.model}{pooling}. {addresses}. Log: {plan.log_path}"

@@ -26,6 +26,15 @@ def run_flags(argv: Sequence[str]) -> int:
         CliError: the command cannot continue.
         SystemExit: an argument is wrong, or --help is given.
     """
+    args = parse_arguments(argv)
+    return int(args.run(args))
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the name of a command and its arguments.
+
+    Raises: SystemExit if an argument is wrong, or if --help is given.
+    """
     parser = build_parser(argv[:1])
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -38,7 +47,7 @@ def run_flags(argv: Sequence[str]) -> int:
             f"{args.command} does not have the argument {arguments[0]}. Give a checkpoint with "
             "--model, and arguments for tritonserver after --."
         )
-    return int(args.run(args))
+    return args
 
 
 def build_parser(names: Sequence[str] = tuple(_MODULES)) -> argparse.ArgumentParser:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import pytest
 from backend.checkpoints.gguf_writer import write_gguf
 from backend.tiny_models import BY_NAME
 from nereid_backend.tools.describe_checkpoint import describe, main
@@ -29,6 +31,14 @@ def test_the_forward_path_is_found_by_loading(checkpoint, capsys):
     main([str(checkpoint("llama")), "--load"])
     found = by_check(json.loads(capsys.readouterr().out))
     assert found["forward path"]["finding"] == "packed. Data type: float32"
+
+
+@pytest.mark.parametrize(("model", "task"), [("embed", "embed"), ("rerank", "rerank")])
+def test_a_pooling_model_is_loaded_as_such(model, task):
+    folder = Path(__file__).parents[3] / "demo" / model
+    finding = by_check(describe(str(folder), loads=True))["forward path"]
+    assert finding["ok"]
+    assert finding["finding"].endswith(f"Task: {task}. Data type: float32")
 
 
 def test_a_gguf_file_is_described(tmp_path):

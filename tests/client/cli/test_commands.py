@@ -452,6 +452,11 @@ def test_keys_with_characters_beyond_latin_1_are_sent(capsys, monkeypatch):
         assert FrontendClient(url, "m", "ключ").post("/v1/completions", body).status != 401
 
 
+def test_doctor_names_an_unknown_flag_and_a_similar_one(capsys):
+    assert main(["doctor", "--modle", "x"]) == 2
+    assert "the argument --modle. Did you mean --model?" in capsys.readouterr().err
+
+
 def test_doctor_names_an_unknown_argument_after_a_checkpoint(capsys):
     assert main(["doctor", "demo/chat", "--laod"]) == 2
     assert "the argument --laod is unknown" in capsys.readouterr().err

@@ -41,7 +41,7 @@ _SLICE_ROWS = 256
 
 
 class GroupedLinear(nn.Linear):
-    """A linear layer for inference on a CPU. The weights are 4-bit or 8-bit integers.
+    """A linear layer for inference on a CPU. The weights are integers of 4, 6 or 8 bits.
 
     If no other layer shares the weight, the attribute `weight` contains only NaN; see
     `PackedLinear`.

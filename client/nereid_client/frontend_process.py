@@ -2,12 +2,14 @@
 
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -33,6 +35,11 @@ _KEEP_ALIVE_S = 75
 # the remaining requests.
 _SHUTDOWN_TIMEOUT_S = 5
 
+# prometheus_client stores the metrics of each kind in a file of its own. The metrics of a worker
+# need less than 100 KiB, unless there are hundreds of clients.
+_METRIC_KINDS = ("counter", "histogram", "gauge_mostrecent")
+_METRICS_BYTES = 256 * 1024
+
 _log = logging.getLogger("uvicorn.error")  # uvicorn shows the messages of this logger
 
 
@@ -51,6 +58,8 @@ def run_frontend(
 
     Raises: SettingsError if a setting is wrong.
     """
+    if worker is not None:
+        _reserve_space_for_metrics(worker)
     app = create_app(settings, make_backend, worker)
     _reject_requests_after_sigusr1(app.state.gate)
     _exclude_objects_from_garbage_collection()  # long collections would delay streams
@@ -62,6 +71,18 @@ def run_frontend(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with suppress(KeyboardInterrupt):  # raised by SIGINT
         server.run(sockets)
+
+
+def _reserve_space_for_metrics(worker: WorkerPlace) -> None:
+    """Create the files in which prometheus_client stores the metrics of this process.
+
+    prometheus_client would create files without allocated space, and map them into memory. If the
+    disk became full later, the kernel would kill this process when a metric gets a new label.
+    """
+    for kind in _METRIC_KINDS:
+        path = Path(worker.folder, "metrics", f"{kind}_{os.getpid()}.db")
+        with suppress(OSError), path.open("ab") as file:  # the disk may be full already
+            os.posix_fallocate(file.fileno(), 0, _METRICS_BYTES)
 
 
 def _reject_requests_after_sigusr1(gate: Gate) -> None:

@@ -392,6 +392,15 @@ def test_the_workers_share_no_file_on_a_disk_that_may_be_full(tmp_path, monkeypa
         assert list(temporary.iterdir()) == []
 
 
+def test_the_files_of_the_metrics_have_space_although_the_disk_becomes_full(tmp_path):
+    with running_pool(tmp_path, num_workers=2) as pool:
+        in_threads(8, lambda: pool.chat("a"))
+        [folder] = Path("/dev/shm").glob(f"nereid-frontend-{pool.process.pid}-*")
+        files = [path.stat() for path in (folder / "metrics").iterdir()]
+        assert len(files) == 2 * 3  # the worker's counters, histograms and gauges
+        assert all(file.st_blocks * 512 >= file.st_size for file in files)
+
+
 @pytest.mark.long
 def test_the_workers_end_if_their_pool_is_killed(tmp_path):
     with running_pool(tmp_path, num_workers=2) as pool:

@@ -10,7 +10,7 @@ import os
 import sys
 
 try:
-    from openai import OpenAI
+    import openai
 except ImportError as error:
     sys.exit(f"{error}. Run this example with .venv/bin/python, or: pip install openai")
 
@@ -18,7 +18,7 @@ except ImportError as error:
 def main() -> None:
     """Send one message, and print the answer to stdout and the reasoning to stderr."""
     args = parse_arguments()
-    client = OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
+    client = openai.OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
     model = args.model or client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,
@@ -59,4 +59,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except openai.APIConnectionError as error:
+        sys.exit(f"The server cannot be reached ({error}). Start it, or pass its --base-url.")
+    except openai.APIStatusError as error:
+        sys.exit(f"The server refused the request: {error.message}")

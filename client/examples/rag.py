@@ -124,7 +124,10 @@ class Library:
 def main() -> None:
     """Print the passages that were found, and the answer."""
     args = parse_arguments()
-    text = args.passages.read_text(encoding="utf-8") if args.passages else PASSAGES
+    try:
+        text = args.passages.read_text(encoding="utf-8") if args.passages else PASSAGES
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"--passages: {args.passages} cannot be read ({error}). Give a file with UTF-8.")
     library = Library(args.base_url, args.api_key, [line for line in text.splitlines() if line])
     try:
         found = library.find(args.question, args.retrieve, args.keep)
@@ -155,3 +158,5 @@ if __name__ == "__main__":
         main()
     except (openai.APIConnectionError, httpx.ConnectError) as error:
         sys.exit(f"The server cannot be reached ({error}). Start it, or pass its --base-url.")
+    except (openai.APIStatusError, httpx.HTTPStatusError) as error:
+        sys.exit(f"The server refused the request: {error}")

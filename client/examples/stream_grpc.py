@@ -17,6 +17,7 @@ from collections.abc import Iterator
 try:
     import numpy as np
     from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+    from tritonclient.utils import InferenceServerException
 except ImportError as error:
     sys.exit(f"{error}. Run this with .venv/bin/python, or: pip install 'tritonclient[grpc]'")
 
@@ -89,4 +90,7 @@ def request_inputs(prompt: str, max_tokens: int, *, is_chat: bool) -> list[Infer
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InferenceServerException as error:  # example: the connection has ended already
+        sys.exit(f"The server cannot be reached ({error}). Start it, or pass its --url.")

@@ -90,3 +90,5 @@ if __name__ == "__main__":
         main()
     except openai.APIConnectionError as error:
         sys.exit(f"The server cannot be reached ({error}). Start it, or pass its --base-url.")
+    except openai.APIStatusError as error:
+        sys.exit(f"The server refused the request: {error.message}")

@@ -156,10 +156,8 @@ def choose_image_path(
         features=features,
         refused=refused,
     )
-    # The check prepares images as a decoder-only model does. Encoder-decoder models and
-    # transformers' `generate` prepare images differently, so they cannot be checked.
-    can_check_prompts = chosen.name != "generated" and not config.is_encoder_decoder
-    if can_check_prompts:
+    # transformers' `generate` prepares images in the model's own way, so it cannot be checked.
+    if chosen.name != "generated":
         support = replace(support, check=PromptCheck(checkpoint.model, features, attention).check)
     return support
 

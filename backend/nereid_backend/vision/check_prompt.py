@@ -27,7 +27,8 @@ class PromptCheck:
     """Runs the model's code until the inputs of the decoder are computed.
 
     A run takes about as long as the image encoder. The image features are cached, so the later
-    steps of the request do not run the image encoder again.
+    steps of the request do not run the image encoder again. In an encoder-decoder model, a run also
+    computes the encoder of the text.
     """
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401 - a model of transformers
@@ -37,6 +38,7 @@ class PromptCheck:
         # the decoder's module is called. If the model has no separate module for the decoder, the
         # inputs cannot be read.
         self._decoder = decoder if isinstance(decoder, Module) and decoder is not model else None
+        self._has_encoder = bool(model.config.is_encoder_decoder)
         self._features = features
         self._attention = attention
 
@@ -53,7 +55,10 @@ class PromptCheck:
             # Encode the images with the model's own attention instead of the engine's. The features
             # stay in the cache, so the request does not compute them again.
             with self._attention.activated(), self._features.used_for(images.digest):
-                record_inputs(self._model, self._decoder, token_ids, images)
+                if self._has_encoder:
+                    self._run_encoder(token_ids, images)
+                else:
+                    record_inputs(self._model, self._decoder, token_ids, images)
         except UnfitError as error:
             logger.debug("A prompt with images cannot be checked: %s", error)
         except Exception as error:
@@ -63,3 +68,14 @@ class PromptCheck:
                 "messages: the model cannot process the images of this prompt: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
+
+    def _run_encoder(self, token_ids: list[int], images: ImageInputs) -> None:
+        """Run the encoder of an encoder-decoder model in the same way as transformers' `generate`.
+
+        The encoder reads the whole prompt. Its outputs are discarded.
+        """
+        ids = torch.tensor([token_ids], device=self._model.device)
+        arguments = {"attention_mask": torch.ones_like(ids), **images.arguments}
+        self._model._maybe_prepare_encoder_kwargs_for_generation(
+            ids, arguments, "input_ids", self._model.generation_config
+        )

@@ -225,6 +225,20 @@ def test_an_encoder_decoder_model_reads_the_text_of_each_question_about_an_image
     assert answers[1][0] != answers[1][1]
 
 
+def test_a_question_with_too_many_image_tokens_does_not_end_other_requests(tmp_path):
+    folder, *_ = image_archs.build("t5gemma2", tmp_path)
+    engine = open_engine(folder)
+    try:
+        engine.add_request("other", [60, 61, 62], PARAMS)
+        prompt = engine.image_prompt(chat([picture(1, 60, 40)], "a <image_token> b"))
+        with pytest.raises(RequestError, match="cannot process the images of this prompt"):
+            engine.add_request("hostile", prompt.token_ids, PARAMS, prompt.images)
+        updates = [update for _ in range(MAX_TOKENS) for update in engine.step()]
+        assert updates[-1].finish_reason == "length"
+    finally:
+        engine.close()
+
+
 def test_a_request_chooses_whether_special_tokens_are_added_to_a_prompt_with_images(tmp_path):
     folder = image_archs.image_types.save("llava", tmp_path, "small")
     processor = ChatProcessor(folder, AutoConfig.from_pretrained(folder))

@@ -307,7 +307,9 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     """Return the regex that matches the text of a field, such as `{name}`, before a literal.
 
     The regex matches all characters that the field may contain, up to the first character of the
-    literal. Example: for the field `name` and the literal `<sep>`, the regex excludes `<`.
+    literal. Example: for the field `name` and the literal `<sep>`, the regex excludes `<`. If the
+    literal starts with white space, the text ends before white space and the first word of the
+    literal, for example before ` type`.
 
     Args:
         name: The name of the field, which decides which characters the field may contain.
@@ -317,11 +319,14 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         # The field `{rest}` may contain the first character of the next literal, but not the whole
         # literal. Every other field ends before this character.
         return _rest_regex(next_literal)
-    # White space in the pattern may be missing in the text, so it cannot show where the field ends.
     next_char = next_literal[:1]
-    stop_char = "" if next_char.isspace() else re.escape(next_char)
     excluded_chars = _EXCLUDED_CHARS[name]  # In the syntax of a character class: `\s<>`.
-    return re.compile(f"[^{excluded_chars}{stop_char}]+")
+    if not next_char.isspace():
+        return re.compile(f"[^{excluded_chars}{re.escape(next_char)}]+")
+    # A field such as `{key}` may contain white space, so white space alone does not end the field.
+    next_word = next(filter(None, _WHITESPACE_OR_GAP.split(next_literal)), "")
+    not_before_word = rf"(?!\s{{1,2}}{re.escape(next_word)})" if next_word else ""
+    return re.compile(f"(?:{not_before_word}[^{excluded_chars}])+")
 
 
 def _rest_regex(next_literal: str) -> re.Pattern[str]:

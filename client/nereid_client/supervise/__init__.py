@@ -3,6 +3,7 @@
 - startup_checks.py, weight_files.py: reject wrong settings and damaged checkpoints before the start
 - supervisor.py: START HERE; starts, announces, restarts, drains and ends the programs
 - child_processes.py: starts a program, reads its output, and ends it with all its descendants
+- shared_memory.py: deletes the shared memory of Triton servers that were killed
 - start_fork_server.py: starts the process that imports torch once for all models
 - warmup.py, pooling_models.py: wait until each model has answered a request
 - stub_processes.py, hang_detection.py: find failures that the Triton server does not report

@@ -3,8 +3,9 @@
 import http.client
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -116,12 +117,18 @@ class _Load:
     def run(self, on_sample: Callable[[], object] = lambda: None) -> None:
         """Send all requests, and call `on_sample` after each response."""
         self._start = time.perf_counter()
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            futures = [pool.submit(_measure, self._url, body) for body in self._bodies]
-            for future in as_completed(futures):
-                self.samples.append(future.result())
-                self._end = time.perf_counter()
-                on_sample()
+        bodies: SimpleQueue[Json] = SimpleQueue()
+        samples: SimpleQueue[Sample] = SimpleQueue()
+        for body in self._bodies:
+            bodies.put(body)
+        # Ctrl-C must not wait for the threads of requests that run, so they are daemons. The
+        # threads of a ThreadPoolExecutor would first finish all requests.
+        for _ in range(min(self._concurrency, len(self._bodies))):
+            Thread(target=_send_all, args=(self._url, bodies, samples), daemon=True).start()
+        for _ in self._bodies:
+            self.samples.append(samples.get())
+            self._end = time.perf_counter()
+            on_sample()
 
     def summary(self) -> Json:
         """Return the benchmark's results so far: counts, requests per second and latencies.
@@ -166,6 +173,16 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def _send_all(url: str, bodies: SimpleQueue[Json], samples: SimpleQueue[Sample]) -> None:
+    """Send requests until `bodies` is empty, and put the measurements into `samples`."""
+    while True:
+        try:
+            body = bodies.get_nowait()
+        except Empty:
+            return
+        samples.put(_measure(url, body))
+
+
 def _measure(url: str, body: Json) -> Sample:
     """Send a request, read the streamed response, and return the measurements.
 
@@ -184,6 +201,8 @@ def _measure(url: str, body: Json) -> Sample:
                 num_tokens = usage.get("completion_tokens", num_tokens)
     except (CliError, OSError, http.client.HTTPException, ValueError) as error:
         return Sample(error=str(error) or type(error).__name__)
+    except (LookupError, TypeError, AttributeError) as error:
+        return Sample(error=f"{url} sent a chunk that is not a chat completion ({error!r})")
     return Sample(first_token_s, time.perf_counter() - start, num_tokens)
 
 

@@ -6,6 +6,7 @@ import mimetypes
 import os
 import re
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -385,6 +386,33 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback():
     command = [sys.executable, "-c", INTERRUPTED_IMPORT]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+BENCH = "import sys; from nereid_client.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_ctrl_c_during_a_load_test_waits_for_no_request():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-c", BENCH, "bench", "--url", url, "--model", "m"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = server.accept()  # the server never answers
+            process.send_signal(signal.SIGINT)
+            try:
+                _, error = process.communicate(timeout=20)
+            finally:
+                process.kill()
+                connection.close()
+    assert process.returncode == 130
+    assert "Traceback" not in error
+
+
+def test_a_chunk_of_another_api_is_a_failed_request(capsys):
+    text = b'data: {"text": "a"}\n\ndata: [DONE]\n\n'
+    response = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
+    with raw_server(response) as url:
+        assert main(["bench", "--requests", "2", "--json", "--model", "m", "--url", url]) == 1
+    assert "sent a chunk that is not a chat completion" in capsys.readouterr().err
 
 
 CONVERT_WITH_ANOTHER_PYTHON = """

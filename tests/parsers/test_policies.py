@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 from nereid_parsers import LENIENT, STRICT, Policy, ToolCallStart, get_format
@@ -163,6 +164,14 @@ def test_damaged_json_after_the_arguments_does_not_change_the_arguments(strict, 
     text = call.replace("ARGS", as_text).replace("ENCODED", json.dumps(as_text))
     message = strict(f"<tool_call>{text}</tool_call>", "x", get_format(tools="hermes"), policy, [])
     assert (calls(message), message.content) == ([("f", arguments)], None)
+
+
+def test_text_of_the_prompt_inside_a_call_never_becomes_content(strict):
+    fmt = replace(get_format(tools="hermes"), turn=("<|assistant|>",))
+    prompt = '<|assistant|><tool_call>{"name": "f", "arguments": {"a": "one </tool_call> two'
+    message = strict(" three", prompt, fmt, STRICT, [])
+    assert calls(message) == [("f", {"a": "one </tool_call> two three"})]
+    assert message.content is None
 
 
 def test_text_after_a_damaged_call_without_markers_is_content(strict):

@@ -350,6 +350,9 @@ class CallWriter:
         # A tool call gets the next index when its start event is appended. If `last_index` is -1,
         # the next index is 0.
         self.last_index = 0 if self._has_events_of_open_call() else -1
+        if self.is_open:
+            # The stored arguments contain text of the prompt, which must not become content.
+            self._num_cuts = _MAX_CUTS
 
     def _has_events_of_open_call(self) -> bool:
         """Return whether a tool call is open and its start event has been appended.

@@ -184,10 +184,11 @@ def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) ->
 
 
 def _repeated_header(fmt: FormatData) -> Node:
-    """Return the grammar node for the header of a turn, such as `<|assistant|>`, or for no text.
+    """Return the grammar node for an optional header of a turn, such as `<|assistant|>`.
 
-    Some models write the header, which is already in the prompt, again after the reasoning. The
-    format then declares the header as a text that the parser removes (`ends`).
+    The prompt already contains the header, but some models write the header again after the
+    reasoning. The formats of these models declare the header in `ends`, the texts that the parser
+    removes. For all other formats, the node matches only the empty text.
     """
     headers = [header.strip() for header in fmt.turn if header in fmt.ends]
     if not headers:

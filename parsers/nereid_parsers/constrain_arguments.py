@@ -131,7 +131,9 @@ def _choice_groups(choices: list[Any]) -> list[list[Any]]:
 
 
 def _tagged_choices(declaration: TaggedArguments, key: str, choices: list[Any]) -> Node:
-    """Return the grammar node for a tagged argument with one of `choices`: `<p=mode>fast</p>`.
+    """Return the grammar node for a tagged argument whose value is one of `choices`.
+
+    Example: if `choices` contains "fast", the node matches `<p=mode>fast</p>`.
 
     Args:
         declaration: The declaration of the tags.

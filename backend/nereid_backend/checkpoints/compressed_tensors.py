@@ -259,8 +259,8 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
     usual_whole_words = _num_whole_words(num_integers, usual_bits)
     if num_words in (usual_words, usual_whole_words):
         return usual_bits
-    # Rounding down gives the exact number, because a quantised layer has more inputs than a row has
-    # unused bits.
+    # Unused bits at the end of the row do not change the rounded quotient, because the number of
+    # unused bits is smaller than the number of integers.
     return num_words * 32 // max(1, num_integers)
 
 

@@ -271,8 +271,8 @@ class StepPlanner:
         """
         sequence = self.running[index]
         num_uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
-        # Keep one token of the budget for each later running sequence. Otherwise, this sequence
-        # could use the whole budget.
+        # Reserve one token of the budget for each running sequence after the position `index`.
+        # Otherwise, the sequence at `index` could use the whole budget.
         num_later = len(self.running) - index - 1
         max_chunk_tokens = max(1, budget - num_later)
         # With `whole_prefill`, the first chunk of a sequence contains the whole prompt. Each later

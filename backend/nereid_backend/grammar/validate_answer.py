@@ -128,7 +128,12 @@ def _default_validator_class() -> Any:  # noqa: ANN401 - jsonschema creates its 
 
 
 def _check_items(validator: object, value: object, instance: object, schema: object) -> _Errors:
-    """Check the keyword `items` of a schema. A list contains one schema for each item (draft 7)."""
+    """Check an array against the keyword `items` of a schema.
+
+    If the value of `items` is a list of schemas, draft 7 applies: the first schema is for the first
+    item of the array, the second schema is for the second item, and so on. If the value is a single
+    schema, draft 2020-12 applies.
+    """
     has_one_schema_per_item = isinstance(value, list)
     draft = jsonschema.Draft7Validator if has_one_schema_per_item else _CURRENT_DRAFT
     return draft.VALIDATORS["items"](validator, value, instance, schema)

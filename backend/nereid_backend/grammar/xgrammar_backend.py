@@ -94,7 +94,8 @@ class XGrammarMatcher:
 
     def __init__(self, matcher: Any, *, can_force: bool) -> None:  # noqa: ANN401 - untyped
         self._matcher = matcher
-        # Whether `forced` may compute the forced texts, because all of them are short.
+        # If True, all texts that the grammar forces are short, and `forced` computes these texts.
+        # If False, `forced` always returns b"".
         self._can_force = can_force
 
     def accept(self, token_id: int) -> bool:

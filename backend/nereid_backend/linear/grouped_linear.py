@@ -163,8 +163,8 @@ class GroupedLinear(nn.Linear):
         self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
-        # The kernel reads four bytes, which are 32 bits, of each output at a time. `group_size` is
-        # a multiple of `inputs_per_unit`, so a group has a whole number of reads.
+        # For each output, one read of the kernel loads four bytes (32 bits). `group_size` is a
+        # multiple of `inputs_per_unit`, so the number of bits in a group is a multiple of 32.
         num_reads = num_groups * self.group_size * bits // 32
         values = torch.empty(num_panels, num_reads, LANES, 4, dtype=torch.uint8)
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
@@ -358,9 +358,10 @@ def _offset(dtype: torch.dtype, bits: int) -> int:
 
 
 def _stored_dtype(zeros: Tensor) -> torch.dtype:
-    """Return the smallest dtype that can store zeros: uint8 for integers from 0 to 255.
+    """Return the dtype in which a layer stores `zeros`, uint8 or float16.
 
-    Other zeros are stored as float16.
+    The zero of a group is the value that represents the weight 0. If all zeros are integers from 0
+    to 255, return uint8. Otherwise, return float16.
     """
     are_bytes = (zeros >= 0) & (zeros <= torch.iinfo(torch.uint8).max) & (zeros == zeros.round())
     return torch.uint8 if bool(are_bytes.all()) else torch.float16

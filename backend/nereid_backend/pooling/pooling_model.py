@@ -121,7 +121,8 @@ class PoolingModel:
         """
         layers = self._loaded.layers
         has_layers = any((layers.tokens, layers.vector, layers.sparse, layers.multi_vector))
-        # The test uses a text, so it is made only if the model computes token vectors of texts.
+        # The test runs the layers on the token vectors of a text. If the model does not compute
+        # such vectors, the test is skipped.
         computes_token_vectors = self._loaded.forward is not None
         if not has_layers or not computes_token_vectors:
             return

@@ -20,8 +20,9 @@ from nereid_backend.errors import (
     RequestError,
 )
 
-# A gRPC client without a stream receives an error message in the metadata of the response, of which
-# it accepts 8 KiB. There, three bytes represent a byte of a character outside ASCII.
+# If a gRPC client does not use a stream, the client receives an error message in the metadata of
+# the response. The client accepts at most 8 KiB of metadata. In the metadata, each byte of a
+# character outside ASCII is encoded as three bytes.
 _HALF_MESSAGE_BYTES = 1024
 
 log = logging.getLogger("nereid")

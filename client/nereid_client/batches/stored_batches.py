@@ -271,7 +271,7 @@ class BatchStore:
             return None
 
     def _read_valid(self, batch_id: str) -> Batch | None:
-        """Return a batch, or None if the folder contains no batch or a damaged batch.
+        """Return a batch, or None if its file batch.json is missing or damaged.
 
         Raises: OSError if the batch exists, but cannot be read.
         """

@@ -175,7 +175,8 @@ def _copy_stub_for_this_python(server: Path) -> None:
     copy = server / "backends" / "python" / stub.name
     is_copied = copy.is_file() and filecmp.cmp(stub, copy)
     if not is_copied:
-        # Write another file first, because the operating system does not change a running program.
+        # While the old stub is running, the operating system refuses to write to the file of the
+        # stub, but the file can be replaced. Therefore, the new stub is written to another file.
         unfinished = copy.with_name(f".{copy.name}.unfinished")
         shutil.copy2(stub, unfinished)
         unfinished.replace(copy)

@@ -99,8 +99,9 @@ def _check_width_of_similarities(num_texts: int) -> None:
     Raises: CliError.
     """
     width = Console().width
-    # Each column has at least four characters: a border, two spaces, and one character of the
-    # value. There are two more columns and a last border.
+    # The table has one column for each text, a column with the numbers of the texts, and a column
+    # with the texts. Each of these columns is at least four characters wide: a border, two spaces,
+    # and one character of the value. The right border of the table is one more character.
     limit = (width - 1) // 4 - 2
     if num_texts > limit:
         raise CliError(

@@ -36,7 +36,8 @@ from nereid_client.settings import SettingsError, check_key
 
 _CHECK_EVERY_S = 1.0
 _MAX_SHARE_LENGTH = 64
-# Times are computed from limits as floats, which cannot represent all larger integers.
+# Limits are converted to floats when waiting times are computed. A float can represent every
+# integer up to 2**53, but only some larger integers.
 _Limit = Annotated[int, Field(ge=0, le=2**53)]
 _DIGEST_OF_EMPTY_KEY = hashlib.sha256(b"").hexdigest()
 

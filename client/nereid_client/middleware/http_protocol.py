@@ -267,7 +267,7 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
     Mutates: cycle, which must not have sent anything yet.
     """
     send = cycle.send
-    # With None, uvicorn 0.54 would send a response without Content-Length in chunks.
+    # If the value were None and the response had no Content-Length, uvicorn 0.54 would use chunks.
     cycle.chunked_encoding = False
 
     async def send_without_chunks(message: Any) -> None:  # noqa: ANN401 - uvicorn's signature

@@ -221,9 +221,9 @@ class ResponsesRequest(GenerationRequest):
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
-        # In a chat, a custom tool becomes a function, and a tool in a namespace is called
-        # NAMESPACE__TOOL. The frontend converts a call of such a tool back, and finds the tool by
-        # the name in the call. Therefore, no other tool may have the name of such a tool.
+        # For the chat, the frontend converts a custom tool to a function, and renames a tool in a
+        # namespace to NAMESPACE__TOOL. If the model calls a converted tool, the frontend finds the
+        # original tool by the name in the call. Therefore, a converted tool needs a unique name.
         check_unique_names(
             map(name_in_chat, chat_tools),
             names_to_check=converted_tools(self.tools or ()).keys(),

@@ -79,15 +79,17 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the `variants` that differ from all `calls` in their markers or in their JSON keys.
+    """Return the elements of `variants` whose markup is not the markup of an element of `calls`.
+
+    The markup of a tool call consists of its markers and its JSON keys; see `_Markup`.
 
     Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
     `[call]..`. The result contains only `[call]..`.
 
     Args:
         calls: The ways to write a tool call that the format already contains.
-        variants: The ways in which related models write a tool call. If several of them have equal
-            markers and keys, only the first of them is returned.
+        variants: The ways in which related models write a tool call. If several variants have
+            equal markup, only the first of these variants is returned.
     """
     known_markup = {_markup_of(call) for call in calls}
     variant_by_markup: dict[_Markup, Call] = {}

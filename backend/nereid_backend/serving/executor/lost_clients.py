@@ -26,8 +26,9 @@ from nereid_backend.serving.feedback import FeedbackReader
 # at most `_LONGEST_INTERVAL_S` seconds. If more time has passed, this process was probably paused,
 # and perhaps the postprocessor, too.
 _LONGEST_INTERVAL_S = 0.25
-# A step that the postprocessor does not process for `_OVERTAKING_S` seconds was not overtaken by
-# the later step, but dropped.
+# Suppose the postprocessor has processed step 8 of stream A, but not step 7 of stream B. Either
+# step 8 has overtaken step 7, or step 7 was dropped. If the postprocessor has processed no step of
+# stream B for `_OVERTAKING_S` seconds, step 7 counts as dropped.
 _OVERTAKING_S = 1.0
 
 

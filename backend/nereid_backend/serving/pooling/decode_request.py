@@ -32,7 +32,9 @@ _MAX_INTEGER = 2**31 - 1
 # Parsing more JSON text would delay other requests, and parsed lists need much more memory than
 # their text. Only a prompt or an instruction can be long.
 _MAX_OPTIONS_CHARS = 2**20
-# A part contains no lists and one object. Brackets in its text count, too.
+# Parsing a part with very many lists or objects would block other requests. A valid part needs only
+# one opening bracket, `{`. The limit is much larger, because brackets inside strings are counted,
+# too.
 _MAX_PART_BRACKETS = 2**17
 # If a text is a URL, `://` occurs within its first `_MAX_SCHEME_CHARS` characters. Therefore, only
 # these characters are searched.

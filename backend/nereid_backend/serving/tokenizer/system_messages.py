@@ -35,7 +35,10 @@ def merge_first_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict
 
 
 def with_later_system_messages_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Change the roles system and developer to user in messages that follow another message."""
+    """Replace the roles "system" and "developer" with "user", except at the start of the chat.
+
+    Example: in a chat with the roles "system", "user" and "system", only the last role is replaced.
+    """
     num_first = count_first_system_messages(messages)
     later = [
         {**message, "role": "user"} if message["role"] in SYSTEM_ROLES else message

@@ -173,8 +173,8 @@ def _add_escapes(tags: TaggedArguments, special_value: str) -> TaggedArguments:
         special_value: A rendered tool call whose argument is SPECIAL_VALUE.
     """
     if json.dumps(SPECIAL_VALUE) in special_value:
-        # JSON escapes only strings, and strings have the tags of `tags` itself. The other ways to
-        # write a value, `tags.also`, are for values of other types, which have no escapes.
+        # In JSON, only strings contain escape sequences. The tags in `tags.also` are not changed,
+        # because these tags enclose only values of other types, such as numbers.
         return replace(tags, escapes="json")
     if html.escape(SPECIAL_VALUE) in special_value:
         also = tuple(replace(form, escapes="html") for form in tags.also)

@@ -110,10 +110,11 @@ def check_key(value: object) -> object:
 
 
 def _check_origins(value: str) -> str:
-    """Return a list of origins, separated by commas. Raise ValueError for a wrong origin.
+    """Return `value` unchanged. Raise ValueError if an origin in `value` is not valid.
 
-    A wrong origin is a text that no browser sends as an origin. Without this check, a text such as
-    "https://example.org/" would allow no page. The text "*" is also accepted, and allows all pages.
+    `value` contains origins, separated by commas. An origin is not valid if no browser can send the
+    origin. Without this check, a text such as "https://example.org/" would allow no page. The text
+    "*" is also accepted, and allows all pages.
     """
     for item in filter(None, map(str.strip, value.split(","))):
         if item not in ("*", "null") and not _ORIGIN.fullmatch(item):

@@ -348,7 +348,8 @@ def _text_with_calls(
         return _unmarked_list_or_text(tools, request)
     calls = _marked_calls(tools, request)
     if any(_ends_with_repetition(node) for node in calls):
-        # No marker ends the calls, so no text can follow them. xgrammar rejects a tag without end.
+        # No marker ends the calls, so no text can follow the calls. xgrammar rejects a tag that has
+        # no end marker. Therefore the grammar is a sequence instead of `triggered_tags`.
         text = any_text((trigger_of(tools),))
         return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
     # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore white

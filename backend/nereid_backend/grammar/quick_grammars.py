@@ -74,9 +74,10 @@ def _needs_trial(value: object) -> bool:
 
 
 def _can_crash(node: dict[str, object]) -> bool:
-    """Return whether xgrammar can end its process because of the type of a structural tag's node.
+    """Return whether a node of a structural tag has a type that can crash xgrammar.
 
-    Example: `{"type": "token", "token": "<tool>"}` ends the process if the token does not exist.
+    Example: if the token `<tool>` does not exist, xgrammar crashes when it compiles the node
+    `{"type": "token", "token": "<tool>"}`. The crash ends the process that compiles the tag.
     """
     node_type = node.get("type")
     return isinstance(node_type, str) and node_type in _RISKY_NODES

@@ -58,7 +58,8 @@ class XGrammarBackend:
             grammar = self._compile(kind, source)
         except (RuntimeError, ValueError, TypeError) as error:
             raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
-        # The texts that an EBNF grammar forces can have no end. Example: `root ::= "a" root`.
+        # Forced texts are never computed for an EBNF grammar, because such a grammar can force an
+        # endless text. Example: `root ::= "a" root`.
         can_force = kind == "structural_tag" and _has_short_forced_texts(source)
         return XGrammarGrammar(grammar, can_force=can_force)
 

@@ -54,7 +54,9 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     upper_bits = torch.zeros_like(quadruples[:, 0::4])
     for k in range(4):
         upper_bits |= (quadruples[:, k::4] >> 4) << (2 * k)
-    # [panels, inputs / 16, 3, 16, 4]: twice the lower bits of eight inputs, then the upper bits
+    # `parts` has the shape [panels, inputs / 16, 3, 16, 4]. For every 16 inputs, the three parts
+    # are the lower bits of the first eight inputs, the lower bits of the last eight inputs, and the
+    # upper bits of all 16 inputs.
     parts = torch.stack((lower_bits[:, 0::2], lower_bits[:, 1::2], upper_bits), dim=2)
     return parts.flatten(1, 2)
 

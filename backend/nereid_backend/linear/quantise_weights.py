@@ -34,8 +34,8 @@ GROUP_SIZES = {4: 32, 6: 32, 8: 64}
 _MIN_SCALE = 2.0**-24
 # The largest 4-bit integer, which is unsigned.
 _MAX_UINT4 = 15
-# Rounding errors in the output layer change the logits directly. If the other layers have 4 bits,
-# the output layer therefore has this number of bits.
+# The smallest number of bits of the output layer, even if the other layers have 4 bits. Rounding
+# errors in the output layer change the logits directly.
 _OUTPUT_LAYER_BITS = 6
 # Rows are quantised in slices. The float32 copy of one slice has at most this number of bytes. All
 # temporary tensors of one slice together need about four times this number of bytes.

@@ -156,7 +156,8 @@ def choose_image_path(
         features=features,
         refused=refused,
     )
-    # transformers' `generate` prepares images in the model's own way, so it cannot be checked.
+    # On the path "generated", only the model's method `generate` prepares the images. `PromptCheck`
+    # does not call `generate`, so prompts are not checked on this path.
     if chosen.name != "generated":
         support = replace(support, check=PromptCheck(checkpoint.model, features, attention).check)
     return support

@@ -138,17 +138,18 @@ class SinglePath:
         return self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
 
     def _restore_state(self, state_key: int, sequence: Sequence, num_tokens: int) -> None:
-        """Let the stored state of a sequence cover the first `num_tokens` tokens.
+        """Compute and store the state of a sequence after the first `num_tokens` tokens.
 
-        The state covers fewer tokens if a grammar has forced several tokens, and none if the
-        sequence was preempted. The model is called as before the preemption: once for the prompt,
-        and then once for each output token. On some models, one call for all tokens gives different
-        logits. Example: for a prompt of 5 tokens and num_tokens=7, the calls compute the tokens 0
-        to 4, the token 5, and the token 6. If the state covers 6 tokens, only the token 6 is
-        computed.
+        Before this call, the stored state covers fewer tokens if a grammar has forced several
+        tokens. If the sequence was preempted, no state is stored. The model is called as before the
+        preemption: once for the prompt, and then once for each output token. On some models, one
+        call for all tokens gives different logits. Example: for a prompt of 5 tokens and
+        num_tokens=7, the calls compute the tokens 0 to 4, the token 5, and the token 6. If the
+        state covers 6 tokens, only the token 6 is computed.
 
-        Do nothing if the stored state covers exactly these tokens, or if `num_tokens` is less than
-        the length of the prompt, because the next call of the model then computes the whole prompt.
+        Do nothing if the stored state covers exactly `num_tokens` tokens, or if `num_tokens` is
+        less than the length of the prompt, because the next call of the model then computes the
+        whole prompt.
 
         Mutates: the stored state of `state_key`.
         """

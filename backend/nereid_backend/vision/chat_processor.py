@@ -39,7 +39,8 @@ _TOKENS = {FoundImage: "image_token", FoundVideo: "video_token", FoundAudio: "au
 # The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
 # images, videos or audio.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
-# The output of a processor that contains the type of each token (see `TOKEN_TYPES`).
+# The name of one output of a processor. This output contains the type of each token (see
+# `TOKEN_TYPES`).
 _MM_TOKEN_TYPES = "mm_token_type_ids"
 # The sampling rate that is used if the audio processor does not specify one.
 _DEFAULT_RATE = 16_000

@@ -206,8 +206,9 @@ def _rotate(image: Any) -> None:  # noqa: ANN401 - an image of Pillow
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - Pillow can raise any exception for damaged EXIF data
-        # The pixels are not damaged. If the rotation could be read, the image is already rotated,
-        # because Pillow updates the EXIF data last.
+        # The pixels are not damaged, so the image is used. Pillow reads the rotation, then rotates
+        # the image, and then updates the EXIF data. If only the update fails, the image is already
+        # rotated.
         pass
 
 

@@ -138,8 +138,8 @@ class ChatCompletionRequest(GenerationRequest):
             if value is not None and name not in frontend_fields
         }
         if self.response_format:
-            # The client may have sent the format of another server. Validation has converted this
-            # field to OpenAI's format.
+            # In `body`, this field may have the format of another server. During validation, the
+            # field was converted to OpenAI's format and stored in `self.response_format`.
             fields["response_format"] = self.response_format
         return with_custom_tools_as_functions(fields)
 

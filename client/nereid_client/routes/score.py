@@ -110,13 +110,14 @@ async def _call_embedder(
 def _correct_index(
     error: BackendError, num_queries: int, query_field: str, document_field: str
 ) -> BackendError:
-    """Return a copy of an error with the correct field and index of the wrong query or document.
+    """Convert the index in an error of the embedding model to a field and an index of the request.
 
-    The embedding model receives the queries and the documents as one list, so the index in its
-    error counts the queries, too. The index must be parsed, because the error of the Triton server
-    contains only a text. Example: with one query, "text_2: element 3: has 13 tokens" becomes
-    "text_2: element 2: has 13 tokens", and "text_2: element 0: has 13 tokens" becomes "text_1:
-    element 0: has 13 tokens".
+    The embedding model receives one list: first the queries, then the documents. Its error contains
+    an index into this list. The index must be parsed, because the error of the Triton server
+    contains only a text. If the text contains no index, the error is returned unchanged.
+
+    Example: with one query, "text_2: element 3: has 13 tokens" becomes "text_2: element 2: has 13
+    tokens", and "text_2: element 0: has 13 tokens" becomes "text_1: element 0: has 13 tokens".
     """
     match = re.match(rf"{re.escape(document_field)}: element (\d+): ", error.message)
     if match is None:

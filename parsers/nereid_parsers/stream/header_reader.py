@@ -38,7 +38,8 @@ class HeaderReader:
         # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
         # Whether a message start marker, such as `<|start|>assistant`, has been read in the output.
-        # The first such marker may be in the prompt. The output then starts with a header.
+        # If the prompt ends with such a marker, the output starts with the header that follows the
+        # marker.
         self._has_read_start_marker = False
 
     def read_start_marker(self, marker: str) -> State:

@@ -116,7 +116,8 @@ class AdapterCalls:
     @property
     def is_replacing_weights(self) -> bool:
         """Whether an engine process still has to replace the weights. Any thread may read this."""
-        # `list` copies the dict at once, because the loop's thread may change the dict.
+        # The loop's thread may change the dict during the iteration. Therefore the iteration uses a
+        # copy. No other thread can change the dict while `list` creates the copy.
         return any(change.message[0] == _RELOAD for change in list(self._waiting.values()))
 
     def take_new(self) -> list[tuple[list[str] | None, Any]]:

@@ -142,7 +142,8 @@ class PostprocessorModel:
         address = message.partition(b"\n")[0]
         feedback, streams = self._executors.get(address) or (FeedbackWriter(), OpenStreams())
         packed_state = feedback.attach_and_verify(message)
-        # Move the executor to the end of the dict, so that the first one is the longest unused one.
+        # Move the executor to the end of the dict. The first executor in the dict is always the
+        # least recently used executor.
         self._executors.pop(address, None)
         self._executors[address] = feedback, streams
         self._feedback, self._streams = feedback, streams

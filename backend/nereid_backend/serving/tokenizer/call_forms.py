@@ -123,7 +123,11 @@ def _with_id(item: dict[str, Any], field: str, new_ids: Mapping[str, str]) -> di
 
 
 def _short_id(call: dict[str, Any], number: int) -> str:
-    """Return the id of a tool call if it has 9 letters and digits, and otherwise a number."""
+    """Return an id of exactly 9 ASCII letters or digits, which older Mistral templates require.
+
+    If the tool call's own id has this form, return the own id. Otherwise, return `number` with
+    leading zeros. Example: for the id "call_1" and the number 3, the result is "000000003".
+    """
     given: str = call["id"]
     is_short = len(given) == _SHORT_ID_LENGTH and given.isascii() and given.isalnum()
     return given if is_short else str(number).zfill(_SHORT_ID_LENGTH)

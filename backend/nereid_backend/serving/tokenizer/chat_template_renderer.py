@@ -298,9 +298,10 @@ class ChatTemplateRenderer:
     def _with_system_messages_for(
         self, template: "RequestTemplate", messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Change messages of the system and the developer that the template leaves out or refuses.
+        """Change the system and developer messages that the template leaves out or refuses.
 
-        The messages at the start of the chat are merged, and later ones become user messages.
+        Such messages at the start of the chat are merged into one message. Such messages later in
+        the chat become user messages.
         """
         num_first = count_first_system_messages(messages)
         first_roles = [message["role"] for message in messages[:num_first]]
@@ -440,7 +441,9 @@ class ChatTemplateRenderer:
 def _alternatives(
     tools: list[dict[str, Any]] | None, variables: dict[str, Any], *, has_calls: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield arguments with which `render` may succeed if the template cannot render a chat.
+    """Yield changed arguments for `render`, after the template failed with the given arguments.
+
+    With the changed arguments, the template may be able to render the chat.
 
     Some templates fail if a tool has no description or no parameters, although both are optional in
     OpenAI's API. Templates for tools may fail if a request has earlier tool calls but no tools.

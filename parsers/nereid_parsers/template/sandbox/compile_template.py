@@ -66,7 +66,7 @@ class CompiledTemplate:
             raise LimitError(
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
-        # A template may change lists only if its source calls `append` or `pop`.
+        # Methods that change a list are allowed only if the source calls `append` or `pop`.
         self.changes_lists = ".append(" in source or ".pop(" in source
         env = LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
         # While the template is compiled, its variables and constants are recorded.

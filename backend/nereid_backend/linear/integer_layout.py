@@ -28,16 +28,8 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padded with zeros to whole groups. The shape of the result depends on `bits`:
 
         8 bits   [panels, inputs / 4, 16, 4]. Four inputs of one output are adjacent.
-        4 bits   [panels, inputs / 8, 16, 4]. Each byte contains two integers: input j of eight
-                 inputs in the lower half, and input j + 4 in the upper half.
-        6 bits   [panels, 3 * inputs / 16, 16, 4]. Of each three groups of 16 * 4 bytes, the first
-                 two contain the lower four bits of 16 inputs, in the layout of 4 bits. The third
-                 contains the upper two bits: the bits 2 * k and 2 * k + 1 of byte j belong to input
-                 4 * k + j.
-
-    Example: with 4 bits, the inputs [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes
-    [0x51, 0x62, 0x73, 0x84]. With 6 bits, the inputs [0, 1, 2, ..., 15] become the bytes
-    [0x40, 0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
+        4 bits   [panels, inputs / 8, 16, 4]. Each byte contains two inputs; see `_pack_4_bits`.
+        6 bits   [panels, 3 * inputs / 16, 16, 4]; see `_pack_6_bits`.
     """
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
@@ -46,17 +38,33 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return quadruples.contiguous()
-    # Two consecutive quadruples share four bytes. The first is stored in the lower halves, and the
-    # second in the upper halves.
-    lower_bits = (quadruples[:, 0::2] & 15) | (quadruples[:, 1::2] << 4)
-    if bits == 4:
-        return lower_bits.contiguous()
+    return _pack_4_bits(quadruples) if bits == 4 else _pack_6_bits(quadruples)
+
+
+def _pack_4_bits(quadruples: Tensor) -> Tensor:
+    """Pack two integers of 4 bits into each byte.
+
+    [panels, inputs / 4, 16, 4] becomes [panels, inputs / 8, 16, 4]. Of eight inputs, byte j
+    contains input j in its lower half and input j + 4 in its upper half. Example: the inputs
+    [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes [0x51, 0x62, 0x73, 0x84].
+    """
+    return (quadruples[:, 0::2] | (quadruples[:, 1::2] << 4)).contiguous()
+
+
+def _pack_6_bits(quadruples: Tensor) -> Tensor:
+    """Pack 16 integers of 6 bits into 12 bytes.
+
+    [panels, inputs / 4, 16, 4] becomes [panels, 3 * inputs / 16, 16, 4]. Eight bytes contain the
+    lower four bits of the 16 inputs; see `_pack_4_bits`. Then follow four bytes with the upper two
+    bits: byte j contains the bits of the inputs j, j + 4, j + 8 and j + 12, from its lowest to its
+    highest bits. Example: the inputs [0, 1, 2, ..., 15] of one output become the bytes
+    [0x40, 0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
+    """
+    lower_bits = _pack_4_bits(quadruples & 15)
     upper_bits = torch.zeros_like(quadruples[:, 0::4])
     for k in range(4):
         upper_bits |= (quadruples[:, k::4] >> 4) << (2 * k)
-    # `parts` has the shape [panels, inputs / 16, 3, 16, 4]. For every 16 inputs, the three parts
-    # are the lower bits of the first eight inputs, the lower bits of the last eight inputs, and the
-    # upper bits of all 16 inputs.
+    # [panels, inputs / 16, 3, 16, 4]
     parts = torch.stack((lower_bits[:, 0::2], lower_bits[:, 1::2], upper_bits), dim=2)
     return parts.flatten(1, 2)
 
@@ -81,17 +89,37 @@ def _unpack_rows(row_bytes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return row_bytes
-    inputs = torch.arange(row_bytes.shape[-1] * 8 // bits)
-    quad, place = inputs // 4, inputs % 4
-    half_shift = (quad % 2 * 4).to(torch.uint8)  # 0 for a lower half of a byte, 4 for an upper half
-    if bits == 4:
-        return (row_bytes[..., quad // 2 * 4 + place] >> half_shift) & 15
-    # 16 inputs, which are four quads, have 12 bytes: eight bytes with lower bits, then four bytes
-    # with upper bits.
-    first_byte = quad // 4 * 12 + place
-    quad = quad % 4
-    lower_bits = (row_bytes[..., first_byte + quad // 2 * 4] >> half_shift) & 15
-    upper_bits = (row_bytes[..., first_byte + 8] >> (quad * 2).to(torch.uint8)) & 3
+    return _unpack_4_bits(row_bytes) if bits == 4 else _unpack_6_bits(row_bytes)
+
+
+def _unpack_4_bits(row_bytes: Tensor) -> Tensor:
+    """Unpack integers of 4 bits: [..., inputs / 2] becomes [..., inputs].
+
+    This function undoes `_pack_4_bits`. Example: [0x51, 0x62, 0x73, 0x84] becomes
+    [1, 2, 3, 4, 5, 6, 7, 8].
+    """
+    inputs = torch.arange(2 * row_bytes.shape[-1])
+    # Eight inputs have four bytes, and the inputs j and j + 4 have the same byte.
+    byte_of_input = inputs // 8 * 4 + inputs % 4
+    is_upper_half = inputs // 4 % 2
+    shift = (4 * is_upper_half).to(torch.uint8)
+    return (row_bytes[..., byte_of_input] >> shift) & 15
+
+
+def _unpack_6_bits(row_bytes: Tensor) -> Tensor:
+    """Unpack integers of 6 bits: [..., 3 * inputs / 4] becomes [..., inputs].
+
+    This function undoes `_pack_6_bits`.
+    """
+    units = row_bytes.reshape(*row_bytes.shape[:-1], -1, 12)
+    lower_bits = _unpack_4_bits(units[..., :8].flatten(-2))
+    upper_bytes = units[..., 8:].flatten(-2)
+    inputs = torch.arange(lower_bits.shape[-1])
+    # 16 inputs have four bytes with upper bits. The inputs j, j + 4, j + 8 and j + 12 have the same
+    # byte.
+    byte_of_input = inputs // 16 * 4 + inputs % 4
+    shift = (2 * (inputs // 4 % 4)).to(torch.uint8)
+    upper_bits = (upper_bytes[..., byte_of_input] >> shift) & 3
     return lower_bits | (upper_bits << 4)
 
 

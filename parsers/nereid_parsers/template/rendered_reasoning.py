@@ -145,11 +145,11 @@ def _possible_places(turn: ModelTurn) -> list[str]:
 
 
 def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text`, a rendered assistant message, contains the reasoning of `answer`.
+    """Return whether a rendered message contains the reasoning, the content and the tool calls.
 
-    The content and the tool calls of `answer` must follow the reasoning. A text that contains a
-    part of the message as JSON or as a Python dict is rejected, because the template then does not
-    expect the reasoning in this place of the message.
+    The reasoning must be first. If `answer` has no content or no tool calls, the text need not
+    contain any. Return False if the template has printed a part of the message as JSON or as a
+    Python dict, because the template then does not expect the reasoning in this field of `answer`.
 
     >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
     >>> _is_rendered_completely(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")

@@ -7,6 +7,7 @@ stream's steps.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class PostprocessorModel:
         # The shared memory of each executor, and the client requests of the executor that have not
         # ended. The key is the address of the shared memory. The last entry belongs to the executor
         # that has sent the present step.
-        self._executors: dict[bytes, tuple[FeedbackWriter, OpenStreams]] = {}
+        self._executors: OrderedDict[bytes, tuple[FeedbackWriter, OpenStreams]] = OrderedDict()
         # The values of the last entry in `_executors`.
         self._feedback, self._streams = FeedbackWriter(), OpenStreams()
 
@@ -129,8 +130,9 @@ class PostprocessorModel:
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        Each executor numbers its streams from 1, so each executor has open streams of its own. The
-        streams of an executor that has ended are removed when further executors have started.
+        Each executor numbers its streams from 1, so each executor has open streams of its own. Only
+        the streams of the last `_MAX_EXECUTORS` executors are kept. The streams of an executor that
+        has ended are therefore removed after other executors have sent messages.
 
         Raises:
             RequestError: the step was not signed by an executor.
@@ -142,13 +144,12 @@ class PostprocessorModel:
         address = message.partition(b"\n")[0]
         feedback, streams = self._executors.get(address) or (FeedbackWriter(), OpenStreams())
         packed_state = feedback.attach_and_verify(message)
-        # Move the executor to the end of the dict. The first executor in the dict is always the
-        # least recently used executor.
-        self._executors.pop(address, None)
-        self._executors[address] = feedback, streams
         self._feedback, self._streams = feedback, streams
+        # The executors are in the order of their last messages.
+        self._executors[address] = feedback, streams
+        self._executors.move_to_end(address)
         if len(self._executors) > _MAX_EXECUTORS:
-            del self._executors[next(iter(self._executors))]
+            self._executors.popitem(last=False)
         return StepState.unpack(packed_state)
 
     def _add_step(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401

@@ -140,17 +140,16 @@ class KeyRoles:
             is_object: Whether the value of the key is an object. This is important only for a key
                 that the format does not declare.
         """
-        has_name = self._parts.name is not None
         has_arguments = self._parts.has_arguments
-        if isinstance(self._keys, NameIsKey):  # The object may have only one key, here `f`.
+        if isinstance(self._keys, NameIsKey):
+            # The only key of the object is the name of the function. A second key is not valid.
             return KeyRole.INVALID if has_arguments else KeyRole.ARGUMENTS
         role = declared_roles(self._keys).get(path)
         if role is None:
             return self._role_of_undeclared(path, self._keys, is_object=is_object)
-        is_repeated = (role is KeyRole.NAME and has_name) or (
-            role is KeyRole.ARGUMENTS and has_arguments
-        )
-        return KeyRole.IGNORED if is_repeated else role
+        is_repeated_name = role is KeyRole.NAME and self._parts.name is not None
+        are_repeated_arguments = role is KeyRole.ARGUMENTS and has_arguments
+        return KeyRole.IGNORED if is_repeated_name or are_repeated_arguments else role
 
     def _role_of_undeclared(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
         """Return the meaning of a key that the format does not declare, such as `input`.

@@ -253,8 +253,8 @@ class ObjectReader(StepReader):
         if self._scanner.status is BROKEN:
             self.status = BROKEN
         elif self._scanner.status is DONE:
-            # A value has ended. If the arguments have started, the arguments are this value or an
-            # earlier value, so the arguments are complete.
+            # If the arguments have been found, this value contains the arguments or follows them.
+            # In both cases, the arguments are complete now.
             self._parts.has_all_arguments = self._parts.has_arguments
             self._next_step = self._read_key_or_closing_brace
 

@@ -44,17 +44,28 @@ def nested_tags_to_json(text: str, schema: object, root: Mapping[str, Any]) -> s
 
 
 def _to_json(text: str, schema: object, root: Mapping[str, Any], depth: int) -> str:
-    """Convert the text of an element to JSON. The schema and the text decide its type."""
-    types = json_types_of(schema, root)
-    if types is None or types & _CONTAINERS:
-        elements = _split_elements(text) if depth < _MAX_DEPTH else None
-        if elements is not None:
-            declared = schema if isinstance(schema, Mapping) else {}
-            is_array = elements[0].name == _ARRAY_ITEM if types is None else "object" not in types
-            convert = _array_to_json if is_array else _object_to_json
-            return convert(elements, declared, root, depth)
-        if types is not None and types <= _CONTAINERS and not text.strip():
-            return "[]" if "array" in types else "{}"
+    """Convert the text of an element to JSON. The schema and the text decide its type.
+
+    Examples:
+        type in the schema   text               result
+        object               `<x>1</x>`         `{"x": 1}`
+        array                `<x>1</x>`         `[1]`
+        none                 `<item>1</item>`   `[1]`
+        none                 `<x>1</x>`         `{"x": 1}`
+        object               (empty)            `{}`
+        array                (empty)            `[]`
+        integer              `1`                `1`
+    """
+    types = json_types_of(schema, root)  # None if the schema declares no type.
+    allows_containers = types is None or bool(types & _CONTAINERS)
+    elements = _split_elements(text) if allows_containers and depth < _MAX_DEPTH else None
+    if elements is not None:
+        declared = schema if isinstance(schema, Mapping) else {}
+        is_array = elements[0].name == _ARRAY_ITEM if types is None else "object" not in types
+        convert = _array_to_json if is_array else _object_to_json
+        return convert(elements, declared, root, depth)
+    if types and types <= _CONTAINERS and not text.strip():
+        return "[]" if "array" in types else "{}"
     return to_json(text, types)
 
 

@@ -102,6 +102,7 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
+    # If the template writes one array, both calls are found in the array.
     is_one_array = first.start == second.start and isinstance(first.value, list)
     if is_one_array:
         return _declare_object_and_array(keys, json_of_call, array=first)

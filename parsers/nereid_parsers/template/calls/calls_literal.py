@@ -107,9 +107,12 @@ class _SectionMarkers(NamedTuple):
 def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Declare the format of a list of Python calls, as in `<calls>[f(a="x"), g()]</calls>`.
 
-    In the example, the result declares the markers `<calls>` and `</calls>`. Between the markers, a
-    model may write the calls with or without the brackets of a Python list. If the template writes
-    no brackets, only the form without brackets is declared.
+    The markers `<calls>` and `</calls>` enclose all calls. The template decides which forms of the
+    list a model may write between the markers:
+
+        text of the template           declared forms
+        `<calls>[f(a="x")]</calls>`    `[f(a="x"), g()]` and `f(a="x"), g()`
+        `<calls>f(a="x")</calls>`      `f(a="x"), g()`
 
     Args:
         markup: The texts before and after all calls, and the separator between two calls. The texts
@@ -119,10 +122,10 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     markers = _SectionMarkers(markup.open + markup.item_open, markup.item_close + markup.close)
     separator = markup.item_close + markup.separator + markup.item_open
     bare_calls = PythonCalls(open="", close="", separator=separator, suffix=suffix)
-    if not markers.has_brackets():
-        return _python_call_format(markers, [bare_calls])
-    list_of_calls = replace(bare_calls, open="[", close="]")
-    return _python_call_format(markers.without_brackets(), [list_of_calls, bare_calls])
+    if markers.has_brackets():
+        calls_in_brackets = replace(bare_calls, open="[", close="]")
+        return _python_call_format(markers.without_brackets(), [calls_in_brackets, bare_calls])
+    return _python_call_format(markers, [bare_calls])
 
 
 def _python_call_format(markers: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:

@@ -335,14 +335,14 @@ def _split_into_words(text: str) -> list[str]:
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
-    """Choose the field in the pattern of a tag: `{type}`, as in `type="{type}"`, or `{string}`.
+    """Return the field that takes the place of a word in the pattern of a tag.
 
-    The field `{type}` replaces the name of the type, as in `type="number"`. The field `{string}`
-    replaces a flag that states whether the value is a string, as in `string="false"`. Return None
-    if the words are neither types nor flags.
+    The word depends on the type of the argument's value:
 
-    >>> _type_field("string", "number"), _type_field("true", "false"), _type_field("a", "b")
-    ('{type}', '{string}', None)
+        tag of a string    tag of a number    result
+        type="string"      type="number"      "{type}": the word is the name of the type
+        string="true"      string="false"     "{string}": the word states whether it is a string
+        kind="a"           kind="b"           None: the meaning of the word is unknown
 
     Args:
         string_word: The word that occurs only in the tag of a string.

@@ -106,7 +106,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
     """
     name, code = _error_code(error)
     return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(f"[{name}] {_message(error)}", code)
+        error=pb_utils.TritonError(f"[{name}] {_client_message(error)}", code)
     )
 
 
@@ -180,19 +180,20 @@ def _error_code(error: Exception) -> tuple[str, Any]:
     return "INTERNAL", pb_utils.TritonError.INTERNAL
 
 
-def _message(error: Exception) -> str:
-    """Return the message for the client.
+def _client_message(error: Exception) -> str:
+    """Return the message of an error for the client, with the class of an unexpected error.
 
-    If the error is a ConfigError, a ModelError or an error of another package, prepend the name of
-    its class. Replace the middle of a very long message by an ellipsis. The end of a message often
-    contains the remedy.
+    Example: the message of a KeyError begins with "KeyError: ". The middle of a very long message
+    is replaced by an ellipsis. The end is kept, because it often contains the remedy.
     """
     message = str(error)
+    # The server raises ConfigError and ModelError when it starts. In the response to a request,
+    # these errors are unexpected, like the errors of other packages.
     if not isinstance(error, NereidError) or isinstance(error, ConfigError | ModelError):
         message = f"{type(error).__name__}: {message}"
     encoded = message.encode("utf-8", "backslashreplace")
     if len(encoded) <= 2 * _HALF_MESSAGE_BYTES:
-        return message
+        return encoded.decode()
     beginning = encoded[:_HALF_MESSAGE_BYTES].decode("utf-8", "ignore")
     end = encoded[-_HALF_MESSAGE_BYTES:].decode("utf-8", "ignore")
     return f"{beginning}...{end}"

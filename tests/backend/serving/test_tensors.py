@@ -27,3 +27,9 @@ def test_an_error_message_fits_the_metadata_of_a_grpc_response(character):
     assert 3 * len(long.encode()) < 8192
     short = f"options: {character * 100}"
     assert tensors.error_response(RequestError(short)).error.text == f"[INVALID_ARGUMENT] {short}"
+
+
+@pytest.mark.parametrize("length", [1, 10_000])
+def test_an_error_message_can_be_encoded(length):
+    text = tensors.error_response(RequestError("\ud800" * length)).error.text
+    assert text.encode().startswith(b"[INVALID_ARGUMENT] \\ud800")

@@ -63,13 +63,14 @@ def convert(source: str, target: str, dtype: Target) -> None:
     if model_class(config) is None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
     bits = _BITS.get(dtype)  # None if no weight becomes integers
-    float_dtype = _dtype_of(config) if bits is not None else getattr(torch, dtype)
+    float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
     arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
     weights = arguments["state_dict"]  # Each weight is read only when it is used.
     integer_names: set[str] = set()
     quantization_config = None
     if bits is not None:
-        linear_weights = _linear_weights(config, arguments["config"])
+        unquantised_config = arguments["config"]  # `config` without quantization_config
+        linear_weights = _linear_weights(unquantised_config)
         integer_names = linear_weights & weights.keys()
         if not integer_names:  # example: an embedding model without the prefix "bert." in the names
             raise UnsupportedModelError(
@@ -99,15 +100,14 @@ def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' confi
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _linear_weights(config: Any, model_config: Any) -> set[str]:  # noqa: ANN401 - configs of transformers
+def _linear_weights(config: Any) -> set[str]:  # noqa: ANN401 - configs of transformers
     """Return the names of the weights of all linear layers of a model except the output layer.
 
-    Args:
-        config: the config that determines the class of the model.
-        model_config: the config with which the model is created.
+    `config` must not contain the field quantization_config, because transformers would then create
+    the layers of a quantisation library.
     """
     with torch.device("meta"):  # The weights of this model need no memory.
-        return linear_names(model_class(config)(model_config))
+        return linear_names(model_class(config)(config))
 
 
 def _converted_tensors(

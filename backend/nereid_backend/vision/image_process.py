@@ -101,27 +101,34 @@ class ImageProcess:
         raise EngineError("The process that prepares images has ended. Send the request again.")
 
     def _ready_connection(self) -> Connection:
-        """Return the connection to the process. If there is no process, start the process first.
+        """Return the connection to the process. If no process is ready, start the process first.
 
         Raises:
             RequestError: the process cannot load the processor of the checkpoint.
             EngineError: the process cannot be started.
         """
-        if self._connection is not None and self._is_ready:
-            # The process sends nothing without a request. If something can be read, the process has
-            # ended since the last request, and the connection is closed.
-            if not self._connection.poll():
-                return self._connection
-            self._end()
+        # The process sends nothing without a request. If something can be read, the process has
+        # ended since the last request, and the connection is closed.
+        connection = self._connection
+        if connection is not None and self._is_ready and not connection.poll():
+            return connection
+        self._end()
+        return self._start_and_wait()
+
+    def _start_and_wait(self) -> Connection:
+        """Start the process, wait until the process is ready, and return the connection.
+
+        If the process does not become ready, kill the process.
+        """
         try:
-            connection = self._connection or self._start()  # `_start` stores the new connection.
-            kind, *reason = _receive_start_message(connection)
+            connection = self._start()
+            failure = _receive_failure(connection)
         except (EOFError, OSError) as error:
             self._end()
             raise EngineError("The process that prepares images could not be started.") from error
-        if kind != "ready":
+        if failure is not None:
             self._end()
-            raise RequestError(f"messages: images are refused, because {reason[0]}")
+            raise RequestError(f"messages: images are refused, because {failure}")
         self._is_ready = True
         return connection
 
@@ -165,8 +172,10 @@ class ImageProcess:
             self._kill_process = None
 
 
-def _receive_start_message(connection: Connection) -> list[Any]:
-    """Return the first message of the process: ["ready"] or ["failed", reason].
+def _receive_failure(connection: Connection) -> str | None:
+    """Receive the first message of the process: ["ready"] or ["failed", reason].
+
+    Return the reason of a failure. Return None if the process is ready.
 
     Raises:
         EOFError, OSError: the process has ended.
@@ -174,8 +183,8 @@ def _receive_start_message(connection: Connection) -> list[Any]:
     """
     if not connection.poll(_START_TIMEOUT_S):
         raise TimeoutError
-    message: list[Any] = msgpack.unpackb(connection.recv_bytes())
-    return message
+    kind, *reason = msgpack.unpackb(connection.recv_bytes())
+    return None if kind == "ready" else str(reason[0])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -38,6 +38,15 @@ _DTYPES = {
         torch.bool,
     )
 }
+# msgpack, torch and the conversions of Python's types raise these errors for damaged images.
+_DAMAGE_ERRORS = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RuntimeError,
+)
 
 
 def pack_images(images: ImageInputs) -> bytes:
@@ -58,23 +67,26 @@ def unpack_images(data: bytes) -> ImageInputs:
     """
     try:
         arguments, digest, first_token, kinds = msgpack.unpackb(data)
-        if _RESERVED.intersection(arguments):
-            raise ValueError("an argument has a reserved name")
-        unpacked = {str(name): _unpack(value) for name, value in arguments.items()}
-        # `bytes` would convert an integer to that many zero bytes. `memoryview` refuses an integer.
-        digest = bytes(memoryview(digest))
-        if len(digest) > hashlib.blake2b.MAX_KEY_SIZE:  # The digest is a key in the prefix cache.
-            raise ValueError(f"the digest has {len(digest)} bytes")
-        return ImageInputs(unpacked, digest, int(first_token), tuple(map(str, kinds)))
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
-        raise RequestError(f"envelope: the images are damaged: {first_line(error)}") from None
+        images = ImageInputs(
+            {str(name): _unpack(value) for name, value in arguments.items()},
+            # `bytes(3)` would return three zero bytes, but `memoryview` refuses an integer.
+            bytes(memoryview(digest)),
+            int(first_token),
+            tuple(map(str, kinds)),
+        )
+    except _DAMAGE_ERRORS as error:
+        raise _damage_error(first_line(error)) from None
+    if not _RESERVED.isdisjoint(images.arguments):
+        raise _damage_error("an argument has a reserved name")
+    # The digest is a key in the prefix cache.
+    if len(images.digest) > hashlib.blake2b.MAX_KEY_SIZE:
+        raise _damage_error(f"the digest has {len(images.digest)} bytes")
+    return images
+
+
+def _damage_error(problem: str) -> RequestError:
+    """Return the error for bytes that do not describe valid images."""
+    return RequestError(f"envelope: the images are damaged: {problem}")
 
 
 def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain value

@@ -161,37 +161,38 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Send a request as a job to the worker process, which runs the model.
+        """Send a request as a job to the worker process, or respond if the worker is not needed.
 
-        A job consists of the inputs and the options of one request. A request can also ask for
-        information about the model. Three kinds of requests get a response without a job: a request
-        for information if no checkpoint is served, a request that asks only for information, and a
-        request whose input tensors are empty.
+        A job consists of the inputs and the options of one request. The worker is not needed for
+        information about the model, and for input tensors without elements.
 
         Raises:
             RequestError: an input is missing or wrong.
             CapacityError: the model has too many requests, or no checkpoint is served.
         """
         returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
-        if self.child is None:  # No checkpoint is served.
-            if not returns_info:
-                raise CapacityError(self._not_served_message())
-            self.respond_later(sender, self._info())
-            return
+        has_checkpoint = self.child is not None
+        if not has_checkpoint and not returns_info:
+            raise CapacityError(self._not_served_message())
         self._check_num_requests()
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
-        if returns_info and not given:
+        if returns_info and not (has_checkpoint and given):  # Only information can be returned.
             self.respond_later(sender, self._info())
             return
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
         # If no input tensor is given, `read_job` raises a RequestError.
         job = self.read_job(request, given, options)
-        if not job.inputs:  # The input tensors have no elements.
-            kind = job.options.get("kind") or self.child.info["kinds"][0]
+        if job.inputs:
+            self._add_job(request, sender, job, returns_info=returns_info)
+        else:
             info = self._info() if returns_info else {}
-            self.respond_later(sender, self.build_outputs(Outcome.empty(kind)) | info)
-            return
-        self._add_job(request, sender, job, returns_info=returns_info)
+            self.respond_later(sender, self._empty_outputs(job) | info)
+
+    def _empty_outputs(self, job: Job) -> Tensors:
+        """Return the output tensors of a job without inputs. The worker does not get this job."""
+        assert self.child is not None
+        kind = job.options.get("kind") or self.child.info["kinds"][0]
+        return self.build_outputs(Outcome.empty(kind))
 
     def _check_num_requests(self) -> None:
         """Raise a CapacityError if the number of requests has reached the setting max_requests."""

@@ -9,6 +9,7 @@ stream's steps.
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,19 @@ _CANCEL_CHECKS_PER_SECOND = 400
 _MAX_EXECUTORS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Executor:
+    """The data about one executor. Each executor has its own streams, numbered from 1.
+
+    Attributes:
+        feedback: sends reports and signals through the shared memory of the executor.
+        streams: the streams of the executor that have not ended.
+    """
+
+    feedback: FeedbackWriter = field(default_factory=FeedbackWriter)
+    streams: OpenStreams = field(default_factory=OpenStreams)
+
+
 class PostprocessorModel:
     """The third step of the ensemble."""
 
@@ -62,12 +76,11 @@ class PostprocessorModel:
         # The texts of single tokens, for log-probabilities.
         self._texts = TokenText(tokenizer)
         self._tracing = Tracing("postprocessor")
-        # The shared memory of each executor, and the client requests of the executor that have not
-        # ended. The key is the address of the shared memory. The last entry belongs to the executor
-        # that has sent the present step.
-        self._executors: OrderedDict[bytes, tuple[FeedbackWriter, OpenStreams]] = OrderedDict()
-        # The values of the last entry in `_executors`.
-        self._feedback, self._streams = FeedbackWriter(), OpenStreams()
+        # The executors that have sent steps, in the order of their last steps. The key is the
+        # address of the executor's shared memory.
+        self._executors: OrderedDict[bytes, _Executor] = OrderedDict()
+        # The executor that has sent the present step.
+        self._executor = _Executor()
 
     def execute(self, requests: list[Any]) -> None:
         """Process the messages in `requests` in order, and respond to each message.
@@ -103,19 +116,19 @@ class PostprocessorModel:
         this process sends reports and signals to the executor.
         """
         state = self._verify_step(request)
-        if self._streams.is_late(state):
+        if self._executor.streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
         # Report the step to the executor before the step is processed here. The executor can then
         # send the next step earlier, and the report is sent even if the processing fails.
-        self._feedback.report(state.slot, state.serial, state.step)
+        self._executor.feedback.report(state.slot, state.serial, state.step)
         try:
             choices = self._stream_of(state)
             return None if choices is None else self._add_step(choices, state, request)
         except Exception:
             # A stream cannot continue after an error. The method `execute` sends the error to the
             # client as the last response of the stream.
-            self._streams.remove(state)
-            self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+            self._executor.streams.remove(state)
+            self._executor.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
     def _stream_of(self, state: StepState) -> Choices | None:
@@ -123,34 +136,37 @@ class PostprocessorModel:
 
         Return None if the stream has failed, because its client has already received the error.
         """
-        if self._streams.is_new(state):
+        if self._executor.streams.is_new(state):
             self._open_stream(state)
-        return self._streams.get(state)
+        return self._executor.streams.get(state)
 
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        Each executor numbers its streams from 1, so each executor has open streams of its own. Only
-        the streams of the last `_MAX_EXECUTORS` executors are kept. The streams of an executor that
-        has ended are therefore removed after other executors have sent messages.
+        The executor then becomes the current executor.
 
         Raises:
             RequestError: the step was not signed by an executor.
-
-        Mutates: `_feedback` and `_streams`, which then belong to the executor.
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
         # Each message begins with the random address of the executor's shared memory.
         address = message.partition(b"\n")[0]
-        feedback, streams = self._executors.get(address) or (FeedbackWriter(), OpenStreams())
-        packed_state = feedback.attach_and_verify(message)
-        self._feedback, self._streams = feedback, streams
-        # The executors are in the order of their last messages.
-        self._executors[address] = feedback, streams
+        executor = self._executors.get(address) or _Executor()
+        packed_state = executor.feedback.attach_and_verify(message)
+        self._select_executor(address, executor)
+        return StepState.unpack(packed_state)
+
+    def _select_executor(self, address: bytes, executor: _Executor) -> None:
+        """Make `executor` the current executor. Its shared memory has the address `address`.
+
+        Keep only the last `_MAX_EXECUTORS` executors. The streams of an executor that has ended are
+        therefore removed after other executors have sent messages.
+        """
+        self._executor = executor
+        self._executors[address] = executor
         self._executors.move_to_end(address)
         if len(self._executors) > _MAX_EXECUTORS:
             self._executors.popitem(last=False)
-        return StepState.unpack(packed_state)
 
     def _add_step(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add the tokens in `state` to `choices`. Return the response; None if there is none.
@@ -162,7 +178,7 @@ class PostprocessorModel:
         """
         choices.add(state)
         if state.is_last:
-            self._streams.remove(state)
+            self._executor.streams.remove(state)
             self._record_span(choices)
         else:
             # Signal to the executor which sequences need no more tokens.
@@ -192,7 +208,7 @@ class PostprocessorModel:
         if choices.is_cancelled:
             return  # The executor ends all sequences.
         for slot in choices.stopped_slots():
-            self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+            self._executor.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
 
     def _keepalive_response(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
         """Return an empty response if a keepalive is due, otherwise None.
@@ -227,13 +243,13 @@ class PostprocessorModel:
         grows with the number of streams.
         """
         now = time.monotonic()
-        interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
+        interval_s = max(_CANCEL_CHECK_S, len(self._executor.streams) / _CANCEL_CHECKS_PER_SECOND)
         if now - choices.last_cancel_check_at <= interval_s:
             return
         choices.last_cancel_check_at = now
         if request.is_cancelled():
             choices.is_cancelled = True
-            self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+            self._executor.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open_stream(self, state: StepState) -> None:
         """Open the stream of a client's request. If this fails, later steps are ignored.
@@ -248,7 +264,7 @@ class PostprocessorModel:
         """
         # Assign the slot in the shared memory to the stream first, because a stream without a slot
         # counts as new. If opening fails below, the next message must not open the stream again.
-        self._streams.assign_slot(state)
+        self._executor.streams.assign_slot(state)
         opening = state.opening
         if opening is None:
             raise EngineError(
@@ -261,7 +277,7 @@ class PostprocessorModel:
                 f"tokenizer's message to the postprocessor describes {context.n} sequences."
             )
         choices = Choices(context, opening.slots, self._make_choices(context))
-        self._streams.open(state, choices)
+        self._executor.streams.open(state, choices)
 
     def _make_choices(self, context: StreamContext) -> list[Choice]:
         """Create the choices of a new request.

@@ -96,9 +96,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.requests: dict[str, RequestT] = {}
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # Two queues, from the server's thread to the loop's thread. `_arrivals` contains new
-        # requests. `_results` contains responses, each with the response sender of its request.
+        # The server's thread puts new requests into this queue. The loop's thread takes them.
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
+        # The server's thread puts responses that need no child process, such as errors, into this
+        # queue. The loop's thread sends each response through the sender beside the response.
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._server_pid = os.getppid()  # Triton server has started this process.

@@ -47,23 +47,18 @@ class CallForm:
             messages = _with_one_call_each(messages)
         return [converted for message in messages for converted in self._convert(message)]
 
-    def _convert(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the message or the messages that replace a message in this form."""
+    def _convert(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Convert one message to this form, and return the resulting messages.
+
+        If `joins_reasoning` is true, the text of the message is appended to the reasoning. If
+        `are_separate` is true, a message with text and tool calls becomes two messages.
+        """
         if not message.get("tool_calls"):
-            yield message
-            return
-        message = {
-            **message,
-            "tool_calls": [self._convert_call(call) for call in message["tool_calls"]],
-        }
-        if self.joins_reasoning:
-            message = _with_joined_reasoning(message)
-        if self.are_separate:
-            if message.get("content"):
-                yield {name: value for name, value in message.items() if name != "tool_calls"}
-                message = {"role": message["role"], "tool_calls": message["tool_calls"]}
-            message = {**message, "content": None}
-        yield message
+            return [message]
+        calls = [self._convert_call(call) for call in message["tool_calls"]]
+        with_calls = {**message, "tool_calls": calls}
+        joined = _with_joined_reasoning(with_calls) if self.joins_reasoning else with_calls
+        return _separate_calls(joined) if self.are_separate else [joined]
 
     def _convert_call(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return a tool call in this form."""
@@ -143,6 +138,9 @@ def _named_id(call: dict[str, Any], number: int) -> str:
 def _with_one_call_each(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one message for each tool call. The result of the call follows this message.
 
+    If a message has several calls, only the message with the first call has the content. Results
+    whose ids belong to no call come last.
+
     Example: a message with the calls 1 and 2, the result of call 1 and the result of call 2 become
     a message with call 1, the result of call 1, a message with call 2 and the result of call 2.
     """
@@ -157,11 +155,29 @@ def _with_one_call_each(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str
         while rest and rest[0]["role"] in ("tool", "function"):
             result = rest.popleft()
             results[str(result.get("tool_call_id"))].append(result)
-        for call in calls:
-            yield {**message, "tool_calls": [call]}
+        empty = {"role": message["role"], "content": ""}
+        for index, call in enumerate(calls):
+            base = message if index == 0 else empty
+            yield {**base, "tool_calls": [call]}
             yield from results.pop(str(call.get("id")), ())
-            message = {"role": message["role"], "content": ""}
         yield from itertools.chain.from_iterable(results.values())
+
+
+def _separate_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a message into a message with the text and a message with the tool calls.
+
+    The content of the message with the tool calls is None. Return only this message if `message`
+    has no text.
+    """
+    if not message.get("content"):
+        return [{**message, "content": None}]
+    text_message = {name: value for name, value in message.items() if name != "tool_calls"}
+    call_message = {
+        "role": message["role"],
+        "tool_calls": message["tool_calls"],
+        "content": None,
+    }
+    return [text_message, call_message]
 
 
 def _with_joined_reasoning(message: dict[str, Any]) -> dict[str, Any]:

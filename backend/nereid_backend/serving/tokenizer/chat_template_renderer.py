@@ -4,7 +4,7 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 # The content of a message that is rendered to test a chat template.
 _TEST_TEXT = "nereid7text7test"
+# Matches a part of a content that is printed as a Python dict or as JSON, such as {'type': 'text',
+# 'text': '...'}.
+_PRINTED_PART = re.compile(f"""['"](text|thinking)['"]: ['"]{_TEST_TEXT}""")
 _USER = {"role": "user", "content": "Hi"}
+_USER_WITH_PARTS = {"role": "user", "content": as_parts("Hi")}
 _ASSISTANT = {"role": "assistant", "content": "Hello"}
 _SYSTEM = {"role": "system", "content": "Be brief."}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -44,13 +48,14 @@ _TOOLS = [
         },
     }
 ]
-# For each role, a chat that ends with a message of this role.
+# For each role, a chat that ends with a message of this role. In a chat with images, the content of
+# a user's message is a list of parts.
 _CHATS_BY_ROLE: dict[str, list[dict[str, Any]]] = {
     "system": [_SYSTEM],
-    "user": [_USER],
-    "assistant": [_USER, _ASSISTANT],
+    "user": [_USER_WITH_PARTS],
+    "assistant": [_USER_WITH_PARTS, _ASSISTANT],
     "tool": [
-        _USER,
+        _USER_WITH_PARTS,
         {**_ASSISTANT, "tool_calls": [{"id": "call12340", **_CALL}]},
         {"role": "tool", "tool_call_id": "call12340", "name": "f", "content": "5"},
     ],
@@ -148,7 +153,7 @@ class ChatTemplateRenderer:
                 {**each, "role": roles.get(each["role"], each["role"])} for each in messages
             ]
         if any(each.get("role") in SYSTEM_ROLES for each in messages[1:]):
-            messages = self._with_system_messages_for(template, messages)
+            messages = self._convert_system_messages(template, messages)
         if has_calls:
             messages = self._call_forms[template].convert(messages)
         messages = self._with_content_for(template, messages)
@@ -169,7 +174,8 @@ class ChatTemplateRenderer:
         except LimitError as error:
             raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
         except RenderRefused as error:
-            for arguments in _alternatives(tools, variables, has_calls=has_calls):
+            given_arguments = {**variables, "tools": tools}
+            for arguments in _alternatives(given_arguments, has_calls=has_calls):
                 with contextlib.suppress(RequestError):
                     return self.render(
                         given_messages, continue_final_message=continue_final_message, **arguments
@@ -250,29 +256,26 @@ class ChatTemplateRenderer:
         """
         return {
             template: frozenset(
-                role for role in _CHATS_BY_ROLE if not self._renders_parts(template, role)
+                role for role in _CHATS_BY_ROLE if self._renders_only_text(template, role)
             )
             for template in self._templates.values()
         }
 
-    def _renders_parts(self, template: "RequestTemplate", role: str) -> bool:
-        """Return whether a template renders the text in a list of parts, but not the list itself.
+    def _renders_only_text(self, template: "RequestTemplate", role: str) -> bool:
+        """Return whether a template renders a text in a message of `role`, but no list of parts.
 
-        If a template renders neither a list nor a text, return true.
+        A template does not render a list if it prints the list itself, such as "[{'type': 'text',
+        'text': 'Hello'}]" instead of "Hello".
         """
         *earlier, message = _CHATS_BY_ROLE[role]
-        user = {**_USER, "content": as_parts("Hi")}
-        earlier = [user if each is _USER else each for each in earlier]
 
         def rendered(content: object) -> str:
-            chat = [*earlier, {**message, "content": content}, user]
+            chat = [*earlier, {**message, "content": content}, _USER_WITH_PARTS]
             return self._rendered_test(template, chat, _TOOLS)
 
         with_parts = rendered(as_parts(_TEST_TEXT))
-        printed_parts = (f"'text': '{_TEST_TEXT}", f'"text": "{_TEST_TEXT}')
-        if _TEST_TEXT in with_parts and not any(each in with_parts for each in printed_parts):
-            return True
-        return _TEST_TEXT not in rendered(_TEST_TEXT)
+        renders_parts = _TEST_TEXT in with_parts and not _PRINTED_PART.search(with_parts)
+        return not renders_parts and _TEST_TEXT in rendered(_TEST_TEXT)
 
     @cached_property
     def _replacements(self) -> "dict[RequestTemplate, dict[str, str]]":
@@ -295,7 +298,7 @@ class ChatTemplateRenderer:
         chat = self._with_content_for(template, _TEST_CHATS[role])
         return self._renders_test_text(template, chat)
 
-    def _with_system_messages_for(
+    def _convert_system_messages(
         self, template: "RequestTemplate", messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Change the system and developer messages that the template leaves out or refuses.
@@ -306,6 +309,8 @@ class ChatTemplateRenderer:
         num_first = count_first_system_messages(messages)
         first_roles = [message["role"] for message in messages[:num_first]]
         later_roles = {message["role"] for message in messages[num_first:]} & SYSTEM_ROLES
+        # Two messages suffice for the test, because a template renders either the first message
+        # only or all messages at the start.
         if num_first > 1 and not self._renders_roles(template, *first_roles[:2], "user"):
             messages = merge_first_system_messages(messages)
         if not all(self._renders_later_role(template, role) for role in later_roles):
@@ -326,25 +331,23 @@ class ChatTemplateRenderer:
         return any(self._renders_roles(template, *roles) for roles in chats)
 
     def _renders_roles(self, template: "RequestTemplate", *roles: str) -> bool:
-        """Return whether a template renders each message of the system and the developer.
+        """Return whether a template renders every system and developer message of a test chat.
 
-        The results are stored in `_rendered_roles`.
+        One chat is rendered for each of these messages. The results are stored in
+        `_rendered_roles`.
 
         Args:
             template: the template.
-            roles: the roles of the messages of a chat.
+            roles: the roles of the messages of the test chat.
         """
         key = (template, roles)
         if key not in self._rendered_roles:
-            chat = [{"role": role, "content": "Hi"} for role in roles]
-            chats_to_test = (
-                [*chat[:index], {"role": role, "content": _TEST_TEXT}, *chat[index + 1 :]]
-                for index, role in enumerate(roles)
-                if role in SYSTEM_ROLES
-            )
+            tested = [index for index, role in enumerate(roles) if role in SYSTEM_ROLES]
             self._rendered_roles[key] = all(
-                self._renders_test_text(template, self._with_content_for(template, each))
-                for each in chats_to_test
+                self._renders_test_text(
+                    template, self._with_content_for(template, _chat_with_test_text(roles, index))
+                )
+                for index in tested
             )
         return self._rendered_roles[key]
 
@@ -355,11 +358,10 @@ class ChatTemplateRenderer:
         Example: the templates of Magistral and Ministral 3.
         """
         message = {**_ASSISTANT, "reasoning": _TEST_TEXT}
-        printed_part = re.compile(f"""['"]thinking['"]: ['"]{_TEST_TEXT}""")
         templates = []
         for template in self._templates.values():
             with_part = self._rendered_test(template, [_USER, with_thinking_part(message)])
-            renders_part = _TEST_TEXT in with_part and not printed_part.search(with_part)
+            renders_part = _TEST_TEXT in with_part and not _PRINTED_PART.search(with_part)
             if renders_part and not self._renders_test_text(template, [_USER, message]):
                 templates.append(template)
         return templates
@@ -438,24 +440,36 @@ class ChatTemplateRenderer:
         return {name: RequestTemplate(source) for name, source in sources.items()}
 
 
-def _alternatives(
-    tools: list[dict[str, Any]] | None, variables: dict[str, Any], *, has_calls: bool
-) -> Iterator[dict[str, Any]]:
-    """Yield changed arguments for `render`, after the template failed with the given arguments.
+def _alternatives(arguments: dict[str, Any], *, has_calls: bool) -> Iterator[dict[str, Any]]:
+    """Yield changed copies of the arguments of `render`, with which the template may succeed.
 
-    With the changed arguments, the template may be able to render the chat.
+    Each copy has one change. `render` calls this function again with a copy that the template
+    refuses, so that several changes are combined.
 
-    Some templates fail if a tool has no description or no parameters, although both are optional in
-    OpenAI's API. Templates for tools may fail if a request has earlier tool calls but no tools.
-    Other templates refuse the reasoning effort "high" and call it "xhigh".
+    Args:
+        arguments: the tools and the template variables with which the template has failed.
+        has_calls: whether a message has tool calls.
     """
+    tools = arguments["tools"]
+    # Some templates fail if a tool has no description or no parameters, although both are optional
+    # in OpenAI's API.
     completed_tools = with_optional_fields(tools)
     if completed_tools != tools:
-        yield {**variables, "tools": completed_tools}
+        yield {**arguments, "tools": completed_tools}
+    # Some templates fail if a request has earlier tool calls but no tools.
     if tools is None and has_calls:
-        yield {**variables, "tools": []}
-    if variables.get("reasoning_effort") == "high":
-        yield {**variables, "tools": tools, "reasoning_effort": "xhigh"}
+        yield {**arguments, "tools": []}
+    # Some templates refuse the reasoning effort "high" and call it "xhigh".
+    if arguments.get("reasoning_effort") == "high":
+        yield {**arguments, "reasoning_effort": "xhigh"}
+
+
+def _chat_with_test_text(roles: Sequence[str], tested: int) -> list[dict[str, Any]]:
+    """Return a chat with one message for each role. Message `tested` contains `_TEST_TEXT`."""
+    return [
+        {"role": role, "content": _TEST_TEXT if index == tested else "Hi"}
+        for index, role in enumerate(roles)
+    ]
 
 
 def _chat_with_calls(
@@ -463,19 +477,18 @@ def _chat_with_calls(
 ) -> list[dict[str, Any]]:
     """Return a chat with two tool calls and their results.
 
-    The second call has the name and the argument. The results have another name, so that the name
-    is in a rendered chat only if the template renders the name of the call.
+    `name` and `argument` belong to the second call. The results contain the name "f". Therefore, a
+    rendered chat contains another `name` only if the template renders the name of the call.
     """
-    calls = [
-        {
-            "id": f"call_nereid7_{number}",
-            "type": "function",
-            "function": {"name": function, "arguments": {"a": value}},
-        }
-        for number, (function, value) in enumerate((("f", "0"), (name, argument)))
-    ]
+    calls = [_numbered_call(0, "f", "0"), _numbered_call(1, name, argument)]
     results = [
         {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "5"} for call in calls
     ]
     message = {"role": "assistant", "content": "Well.", "reasoning": reasoning, "tool_calls": calls}
     return [_USER, message, *results]
+
+
+def _numbered_call(number: int, name: str, argument: str) -> dict[str, Any]:
+    """Return a tool call of the function `name` with one argument. The id contains `number`."""
+    function = {"name": name, "arguments": {"a": argument}}
+    return {"id": f"call_nereid7_{number}", "type": "function", "function": function}

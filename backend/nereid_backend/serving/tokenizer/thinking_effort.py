@@ -82,13 +82,15 @@ def _names_in_code(template: str) -> frozenset[str]:
     except TemplateSyntaxError:
         return frozenset()
     tokens = [(kind, text) for _line, kind, text in lexed if kind != "whitespace"]
-    texts = [text for _, text in tokens]
-    neighbours = zip(["", *texts], tokens, [*texts[1:], ""], strict=False)
-    return frozenset(
-        text
-        for before, (kind, text), after in neighbours
-        if kind == "name" and before != "." and after != "="
-    )
+    end = ("", "")
+    names = set()
+    for before, token, after in zip([end, *tokens], tokens, [*tokens[1:], end], strict=False):
+        kind, text = token
+        is_attribute = before[1] == "."  # such as `b` in `a.b`
+        gets_value = after[1] == "="  # such as `b` in `set b = 1`, or in the call `a(b=1)`
+        if kind == "name" and not is_attribute and not gets_value:
+            names.add(text)
+    return frozenset(names)
 
 
 def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:

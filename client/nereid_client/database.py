@@ -6,9 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 _LOCK_TIMEOUT_S = 30.0
-# If space is reserved, SQLite copies the write-ahead log into the database after this number of
-# pages, and then reuses the space of the log. A page has 4 KiB.
-_MAX_LOG_PAGES = 64
+_MAX_LOG_PAGES = 64  # a page has 4 KiB
 
 
 class Database:
@@ -36,10 +34,14 @@ class Database:
         The space is reserved in the database and in its write-ahead log. Do nothing if the disk is
         already full. The schema must contain the table `reserved (data BLOB)`.
         """
+        # SQLite appends each change to the write-ahead log. With this setting, SQLite copies the
+        # log into the database as soon as the log has this number of pages, and then overwrites the
+        # log from its start. Therefore, small changes do not lengthen the log.
         self._connection.execute(f"PRAGMA wal_autocheckpoint = {_MAX_LOG_PAGES}")
-        # Two transactions are needed, because SQLite does not write a row that the same transaction
-        # deletes. The deleted row leaves free pages in the database.
-        with suppress(sqlite3.OperationalError):
+        # The inserted row lengthens the log and the database. SQLite shortens neither file after
+        # the row is deleted. Two transactions are needed, because SQLite does not write a row that
+        # the same transaction deletes.
+        with suppress(sqlite3.OperationalError):  # the disk is full
             self.execute("INSERT INTO reserved VALUES (zeroblob(?))", (num_bytes,))
             self.execute("DELETE FROM reserved")
 

@@ -347,11 +347,8 @@ def _text_with_calls(
     if _is_unmarked_list(tools):  # A list such as `[f(a=1)]`, without any marker before it.
         return _unmarked_list_or_text(tools, request)
     calls = _marked_calls(tools, request)
-    if any(_ends_with_repetition(node) for node in calls):
-        # No marker ends the calls, so no text can follow the calls. xgrammar rejects a tag that has
-        # no end marker. Therefore the grammar is a sequence instead of `triggered_tags`.
-        text = any_text((trigger_of(tools),))
-        return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
+    if any(_ends_with_repetition(node) for node in calls):  # No marker ends the calls.
+        return _text_then_calls(tools, calls)
     # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore white
     # space before the trigger is removed.
     tags = [_tag_without_leading_whitespace(node) for node in calls]
@@ -363,17 +360,31 @@ def _text_with_calls(
     }
 
 
+def _text_then_calls(tools: ToolSection, calls: list[Node]) -> Node:
+    """Return the grammar node for free text, which tool calls without an end marker may follow.
+
+    Example of matching text: `Let me look.<calls>f(), g()`. No text can follow the tool calls. The
+    node is a sequence, because the tags in `triggered_tags` need an end marker.
+
+    Args:
+        tools: The declaration of the tool calls.
+        calls: The nodes of the tool calls, of which one may follow the text.
+    """
+    text = any_text((trigger_of(tools),))
+    return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
+
+
 def _ends_with_repetition(node: Node) -> bool:
     """Return whether a node ends with a repeated part, as in `<calls>f(), g()`."""
     return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
 
 
 def _triggers(fmt: FormatData, layout: Sections, tools: ToolSection, tags: list[Node]) -> list[str]:
-    """Return the texts that must start a valid tool call, such as `<tool_call>`.
+    """Return the triggers: the texts that start a tool call, such as `<tool_call>`.
 
-    Another marker of the format must not start with such a text. Example: `<|channel|>tool.f` calls
-    the tool `f`, and `<|channel|>answer` opens the content. Then `<|channel|>` is no trigger, but
-    `<|channel|>tool.` is.
+    All tool calls have one trigger if possible. No other marker of the format may start with the
+    trigger. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer` opens the
+    content. Then `<|channel|>` is no trigger, but `<|channel|>tool.` is.
 
     Args:
         fmt: The format of the output.
@@ -381,17 +392,27 @@ def _triggers(fmt: FormatData, layout: Sections, tools: ToolSection, tags: list[
         tools: The declaration of the tool calls.
         tags: The nodes of the tool calls. Each of them starts with a trigger.
     """
-    wrapper, reasoning = layout.content, layout.reasoning
-    markers = [*fmt.ends, *((wrapper.open, wrapper.close) if wrapper else ())]
-    markers += [*reasoning.opens, *reasoning.closes] if reasoning else ()
+    other_markers = _markers_outside_calls(fmt, layout)
     call = tools.calls[0]
     start_of_call = call.open.lstrip() + first_literal(call.head)  # Such as `<|channel|>tool.`.
     for trigger in (trigger_of(tools), start_of_call):
-        is_ambiguous = any(marker.strip().startswith(trigger) for marker in markers)
+        is_ambiguous = any(marker.startswith(trigger) for marker in other_markers)
         starts_all_tags = all(node["begin"].startswith(trigger) for node in tags)
         if trigger and starts_all_tags and not is_ambiguous:
             return [trigger]
+    # The whole start of each tool call is a trigger, such as `<call>f:`. A long text is less likely
+    # to be the start of another marker.
     return list(dict.fromkeys(node["begin"] for node in tags))
+
+
+def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
+    """Return the markers of the content, of the reasoning and of the end, such as `<think>`."""
+    markers = list(fmt.ends)
+    if layout.content is not None:
+        markers += [layout.content.open, layout.content.close]
+    if layout.reasoning is not None:
+        markers += [*layout.reasoning.opens, *layout.reasoning.closes]
+    return [marker.strip() for marker in markers]
 
 
 def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:

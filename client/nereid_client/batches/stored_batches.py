@@ -242,20 +242,30 @@ class BatchStore:
     def delete_expired(self, now: float) -> None:
         """Delete the ended batches whose time `expires_at` is more than KEEP_S seconds ago.
 
-        Also delete each folder without a batch that is older than WINDOW_S seconds, and each folder
-        whose file batch.json has been damaged for KEEP_S seconds. `create` leaves a folder without
-        a batch if the process is killed. Such folders would count towards the limit.
+        Also delete old folders without a valid batch, because they count towards the limit.
         """
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)
         for batch_id in self._ids():
-            folder = self.folder(batch_id)
-            with suppress(OSError):  # The folder may be deleted, or too many files may be open.
-                has_file = (folder / "batch.json").exists()
-                oldest = now - (KEEP_S if has_file else WINDOW_S)
-                if folder.stat().st_mtime < oldest and self._read_valid(batch_id) is None:
-                    shutil.rmtree(folder, ignore_errors=True)
+            # Another process may delete the folder, or too many files may be open.
+            with suppress(OSError):
+                self._delete_if_invalid(batch_id, now)
+
+    def _delete_if_invalid(self, batch_id: str, now: float) -> None:
+        """Delete the folder of a batch if batch.json has been missing or damaged for a long time.
+
+        `create` leaves a folder without batch.json if the process is killed. Such a folder is
+        deleted after WINDOW_S seconds. A folder with a damaged file is deleted after KEEP_S
+        seconds. The time starts at the last change in the folder.
+
+        Raises: OSError if the folder or the file cannot be read.
+        """
+        folder = self.folder(batch_id)
+        keep_s = KEEP_S if (folder / "batch.json").exists() else WINDOW_S
+        cutoff = now - keep_s
+        if folder.stat().st_mtime < cutoff and self._read_valid(batch_id) is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _ids(self) -> set[str]:
         try:

@@ -92,39 +92,42 @@ def _error_message(url: str, response: urllib.error.HTTPError) -> str:
 
 @contextmanager
 def _connection_errors(url: str) -> Iterator[None]:
-    """Raise a CliError if the connection to `url` fails in the `with` block.
+    """Raise a FailureError if the connection to `url` fails in the `with` block.
 
     A ValueError also counts as a failed connection, because a chunk that was cut off is not JSON.
-
-    Raises: CliError.
     """
     try:
         yield
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise FailureError(
-            f"The connection to {url} ended before the response was complete ({error}). Check "
-            "that the server is still running, and repeat the request."
-        ) from None
+        raise _incomplete_response_error(url, str(error)) from None
 
 
-def fetch_json(url: str, body: Json | None = None, field: str = "data") -> Json:
+def _incomplete_response_error(url: str, reason: str) -> FailureError:
+    return FailureError(
+        f"The connection to {url} ended before the response was complete ({reason}). Check that "
+        "the server is still running, and repeat the request."
+    )
+
+
+def fetch_json(url: str, body: Json | None = None, list_field: str = "data") -> Json:
     """Send a request, and return the JSON object in the response.
 
     Args:
         url: the URL of the request.
         body: the body of a POST request. None sends a GET request.
-        field: a field that the object must have.
+        list_field: a field that the object must have. The value of the field must be a list.
 
-    Raises: CliError.
+    Raises: CliError if the URL is wrong. FailureError if the request fails, or if the response is
+        not such an object.
     """
     with send(url, body) as response, _connection_errors(url):
         try:
             answer: Json = json.load(response)
         except ValueError as error:
             raise FailureError(f"{url} did not answer with JSON: {error}") from None
-    if not isinstance(answer, dict) or not isinstance(answer.get(field), list):
+    if not isinstance(answer, dict) or not isinstance(answer.get(list_field), list):
         raise FailureError(
-            f"{url} answered without the list {field!r}, so it is not an OpenAI API. Give the "
+            f"{url} answered without the list {list_field!r}, so it is not an OpenAI API. Give the "
             "address of an OpenAI API with --url."
         )
     return answer
@@ -133,20 +136,21 @@ def fetch_json(url: str, body: Json | None = None, field: str = "data") -> Json:
 def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
     """Yield the chunks in a stream of server-sent events.
 
-    Raises: CliError if a chunk contains an error, or if the stream ends without "data: [DONE]".
+    Raises: FailureError if a chunk contains an error, if the connection fails, or if the stream
+        ends without "data: [DONE]".
     """
     url = response.url
     with _connection_errors(url):
         for line in response:
             if line.startswith(b"data: {"):
-                event: Json = json.loads(line[6:])
+                event: Json = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise FailureError(event["error"]["message"])
                 yield event
             elif line.startswith(b"data: [DONE]"):
                 return
-        # If the connection ends between two chunks, `http.client` reports no error.
-        raise http.client.HTTPException("the stream has no [DONE]")
+    # If the connection ends between two chunks, `http.client` reports no error.
+    raise _incomplete_response_error(url, "the stream has no [DONE]")
 
 
 def first_model(url: str) -> str:

@@ -49,17 +49,15 @@ def run(argv: Sequence[str] | None = None) -> int:
         such as a failed check. 2 means a wrong argument or a wrong setting.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Text from a model can contain characters that the terminal's encoding does not have. They are
-    # printed as escape sequences, such as "\\u65e5".
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    _escape_unprintable_characters()
     try:
         app(arguments, prog_name="nereid")
     except CliError as error:  # only a subcommand raises this error, so there is an argument
         complain(f"nereid {arguments[0]}: {error}")
         return error.exit_code
     except OSError as error:
-        if error.filename is not None:  # the error is not about the standard output
+        # An error without a file name means that the standard output cannot be written.
+        if error.filename is not None:
             raise
         discard_output(sys.stdout)
         complain(
@@ -70,6 +68,16 @@ def run(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # typer ends a command with this exception
         return int(ended.code or 0)
     return 0
+
+
+def _escape_unprintable_characters() -> None:
+    r"""Let the standard output print an escape sequence for a character that cannot be encoded.
+
+    Example: if the terminal's encoding is ASCII, the character U+65E5 is printed as `\u65e5`. Text
+    from a model can contain any character.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 app = typer.Typer(

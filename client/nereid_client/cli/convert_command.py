@@ -1,6 +1,5 @@
 """`nereid convert`: copy a checkpoint with its weights in another data type."""
 
-import functools
 import signal
 import subprocess
 import sys
@@ -30,8 +29,14 @@ def convert(
     # backend package.
     module = "nereid_backend.tools.convert_checkpoint"
     command = [sys.executable, "-m", module, str(source), str(target), dtype.value]
-    # Ctrl-C interrupts both processes. Python ignores the signal if it was ignored at the start, so
-    # the process prints no traceback. After Ctrl-C, `run` kills the process.
-    ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    process = subprocess.run(command, check=False, preexec_fn=ignore)
+    process = subprocess.run(command, check=False, preexec_fn=_ignore_ctrl_c)
     raise typer.Exit(process.returncode)
+
+
+def _ignore_ctrl_c() -> None:
+    """Ignore SIGINT in the process of the conversion, so that Ctrl-C prints no traceback.
+
+    The terminal also sends SIGINT to the process of `nereid convert`, in which `subprocess.run`
+    then kills the process of the conversion.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

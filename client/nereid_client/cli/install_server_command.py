@@ -87,7 +87,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _install(args: argparse.Namespace) -> int:
-    """Do the work of `run`.
+    """Install the wheel, copy the stub for this Python version, and write the launcher.
+
+    A wheel that is already installed, and a launcher that is up to date, are left unchanged.
+
+    Returns: the exit code 0.
 
     Raises: OSError if a file cannot be written.
     """
@@ -96,13 +100,7 @@ def _install(args: argparse.Namespace) -> int:
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
-    # The stamp is a file that is written after the installation. If the installation is
-    # interrupted, there is no stamp, and the next run installs everything again.
-    stamp = target / ".nereid-wheel"
-    is_installed = stamp.is_file() and stamp.read_text() == args.wheel
-    if not is_installed:
-        _pip_install(args.wheel, target)
-        stamp.write_text(args.wheel)
+    _install_wheel_if_missing(args.wheel, target)
     # The stub is the program that runs Python models. An existing stub is also replaced, because
     # the Python version may have changed since the installation.
     _copy_stub_for_this_python(server)
@@ -135,6 +133,20 @@ def launcher_text(target: Path, libpython: Path) -> str:
         bin=shlex.quote(str(Path(sys.prefix) / "bin")),
         libraries=shlex.quote(os.pathsep.join(map(str, libraries))),
     )
+
+
+def _install_wheel_if_missing(wheel: str, target: Path) -> None:
+    """Install a wheel into a folder, unless the folder already contains this wheel.
+
+    Raises: CliError if pip fails.
+    """
+    # The stamp file is written after the installation. If an installation is interrupted, there is
+    # no stamp, and the next run installs the wheel again.
+    stamp = target / ".nereid-wheel"
+    is_installed = stamp.is_file() and stamp.read_text() == wheel
+    if not is_installed:
+        _pip_install(wheel, target)
+        stamp.write_text(wheel)
 
 
 def _pip_install(wheel: str, target: Path) -> None:

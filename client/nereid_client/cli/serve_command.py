@@ -241,13 +241,14 @@ def _variable_value(flag: str, value: Any) -> str | None:  # noqa: ANN401 - the 
 
     If the flag is not given, return None.
     """
-    match flag:
-        case "--config" | "--draft-model" if value:
-            return str(startup_checks.absolute_path(value, flag))
-        case "--lora":
-            return ",".join(map(_absolute_adapter, value)) or None
-        case _:
-            return None if value is None else str(value)
+    if flag == "--lora":  # the value is a list, which is empty if the flag is not given
+        return ",".join(map(_absolute_adapter, value)) or None
+    if value is None:
+        return None
+    is_path = flag in ("--config", "--draft-model")
+    if is_path and value != "":  # the empty text means that there is no draft model
+        return str(startup_checks.absolute_path(value, flag))
+    return str(value)
 
 
 def _flags_by_variable() -> dict[str, str]:
@@ -257,6 +258,8 @@ def _flags_by_variable() -> dict[str, str]:
     """
     flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}
     flags |= {VARIABLES[setting]: flag for flag, (setting, _) in FRONTEND_FLAGS.items()}
+    # Neither table contains the flags below. --host also sets the address of the Triton server, and
+    # the values of --config and --lora have types of their own.
     return flags | {
         "NEREID_OPENAI_HOST": "--host",
         "NEREID_MODELS_FILE": "--config",

@@ -143,7 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests of the connection wait")
         super().on_headers_complete()
         self._has_headers = True
-        if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunks
+        if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
         is_waiting = bool(self.pipeline)
         if not is_waiting:
@@ -259,21 +259,24 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Let uvicorn send the response to a request as plain bytes instead of chunks.
+    """Let uvicorn answer an HTTP/1.0 request without chunks, because HTTP/1.0 has no chunks.
 
-    A response needs no Content-Length, because uvicorn closes a connection with HTTP/1.0 after the
-    response. The client recognises the end of the response by the end of the connection.
+    uvicorn 0.54 sends chunks if a response has no Content-Length, for example a stream. Without
+    chunks and Content-Length, the response ends when uvicorn closes the connection. uvicorn closes
+    each connection with HTTP/1.0 after the response.
 
-    Mutates: cycle, which must not have sent anything yet.
+    Args:
+        cycle: uvicorn's object that sends the response. It must not have sent anything yet.
+
+    Mutates: cycle.
     """
     send = cycle.send
-    # If the value were None and the response had no Content-Length, uvicorn 0.54 would use chunks.
-    cycle.chunked_encoding = False
+    cycle.chunked_encoding = False  # None lets uvicorn choose
 
     async def send_without_chunks(message: Any) -> None:  # noqa: ANN401 - uvicorn's signature
-        # Without chunks, uvicorn subtracts the length of each message from the expected length. The
-        # result must not be negative, and must be 0 after the last message. The total length is
-        # unknown, so the expected length is set to the length of each message.
+        # uvicorn subtracts the length of each message from the expected length of the response.
+        # The result must not be negative, and must be 0 after the last message. The length of the
+        # response is unknown, so each message sets the expected length to its own length.
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 

@@ -213,26 +213,34 @@ class ResponsesRequest(GenerationRequest):
         return self
 
     @model_validator(mode="after")
-    def _check_format_and_tools(self) -> Self:
-        """Check text.format, the names of the tools, and the tool choice.
-
-        Raises: FieldError that names the field.
-        """
+    def _check_format(self) -> Self:
+        """Raise a FieldError if text.format is not valid."""
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
-        chat_tools = self.chat_tools or ()  # `tools` in the format of chat completions
-        # For the chat, the frontend converts a custom tool to a function, and renames a tool in a
-        # namespace to NAMESPACE__TOOL. If the model calls a converted tool, the frontend finds the
-        # original tool by the name in the call. Therefore, a converted tool needs a unique name.
+        return self
+
+    @model_validator(mode="after")
+    def _check_tool_names(self) -> Self:
+        """Raise a FieldError if a tool that is converted for the chat has no unique name.
+
+        The frontend converts a custom tool to a function, and renames a tool in a namespace to
+        NAMESPACE__TOOL. If the model calls a converted tool, the frontend finds the original tool
+        by the name in the call.
+        """
         check_unique_names(
-            map(name_in_chat, chat_tools),
+            map(name_in_chat, self.chat_tools or ()),
             names_to_check=converted_tools(self.tools or ()).keys(),
             hint="A tool in a namespace is called NAMESPACE__TOOL.",
         )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        """Raise a FieldError if the tool choice is not valid, or names a tool that is missing."""
         if self.tool_choice is not None:
             check_tool_choice(
                 to_chat_tool_choice(self.tool_choice),
-                chat_tools,
+                self.chat_tools or (),
                 given=self.tool_choice,
                 forms=TOOL_CHOICES,
             )

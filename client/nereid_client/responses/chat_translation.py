@@ -83,10 +83,13 @@ def _without_cut_calls(items: Sequence[Json]) -> list[Json]:
     is_cut_by_id: dict[str, bool] = {}
     kept = []
     for item in items:
-        call_id = item.get("call_id", "")  # missing if the item is neither a call nor an output
-        if item["type"] in CALL_OF_OUTPUT.values():
+        is_call = item["type"] in CALL_OF_OUTPUT.values()
+        is_output = item["type"] in CALL_OF_OUTPUT
+        if is_call:
+            call_id = item["call_id"]
             is_cut_by_id[call_id] = _is_cut(item, has_output=call_id in ids_of_outputs)
-        if not is_cut_by_id.get(call_id, False):
+        is_removed = (is_call or is_output) and is_cut_by_id.get(item["call_id"], False)
+        if not is_removed:
             kept.append(item)
     return kept
 

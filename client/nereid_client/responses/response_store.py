@@ -195,15 +195,16 @@ class Store:
             )
 
     def finish(self, run: Running, record: StoredResponse) -> bool:
-        """Store the final state of a response that was running.
+        """Replace a running response by its final state.
 
-        The running response is removed in the same transaction. Other processes therefore always
-        find either the running response or its final state. If the database cannot be changed, for
-        example because the disk is full, `find` still returns the running response.
+        Both changes are in one transaction, so no process finds the response missing in between. If
+        the final state does not fit into the store, the running response is removed nevertheless,
+        and `find` returns None.
 
-        Returns: False if the final state does not fit into the store.
+        Returns: whether the final state is stored.
 
-        Raises: sqlite3.Error if the database cannot be changed.
+        Raises: sqlite3.Error if the database cannot be changed, for example because the disk is
+            full. `find` then still returns the running response.
         """
         with self._database.transaction():
             self._delete(run.id)

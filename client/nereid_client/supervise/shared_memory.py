@@ -39,6 +39,8 @@ def reserve_prefix(prefix: str, folder: Path = _FOLDER) -> Iterator[None]:
         return
     with lock:
         yield
+        # After an exception, the file remains, because the shared memory may also remain. The next
+        # server that starts then deletes the file and the shared memory.
         lock_path.unlink(missing_ok=True)
 
 

@@ -98,13 +98,14 @@ class WorkerPool:
         self._is_draining = False
 
     def run(self) -> int:
-        """Run the workers until SIGINT or SIGTERM.
+        """Run the workers until SIGINT or SIGTERM. Return the exit code of the frontend.
+
+        - 0: the frontend has received SIGINT or SIGTERM.
+        - 1: the port is in use.
+        - The exit code of a worker, but at least 1: the worker could not start, or has ended too
+          often. The code is 1 if a signal has killed this worker.
 
         After SIGUSR1, the workers accept no new requests.
-
-        Returns: 0 after a signal, and 1 if the port is in use. If a worker could not start or has
-            ended too often, the result is the exit code of this worker. The result is 1 if a signal
-            killed this worker.
 
         Raises: SettingsError if a setting does not allow several workers.
         """
@@ -115,23 +116,30 @@ class WorkerPool:
         except OSError as error:
             complain(f"nereid_client: {host}:{port} cannot be used ({error.strerror or error})")
             return 1
+        # The socket stays open until the end. Otherwise, another program could take the port while
+        # no worker is listening on it.
+        with reserved:
+            actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
+            return self._run_on_port(actual_port)
+
+    def _run_on_port(self, port: int) -> int:
+        """Run the workers with a new folder that they share, and delete the folder at the end.
+
+        Returns: the exit code of the frontend, as described by `run`.
+        """
         _delete_abandoned_folders()
         prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
-        # `reserved` stays open until the end. Otherwise, another program could take the port while
-        # no worker is listening on it.
         with (
-            reserved,
             tempfile.TemporaryDirectory(prefix=prefix, dir=_parent_folder()) as folder,
             open_locked(Path(folder, _LOCK_FILE)),
         ):
             self._handle_signals()
-            actual_port = reserved.getsockname()[1]  # differs from `port` if `port` is 0
             try:
-                return self._run(Path(folder), actual_port)
+                return self._run_in_folder(Path(folder), port)
             finally:
                 self._end_all()
 
-    def _run(self, folder: Path, port: int) -> int:
+    def _run_in_folder(self, folder: Path, port: int) -> int:
         """Run the workers. Stop after a signal, or after a failure that a restart cannot repair.
 
         Args:
@@ -170,12 +178,12 @@ class WorkerPool:
             if self._is_draining:
                 _clean_up_if_ended(worker)
                 continue
-            exit_code = self._restart_if_ended(worker)
+            exit_code = self._restart_or_give_up(worker)
             if exit_code is not None:
                 return exit_code
         return None
 
-    def _restart_if_ended(self, worker: _Worker) -> int | None:
+    def _restart_or_give_up(self, worker: _Worker) -> int | None:
         """If a worker has ended, plan its restart. If its restart is due, start the worker again.
 
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
@@ -183,7 +191,9 @@ class WorkerPool:
         now = time.monotonic()
         if worker.restart_at is None:
             code = worker.process.poll()
-            return None if code is None else self._plan_restart(worker, code, now)
+            if code is None:  # the worker is running
+                return None
+            return self._plan_restart_or_give_up(worker, code, now)
         if now >= worker.restart_at:
             self._start_again(worker, now)
         return None
@@ -199,7 +209,7 @@ class WorkerPool:
         worker.restart_at = None
         self._drain_if_signalled()
 
-    def _plan_restart(self, worker: _Worker, code: int, now: float) -> int | None:
+    def _plan_restart_or_give_up(self, worker: _Worker, code: int, now: float) -> int | None:
         """Clean up after a worker that ended with the exit code `code`, and plan its restart.
 
         A worker that failed during its start, or too often in a row, is not restarted.
@@ -288,7 +298,9 @@ def _is_abandoned(folder: Path) -> bool:
     may run in another container, whose processes have other ids.
     """
     pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-    if not (folder / _LOCK_FILE).exists():  # the pool has just created the folder, or is older
+    # The file is missing if the pool has created only the folder yet, or if an older version of
+    # Nereid, which locked no file, has created the folder.
+    if not (folder / _LOCK_FILE).exists():
         return not Path("/proc", pid).exists()
     try:
         open_locked(folder / _LOCK_FILE).close()

@@ -319,7 +319,7 @@ class CallReader:
         valid, and `x}` is the rest. Return the next state, or None if the marker has not arrived.
         """
         call = self._call
-        has_ended = call.write_broken()
+        has_ended = call.write_invalid_rest()
         return self._end_call(call.variant) if has_ended else None
 
     def _end_call(self, variant: CompiledCall) -> State:

@@ -19,7 +19,7 @@ class Outcome(Enum):
     """The result of reading one tool call or one list of tool calls.
 
     ENDED    The tool call has ended. Closing markers may follow.
-    BROKEN   The arguments are not valid JSON. `OpenCall.write_broken` writes the rest of them.
+    BROKEN   The arguments are not valid JSON. `OpenCall.write_invalid_rest` writes their rest.
     NO_CALL  The text is not a tool call, so it is content.
     """
 
@@ -101,7 +101,7 @@ class OpenCall:
         start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, start)
         if self._call_writer.is_open:
-            self._accept_call_text(buffer.text[start : buffer.pos])
+            self._trace_as_call(buffer.text[start : buffer.pos])
         elif self._has_call_ended(was_call_open):
             self._pass_ended_call(start)
         else:
@@ -119,7 +119,7 @@ class OpenCall:
         has_list_member_ended = self._body_reader.last_call_end is not None
         return was_call_open or has_body_ended or has_list_member_ended
 
-    def _accept_call_text(self, text: str) -> None:
+    def _trace_as_call(self, text: str) -> None:
         """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
         self._text_writer.accept_call_text(text, may_be_reread=self._may_reread_arguments)
 
@@ -137,27 +137,35 @@ class OpenCall:
         text, part_end = self._buffer.text, self._buffer.pos
         last_call_end = self._body_reader.last_call_end  # None if the body is not a list.
         call_end = part_end if last_call_end is None else last_call_end
-        self._accept_call_text(text[part_start:call_end])
+        self._trace_as_call(text[part_start:call_end])
         self._text_writer.end_traced_call()
         if call_end < part_end:
             self._text_writer.store_pending(text[call_end:part_end])
 
     def _leave_body(self) -> Outcome:
-        """Stop reading a tool call, because it is complete or not valid. Return the outcome.
+        """Stop reading a body that is complete or not valid. Return the outcome.
 
-        Examples for the body of a tool call between `<call>` and `</call>`:
+        Example: `{"name": "f", "arguments": {}}` is a complete body, so the outcome is ENDED.
+        """
+        if self._body_reader.status is not DONE:
+            return self._leave_invalid_body()
+        # The text after the last tool call of a list, such as `]`, was stored as pending text,
+        # because another tool call could have followed. It is markup, so it is removed.
+        if self._text_writer.pending_text:
+            self._text_writer.drop_pending()
+        return Outcome.ENDED
 
-            `{"name": "f", "arguments": {}}`          ENDED, because the object is complete
+    def _leave_invalid_body(self) -> Outcome:
+        """Stop reading a body that is not valid. End the tool call if possible.
+
+        Examples of JSON objects after the marker `<call>`:
+
             `{"x": 1}`                                NO_CALL, because the name is missing
             `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
+
+        If the invalid arguments are stored and contain `</call>`, because a quote is missing, the
+        tool call ends at this marker, and the outcome is ENDED.
         """
-        if self._body_reader.status is DONE:
-            # The text after the last tool call of a list, such as `]`, was stored as pending text,
-            # because another tool call could have followed. It is markup, so it is removed.
-            if self._text_writer.pending_text:
-                self._text_writer.drop_pending()
-            return Outcome.ENDED
-        # The body is not valid.
         if not self._call_writer.is_open:
             return Outcome.NO_CALL  # The caller writes the pending text as content.
         if not self._body_reader.writes_model_text:
@@ -180,13 +188,15 @@ class OpenCall:
         `</call> Hi` is put back into the buffer, so that the parser reads it again.
 
         Returns:
-            Whether the tool call has ended. False if the arguments are not stored, or do not
-            contain the marker, or are not the model's unchanged text.
+            Whether the tool call has ended. False if the stored arguments do not contain the
+            marker, if the arguments are not stored or are complete, or if the reader has converted
+            the arguments to JSON.
         """
         closing_markers = self.variant.closing_markers
-        if not closing_markers or not self._body_reader.writes_model_text:
-            return False
-        if self._body_reader.has_all_arguments:  # A marker in these arguments is a part of a value.
+        # In complete arguments, a marker is a part of a value.
+        are_arguments_incomplete = not self._body_reader.has_all_arguments
+        may_cut = self._body_reader.writes_model_text and are_arguments_incomplete
+        if not closing_markers or not may_cut:
             return False
         first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_to_reread = self._call_writer.cut_arguments_at(first_tag)
@@ -197,15 +207,15 @@ class OpenCall:
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
 
-    def write_broken(self) -> bool:
+    def write_invalid_rest(self) -> bool:
         """Write the rest of invalid arguments unchanged, up to the next marker.
 
         Example: in `{"a": [1}</tool_call>`, `]` is missing. The arguments up to `[1` have been
         written, so `}` is read and written, and the tool call ends. The marker stays unread. If no
         marker has arrived yet, all text is read and written, and the tool call stays open.
 
-        If the text after complete arguments is invalid, as in `{"name": "f", "arguments": {}]`,
-        this text is read, but not written.
+        In `{"name": "f", "arguments": {}]`, the arguments are complete, and only the text after
+        them is invalid. Then the rest, `]`, is read, but not written, because it is no argument.
 
         Returns:
             Whether the tool call has ended, because a marker was found.
@@ -215,13 +225,13 @@ class OpenCall:
             piece = self._buffer.take_until(arguments_end)
             if not self._body_reader.has_all_arguments:
                 self._call_writer.write(piece)
-            self._accept_call_text(piece)
+            self._trace_as_call(piece)
         if not marker:
             return False
-        self._call_writer.end(self._fault())
+        self._call_writer.end(self._description_of_fault())
         return True
 
-    def _fault(self) -> str:
+    def _description_of_fault(self) -> str:
         """Return the description of the fault in a tool call that is not valid JSON."""
         return BROKEN_AFTER_ARGUMENTS if self._body_reader.has_all_arguments else BROKEN_ARGUMENTS
 
@@ -276,5 +286,5 @@ class OpenCall:
     def finish_broken(self) -> None:
         """At the end of the message, end an open tool call whose arguments are not valid JSON."""
         if self._call_writer.is_open:
-            self._call_writer.end(self._fault())
+            self._call_writer.end(self._description_of_fault())
             self._text_writer.end_traced_call()

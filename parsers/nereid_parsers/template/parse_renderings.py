@@ -35,9 +35,7 @@ from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
 # The names of the `Proof`s for messages with one tool call. If such a proof shows that the parser
 # returns a wrong tool call, the analysis removes the tool calls from the format.
-_ONE_CALL = "one call"
-_TWO_ARGUMENTS = "a call with two arguments"
-ONE_CALL_PROOFS = (_ONE_CALL, _TWO_ARGUMENTS)
+ONE_CALL_PROOFS = ("one call", "a call with two arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ def _conversations(
     """Yield the conversations that are rendered to check a format, each with a name.
 
     There is one conversation for each kind of message that the template can render. Example: if the
-    template renders tool calls, the name "one call" and a conversation whose answer is a tool call
+    form of tool calls is known, the name "one call" and a conversation whose answer is a tool call
     are yielded. The report shows the conversations in this order.
 
     Args:
@@ -224,19 +222,19 @@ def _conversations(
             several tool calls, or content before a tool call.
     """
     content = AssistantMessage(CONTENT_TEXT)
-    # The format of tool calls may be unknown (NO_CALLS) although the template renders tool calls.
-    is_call_format_known = tools.form != NO_CALLS
+    has_calls = tools.form != NO_CALLS
     yield "content", Conversation(content)
     if reasoning.conversation is not None:
         yield "reasoning", reasoning.conversation
-    if is_call_format_known:
-        yield _ONE_CALL, conversation_with_calls(*ONE_CALL)
-        yield _TWO_ARGUMENTS, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
+    if has_calls:
+        name_of_one_call, name_of_two_arguments = ONE_CALL_PROOFS
+        yield name_of_one_call, conversation_with_calls(*ONE_CALL)
+        yield name_of_two_arguments, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
     if tools.is_parallel:
         yield "two calls", conversation_with_calls(*TWO_CALLS)
     if tools.with_content:
         yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    if is_call_format_known:
+    if has_calls:
         yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 

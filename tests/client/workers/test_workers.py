@@ -279,7 +279,7 @@ def test_a_signal_during_the_start_of_a_worker_drains_the_worker(monkeypatch, tm
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         pool._handle_signals()
-        pool._run(tmp_path, 1)
+        pool._run_in_folder(tmp_path, 1)
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
@@ -304,7 +304,7 @@ def test_a_worker_is_started_later_if_there_are_too_many_processes(monkeypatch, 
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(pool, "_start", start)
-    assert pool._run(tmp_path, 1) == 0
+    assert pool._run_in_folder(tmp_path, 1) == 0
     pool._end_all()
     assert num_starts == 3
     assert "cannot be started (Resource temporarily unavailable)" in capsys.readouterr().err

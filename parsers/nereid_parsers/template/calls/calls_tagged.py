@@ -74,20 +74,20 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     """
     # Some closing tags repeat the key, as in `<city>Rome</city>`. The functions below expect the
     # placeholder `{key}` in place of the repeated key.
-    texts = CallTexts._make(map(_mask_repeated_keys, texts))
+    texts = CallTexts(*(_mask_repeated_keys(text) for text in texts))
     call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
     if call is None:
         return None
-    names_to_values = _markup_of_names_to_values(texts, call)
-    if names_to_values is None:
+    markup_to_values = _markup_to_values(texts, call)
+    if markup_to_values is None:
         return None
-    after_last_value = names_to_values.item_close  # `</arg></call>`
+    after_last_value = markup_to_values.item_close  # `</arg></call>`
     arguments = list_markup(call.before_first_key, call.between_arguments, after_last_value)
+    call_close = arguments.close  # `</call>`, the text after the list of arguments
+    call_markup = replace(markup_to_values, item_close=call_close)
     body = _infer_arguments(texts, arguments, call.before_value)
-    # `</arg>` closes the last argument, so only the rest, `</call>`, closes the tool call.
-    markup = replace(names_to_values, item_close=arguments.close)
-    calls = calls_with_head(markup, after_name=arguments.open, body=body)
-    return CallFormat("tagged arguments", calls, markup)
+    calls = calls_with_head(call_markup, after_name=arguments.open, body=body)
+    return CallFormat("tagged arguments", calls, call_markup)
 
 
 def _mask_repeated_keys(text: str) -> str:
@@ -117,14 +117,13 @@ def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 
-def _markup_of_names_to_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
-    """Return the markup of a list of tool calls in which an item is the text NAME..VALUE.
+def _markup_to_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
+    """Return the markup of a list in which an item extends from a function's name to a value.
 
-    An item extends from the function's name to the last value of the tool call. Therefore,
-    `item_close` closes the last argument and the tool call. Example: for the two tool calls
-    `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `, `item_close` is `</k></c>` and
-    `separator` is `;`. Return None unless each of the two tool calls contains its name, its key and
-    its value in this order.
+    The value is the last value of the tool call, so `item_close` closes the last argument and the
+    tool call. Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`,
+    `item_open` is `<c `, `item_close` is `</k></c>` and `separator` is `;`. Return None unless each
+    of the two tool calls contains its name, its key and its value in this order.
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool

@@ -36,7 +36,7 @@ nvfp4-pack-quantized and mxfp4-pack-quantized:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,8 +114,6 @@ def _packed_layout(group_size: int | None, bits: int) -> Layout:
     """
     return Layout(
         main=".weight_packed",
-        # weight_shape contains the number of outputs and the number of inputs of the unpacked
-        # weight.
         others=(".weight_scale", ".weight_shape"),
         decode=partial(_decode_packed, group_size=group_size, usual_bits=bits),
         optional=_OPTIONAL_TENSORS,
@@ -212,12 +210,12 @@ def _decode_packed(
 ) -> IntegerWeight:
     """Decode integers that are packed into 32-bit words.
 
-    Example: with 4 bits for each integer, one word contains 8 integers. The tensor weight_packed
-    contains the integers, int32 [rows, words], and weight_shape contains the number of rows and the
-    number of inputs. If the tensor weight_zero_point does not exist, all zeros are 0.
+    Example: with 4 bits for each integer, one word contains 8 integers.
 
     Args:
-        tensors: the tensors of the weight, by suffix.
+        tensors: the tensors of the weight, by suffix. weight_packed contains the integers, int32
+            [rows, words], and weight_shape contains the number of rows and the number of inputs.
+            If there is no weight_zero_point, all zeros are 0.
         dtype: not used.
         group_size: the number of inputs in a group with one scale, as in the settings; None if the
             settings contain several group sizes.
@@ -235,17 +233,28 @@ def _decode_packed(
             f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
             f"({num_rows}, {num_inputs})"
         )
-    has_whole_integers = num_words != _num_words(num_inputs, bits)
-    unpack = _unpack_whole_integers if has_whole_integers else unpack_integers
+    # In the dense packing, an integer may begin in one word and end in the next word. In the padded
+    # packing, each word contains only whole integers, and the highest bits may be unused.
+    is_dense = num_words == _num_dense_words(num_inputs, bits)
+    unpack = unpack_integers if is_dense else _unpack_padded_words
     values = _to_signed(unpack(packed, bits, num_inputs), bits)
     zeros = tensors.get(".weight_zero_point")
-    if zeros is not None and zeros.dtype == torch.int32:  # otherwise, the zeros are not packed
-        # Each word contains the zeros of several rows, so the shape is [words, groups]. The tensor
-        # is transposed, because `unpack` expects the words in the last dimension.
-        zeros = _to_signed(unpack(zeros.T, bits, num_rows).T, bits)
+    if zeros is not None:
+        zeros = _signed_zeros(zeros, unpack, bits, num_rows)
     return _create_integer_weight(
         values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits
     )
+
+
+def _signed_zeros(
+    zeros: Tensor, unpack: Callable[[Tensor, int, int], Tensor], bits: int, num_rows: int
+) -> Tensor:
+    """Return zeros as int8. If the zeros are packed into int32 words, unpack them with `unpack`."""
+    if zeros.dtype != torch.int32:
+        return zeros
+    # A word contains the zeros of several rows, so the shape is [words, groups]. The tensor is
+    # transposed, because `unpack` expects the words in the last dimension.
+    return _to_signed(unpack(zeros.T, bits, num_rows).T, bits)
 
 
 def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
@@ -255,26 +264,26 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
     the number from the size of the row. Example: 4 words (128 bits) with 40 integers contain
     integers of 3 bits, because 128 // 40 is 3.
     """
-    usual_words = _num_words(num_integers, usual_bits)
-    usual_whole_words = _num_whole_words(num_integers, usual_bits)
-    if num_words in (usual_words, usual_whole_words):
+    dense_words = _num_dense_words(num_integers, usual_bits)
+    padded_words = _num_padded_words(num_integers, usual_bits)
+    if num_words in (dense_words, padded_words):
         return usual_bits
     # Unused bits at the end of the row do not change the rounded quotient, because the number of
     # unused bits is smaller than the number of integers.
     return num_words * 32 // max(1, num_integers)
 
 
-def _num_words(count: int, bits: int) -> int:
+def _num_dense_words(count: int, bits: int) -> int:
     """Return the number of words for `count` integers without unused bits between integers."""
     return math.ceil(count * bits / 32)
 
 
-def _num_whole_words(count: int, bits: int) -> int:
+def _num_padded_words(count: int, bits: int) -> int:
     """Return the number of words for `count` integers if each word contains only whole integers."""
     return math.ceil(count / (32 // bits))
 
 
-def _unpack_whole_integers(packed: Tensor, bits: int, count: int) -> Tensor:
+def _unpack_padded_words(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpack unsigned integers from 32-bit words that contain only whole integers.
 
     The highest bits of a word are not used if 32 is not a multiple of `bits`. The arguments and the

@@ -32,6 +32,8 @@ from nereid_backend.loading_progress import report_items
 # float16 changes a scale or a zero by more than `_MAX_HALF_ERROR` times the largest number in its
 # row, the weight is not stored in panels.
 _MAX_HALF_ERROR = 2.0**-10
+# The numbers of bits of the integers in panels.
+_PANEL_BITS = (4, 6, 8)
 
 
 class LazyWeight(Protocol):
@@ -326,13 +328,15 @@ def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> None:
 def _smallest_panel_bits(weight: IntegerWeight) -> int:
     """Return the smallest number of bits with which the CPU kernels can store the integers.
 
-    The result is 4, 6 or 8. Example: integers of 5 bits are stored with 6 bits if the group size is
-    a multiple of 16, and otherwise with 8 bits.
+    Example: integers of 5 bits are stored with 6 bits if the group size is a multiple of 16, and
+    otherwise with 8 bits.
     """
-    return next(bits for bits in (4, 6, 8) if weight.bits <= bits and _has_units(weight, bits))
+    return next(
+        bits for bits in _PANEL_BITS if weight.bits <= bits and _supports_groups(weight, bits)
+    )
 
 
-def _has_units(weight: IntegerWeight, bits: int) -> bool:
+def _supports_groups(weight: IntegerWeight, bits: int) -> bool:
     """Return whether the kernels for integers of `bits` bits support the groups of a weight.
 
     These kernels read several consecutive inputs at a time. These inputs must have the same scale,
@@ -356,14 +360,14 @@ def _fits_panels(weight: IntegerWeight) -> bool:
 
     The kernels read blocks of a weight matrix, the panels, whose scales and zeros are float16.
     """
-    if weight.input_groups is not None:
-        # The kernels support only groups of consecutive inputs.
-        return False
-    if not _has_units(weight, 8):
-        return False
-    if weight.zeros is not None and not _fits_half(weight.zeros):
-        return False
-    return _fits_half(weight.scales)
+    # The kernels support only groups of consecutive inputs, so `input_groups` must be None. The
+    # group size is tested for panels of 8 bits, because 8-bit panels can store all integers.
+    return (
+        weight.input_groups is None
+        and _supports_groups(weight, max(_PANEL_BITS))
+        and (weight.zeros is None or _fits_half(weight.zeros))
+        and _fits_half(weight.scales)
+    )
 
 
 def _fits_half(numbers: Tensor) -> bool:

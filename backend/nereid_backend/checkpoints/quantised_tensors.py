@@ -215,10 +215,9 @@ def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401
     """
     for owner in (config, config.get_text_config(decoder=True)):
         settings = settings_in(vars(owner))
-        if isinstance(settings, Mapping) and settings:
-            return dict(settings)
-        if settings:
-            return dict(settings.to_dict())
+        if settings is not None:
+            # transformers stores the field as a dict or as an object with the method `to_dict`.
+            return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
     return None
 
 

@@ -221,22 +221,16 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     """Return the object that proposes draft tokens; None if speculative decoding is off.
 
     A draft model is used if one is loaded. Otherwise, prompt lookup searches the tokens of the
-    sequence for earlier occurrences of the last tokens. Draft tokens require a forward path that
-    can remove rejected draft tokens from the KV cache. If the path cannot remove tokens, `report`
-    is called, but only if the settings request draft tokens.
+    sequence for earlier occurrences of the last tokens. If the settings request draft tokens, but
+    the forward path cannot remove rejected draft tokens from the KV cache, `report` is called.
     """
     if loaded.draft is not None:
         return loaded.draft
-    if config.max_draft_tokens == 0:
-        return None
-    # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU.
-    # Draft tokens cannot be combined with async scheduling.
-    is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
-    if not config.requests_drafts and not is_used_by_default:
+    if not _wants_prompt_lookup(config, loaded.info.device):
         return None
     if loaded.spec.removes_tokens:  # the forward path can remove rejected draft tokens
-        # Only the forward path "packed" verifies draft tokens of sequences with images.
-        accepts_images = loaded.images.name == "packed"
+        # If the keys of sequences with images are not in blocks, draft tokens cannot be removed.
+        accepts_images = loaded.images.shares_blocks
         return PromptLookup(config.max_draft_tokens, accepts_images=accepts_images)
     if config.requests_drafts:
         report(
@@ -244,6 +238,18 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
             f"{loaded.info.path} of {loaded.info.architecture} cannot remove rejected draft tokens."
         )
     return None
+
+
+def _wants_prompt_lookup(config: EngineConfig, device: str) -> bool:
+    """Return whether the settings or the defaults turn on prompt lookup.
+
+    By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU. It
+    is not used by default with async scheduling, which cannot be combined with draft tokens.
+    """
+    if config.max_draft_tokens == 0:
+        return False
+    is_used_by_default = device == "cpu" and not config.async_scheduling
+    return config.requests_drafts or is_used_by_default
 
 
 def _can_be_async(

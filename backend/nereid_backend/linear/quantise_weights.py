@@ -219,24 +219,23 @@ def _as_positive_float16(scales: Tensor) -> Tensor:
     return scales.clamp(min=_MIN_SCALE).half().float()
 
 
-def _quantise(layer: nn.Module, bits: int, *, keep_weight: bool) -> None:
+def _quantise(layer: nn.Linear, bits: int, *, keep_weight: bool) -> None:
     """Convert one layer to a GroupedLinear, whose weights are integers.
 
     Args:
-        layer: the layer, of the class nn.Linear. Mutated.
+        layer: the layer. Mutated.
         bits: 4, 6 or 8.
         keep_weight: whether the weight stays in memory, because other layers share it.
     """
-    assert isinstance(layer, nn.Linear)
     weight = layer.weight.detach()
 
     def read_and_discard_rows(start: int, end: int) -> Tensor:
-        rows = weight[start:end].float()
-        # If the rows come from a memory-mapped file, return their memory pages to the operating
-        # system. If another layer shares the weight, the rows are read from the file again for that
-        # layer.
-        discard_file_pages(weight[start:end])
-        return rows
+        rows = weight[start:end]
+        float_rows = rows.float()
+        # If the weight is in a memory-mapped file, free the memory of these rows. The data is not
+        # lost, because the operating system reads the rows from the file again if they are used.
+        discard_file_pages(rows)
+        return float_rows
 
     round_layer(layer, read_and_discard_rows, bits)
     if not keep_weight:

@@ -121,10 +121,16 @@ def _load_prepacked(
         progress: called with one line for each slow operation.
     """
     checkpoint = _read_checkpoint(config, device, hook, progress)
-    if device.type == "cpu" and not _prepack(checkpoint, progress):
-        # The packed weights do not work for this model. Packing has replaced the original
-        # weights, so the original weights are read from the checkpoint again.
-        checkpoint = _read_checkpoint(config, device, hook, progress)
+    if device.type == "cpu":
+        try:
+            _prepack(checkpoint, progress)
+        except _LogitsChangedError:
+            # Prepacking has replaced the original weights, so read the original weights again.
+            progress(
+                "prepack: the weights of linear layers are not rearranged, because the model's "
+                "code reads them directly"
+            )
+            checkpoint = _read_checkpoint(config, device, hook, progress)
     # Compute the size of the model again, because it may have changed: if the layout of the output
     # layer was changed, the output layer and the embedding may no longer share one weight.
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
@@ -170,34 +176,32 @@ def _read_checkpoint(
     )
 
 
-def _prepack(checkpoint: Checkpoint, progress: Progress) -> bool:
-    """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
+class _LogitsChangedError(Exception):
+    """Raised if a model with rearranged weights computes other logits than before."""
 
-    If the output layer shares its weight with the embedding, the embedding reads the rearranged
-    weight, too, so that the weight is in memory only once.
+
+def _prepack(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
 
     Args:
         checkpoint: the model. Mutated.
-        progress: called with a line if prepacking changes the logits.
+        progress: called with one line every few seconds.
 
-    Returns:
-        Whether the model still computes its original logits, also if no weight was rearranged. If
-        False, the model must be loaded again, because prepacking cannot be undone.
+    Raises:
+        _LogitsChangedError: the model must be loaded again, because prepacking cannot be undone.
     """
     original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
-        return True  # No weight is rearranged, because the model cannot be called for the test.
+        return  # No weight is rearranged, because the model cannot be called for the test.
+    # If the output layer shares its weight with the embedding, the output layer gets a rearranged
+    # copy. Afterwards, `_pack_embedding` lets the embedding read the copy, too, so that the weight
+    # is in memory only once.
     num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
     if num_packed == 0:
-        return True  # No weight was rearranged, because the kernels support no layer.
+        return  # No weight was rearranged, because the kernels support no layer.
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
-        progress(
-            "prepack: the weights of linear layers are not rearranged, because the model's code "
-            "reads them directly"
-        )
-        return False
+        raise _LogitsChangedError
     _pack_embedding(checkpoint, can_round=False)
-    return True
 
 
 def _merge(checkpoint: Checkpoint) -> None:
@@ -251,18 +255,22 @@ def _load_quantised(
     weight_dtype = config.weight_dtype
     checkpoint = _read_checkpoint(config, device, hook, progress)
     before = _logits_of_test_tokens(checkpoint)
+    if before is None:
+        raise ConfigError(
+            f"weight_dtype: the value {weight_dtype} requires a model that computes finite logits, "
+            f"but {checkpoint.architecture} does not. Set weight_dtype=auto."
+        )
     num_layers = _round_weights(checkpoint, weight_dtype, progress)
     has_integers = any(type(layer) is GroupedLinear for layer in checkpoint.model.modules())
-    if not num_layers and has_integers:
+    if num_layers == 0 and has_integers:
         raise ConfigError(
             f"weight_dtype: the value {weight_dtype} has no effect, because all linear layers of "
             "the checkpoint already store integers. Set weight_dtype=auto."
         )
     after = _logits_of_test_tokens(checkpoint)
-    # `_logits_of_test_tokens` returns None if the model cannot be called, or if its logits are not
-    # finite. Example: the model's own code reads the weights of its linear layers, but does not
-    # support quantised weights.
-    if not num_layers or after is None or before is None:
+    # `after` is None if the model fails with rounded weights. Example: the model's own code reads
+    # the weights of its linear layers.
+    if num_layers == 0 or after is None:
         raise ConfigError(
             f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
             f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."

@@ -221,9 +221,10 @@ class RowsPath:
     def _restart(self, chunk: Chunk) -> Tensor:
         """Compute a sequence from its first token to the end of `chunk`. Ignore the stored state.
 
-        The stored state cannot be used for one of three reasons: it lacks some earlier tokens; it
-        covers draft tokens that were rejected; or the model can continue a state only by one token,
-        but `chunk` has several tokens of the prompt.
+        The stored state cannot be used for one of three reasons:
+        - The state lacks some earlier tokens.
+        - The state covers draft tokens that were rejected.
+        - The model can continue a state only by one token, but `chunk` has several prompt tokens.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -232,7 +233,10 @@ class RowsPath:
         prompt_len = whole.sequence.num_prompt_tokens
         has_output_tokens = whole.num_tokens > prompt_len
         if self._replays_preempted and has_output_tokens:
+            # Each output token was first computed in a pass of its own. On some models, one pass
+            # over all tokens gives different logits.
             return self._replay(whole, prompt_len)
+        # `whole` contains the first token, so the pass starts from an empty state.
         return self._continue_state(whole)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:

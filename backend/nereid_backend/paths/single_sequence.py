@@ -114,19 +114,19 @@ class SinglePath:
         if chunk.num_logits == 0:
             return None  # A later chunk of the prompt computes these tokens, too.
         sequence = chunk.sequence
-        # The first and the last token whose logits are needed, counted from 1.
-        last = chunk.start + chunk.num_tokens
-        first = last - chunk.num_logits + 1
+        # The logits of the tokens with the indices `first` to `end - 1` are needed.
+        end = chunk.start + chunk.num_tokens
+        first = end - chunk.num_logits
         if self._uses_cache:
-            self._restore_state(state_key, sequence, num_tokens=first - 1)
+            self._restore_state(state_key, sequence, num_tokens=first)
         logits: list[Tensor] = []
-        needs_prompt_logits = first < sequence.num_prompt_tokens
-        if needs_prompt_logits and sequence.images is not None:
+        needs_several_prompt_logits = first < sequence.num_prompt_tokens - 1
+        if needs_several_prompt_logits and sequence.images is not None:
             # If a prompt has images, most models accept only the whole prompt, because a part of
             # the prompt lacks image tokens. Therefore one call computes all logits of the prompt.
-            logits += self._prompt_logits(state_key, sequence)[first - 1 : last]
-        for num_tokens in range(first + len(logits), last + 1):
-            logits.append(self._logits_after(state_key, sequence, num_tokens))
+            logits += self._prompt_logits(state_key, sequence)[first:end]
+        for index in range(first + len(logits), end):
+            logits.append(self._logits_at(state_key, sequence, index))
         return torch.stack(logits)
 
     def _prompt_logits(self, state_key: int, sequence: Sequence) -> Tensor:
@@ -138,34 +138,35 @@ class SinglePath:
         return self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
 
     def _restore_state(self, state_key: int, sequence: Sequence, num_tokens: int) -> None:
-        """Compute and store the state of a sequence after the first `num_tokens` tokens.
+        """Extend the stored state of a sequence, so that it covers the first `num_tokens` tokens.
 
-        Before this call, the stored state covers fewer tokens if a grammar has forced several
-        tokens. If the sequence was preempted, no state is stored. The model is called as before the
-        preemption: once for the prompt, and then once for each output token. On some models, one
-        call for all tokens gives different logits. Example: for a prompt of 5 tokens and
-        num_tokens=7, the calls compute the tokens 0 to 4, the token 5, and the token 6. If the
-        state covers 6 tokens, only the token 6 is computed.
+        One call of the model computes the prompt, and one call computes each output token, because
+        on some models one call for all tokens gives different logits. Example: for a prompt of 5
+        tokens and num_tokens=7, the calls compute the tokens 0 to 4, the token 5, and the token 6.
+        If the state already covers 6 tokens, only the token 6 is computed.
 
-        Do nothing if the stored state covers exactly `num_tokens` tokens, or if `num_tokens` is
-        less than the length of the prompt, because the next call of the model then computes the
-        whole prompt.
+        Output tokens are missing in the state if a grammar has forced several tokens. No state is
+        stored if the sequence was preempted. If `num_tokens` is less than the length of the prompt,
+        nothing is computed, because the next call of the model computes the whole prompt.
 
         Mutates: the stored state of `state_key`.
         """
-        first_len = sequence.num_prompt_tokens
+        prompt_len = sequence.num_prompt_tokens
         state = self._states.get(state_key)
-        if state is not None and first_len <= state.num_tokens <= num_tokens:
-            first_len = state.num_tokens + 1
-        for prefix_len in range(first_len, num_tokens + 1):
-            self._logits_after(state_key, sequence, prefix_len)  # Only the new state is needed.
+        if state is not None and prompt_len <= state.num_tokens <= num_tokens:
+            first_index = state.num_tokens
+        else:
+            # The call for the last token of the prompt computes the whole prompt.
+            first_index = prompt_len - 1
+        for index in range(first_index, num_tokens):
+            self._logits_at(state_key, sequence, index)  # Only the new state is needed.
 
-    def _logits_after(self, state_key: int, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits at the token with the index `num_tokens - 1`, [vocab_size].
+    def _logits_at(self, state_key: int, sequence: Sequence, index: int) -> Tensor:
+        """Return the logits at the token with the index `index`, [vocab_size].
 
         Mutates: the stored state of `state_key`.
         """
-        return self._run_model(state_key, sequence, num_tokens)[-1]
+        return self._run_model(state_key, sequence, num_tokens=index + 1)[-1]
 
     def _run_model(self, state_key: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Call the model for the first `num_tokens` tokens of a sequence, and return its logits.

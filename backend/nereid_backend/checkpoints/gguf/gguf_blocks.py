@@ -97,6 +97,8 @@ def _weight_with_zero_point(
     `bits_in_memory` is 4, 6 or 8, because the CPU kernels support only these sizes. The differences
     `value - zero_point` must fit into signed integers of this size.
     """
+    # Every value fits into int8: values of less than 8 bits are at most 63, and values of 8 bits
+    # already are int8.
     differences = values.view(num_rows, -1).to(torch.int8) - zero_point
     scales = scales.view(num_rows, -1)
     group_size = differences.shape[1] // scales.shape[1]

@@ -114,8 +114,8 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(f"{path} cannot be read ({error}).") from error
     except _UnsupportedTypeError as error:
         raise UnsupportedModelError(
-            f"{path}: {error} is not supported. Use a GGUF file of another type, such as Q4_K_M, "
-            "or the model's safetensors files."
+            f"{path}: {error}. Use a GGUF file of another type, such as Q4_K_M, or the model's "
+            "safetensors files."
         ) from error
     except (ValueError, struct.error) as error:
         raise ModelError(
@@ -126,10 +126,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _UnsupportedTypeError(Exception):
-    """Raised if a tensor has a type that is not supported.
-
-    The message is the subject of the sentence "... is not supported".
-    """
+    """Raised if a tensor has a type that is not supported."""
 
 
 def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
@@ -326,17 +323,20 @@ def _type_of(entry: _TensorEntry) -> GGMLQuantizationType:
 
     Raises:
         _UnsupportedTypeError: if the type is not supported.
-        ValueError: if the number of the type is larger than all numbers of llama.cpp.
+        ValueError: if the number of the type is so large that the file is probably damaged.
     """
+    if entry.kind > _MAX_TYPE:
+        raise ValueError(f"the tensor {entry.name} has the impossible type number {entry.kind}")
     try:
         kind = GGMLQuantizationType(entry.kind)
     except ValueError:
-        if entry.kind > _MAX_TYPE:
-            raise
-        message = f"the type number {entry.kind} of the tensor {entry.name}"
-        raise _UnsupportedTypeError(message) from None
+        raise _UnsupportedTypeError(
+            f"the type number {entry.kind} of the tensor {entry.name} is not supported"
+        ) from None
     if kind.name in _UNSUPPORTED_TYPES:
-        raise _UnsupportedTypeError(f"the type {kind.name} of the tensor {entry.name}")
+        raise _UnsupportedTypeError(
+            f"the type {kind.name} of the tensor {entry.name} is not supported"
+        )
     return kind
 
 

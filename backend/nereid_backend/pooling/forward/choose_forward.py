@@ -139,22 +139,22 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         UnsupportedModelError: no method is exact.
     """
     expected = _compute_expected_vectors(encoder, hook, name, max_len)
-    # The expected vectors were computed with the original linear layers. From now on, the model
-    # runs with packed and merged layers, so the tests below also detect errors in these layers.
+    # The expected vectors were computed with the original linear layers. The methods are tested
+    # with packed and merged layers, so that the tests also detect errors in these layers.
     prepack_linears(encoder.model)
     _merge_layers(encoder, expected)
     # Maps each rejected method to the reason for the rejection.
     rejections: dict[str, str] = {}
-    if not encoder.accepts_nereid_attention:
+    if not encoder.accepts_nereid_attention:  # "packed" is not one of the candidates
         rejections["packed"] = "it does not use transformers' attention interface"
     # The fastest candidate comes first.
     for method, forward, attention in _candidates(encoder, hook, is_causal=expected.is_causal):
         if encoder.model.config._attn_implementation != attention:
             encoder.model.set_attn_implementation(attention)
-        difference, description = _compare_with_single_texts(forward, expected)
-        if difference <= TOLERANCE[encoder.dtype]:
-            return ChosenForward(forward, method, expected.is_causal, difference)
-        rejections[method] = description
+        comparison = _compare_with_single_texts(forward, expected)
+        if comparison.difference <= TOLERANCE[encoder.dtype]:
+            return ChosenForward(forward, method, expected.is_causal, comparison.difference)
+        rejections[method] = comparison.reason
     listed = "; ".join(f"{method}: {reason}" for method, reason in rejections.items())
     raise UnsupportedModelError(
         f"{name} is not supported, because its vectors for texts in a batch differ from its "

@@ -41,9 +41,9 @@ from nereid_backend.serving.wire import RequestEnvelope, StepState, unpack_updat
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
 # Every request to the executor must have the input `envelope`. In a request about adapters, weights
-# or the prefix cache, the envelope is a placeholder of at most `_EMPTY_ENVELOPE_BYTES` bytes. The
+# or the prefix cache, the envelope is a placeholder of at most `_MAX_PLACEHOLDER_BYTES` bytes. The
 # envelopes of the tokenizer have more bytes.
-_EMPTY_ENVELOPE_BYTES = 1
+_MAX_PLACEHOLDER_BYTES = 1
 # Suppose that a message to the postprocessor is due, but the postprocessor has not processed the
 # earlier messages of the same stream. The message must then wait. The loop checks the stream
 # `_CHECKS_PER_INTERVAL` times during the usual time between two messages, but waits at least
@@ -56,7 +56,7 @@ _MIN_WAIT_S = 0.001
 _INSPECTION_INTERVAL_S_PER_STREAM = 0.0004
 _LONGEST_RETRY_S = 60
 # The client id of the requests with which `nereid serve` tests whether the server hangs.
-_TEST_CLIENT_ID = "nereid-serve"
+_HEALTH_CHECK_CLIENT_ID = "nereid-serve"
 
 
 class ExecutorModel(SupervisedModel[Stream]):
@@ -137,11 +137,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Create the stream of a request, and send the request to an engine process.
+        """Send a request for text to an engine process, or queue an operation for all processes.
 
-        A stream is the state of one request in the executor. Requests about adapters, weights and
-        the prefix cache have no stream, because they generate no text. If there are several engine
-        processes (replicas), the request is sent to one of them.
+        An operation is a request about adapters, weights or the prefix cache. Its envelope is only
+        a placeholder.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -149,15 +148,27 @@ class ExecutorModel(SupervisedModel[Stream]):
         packed_envelope = tensors.array(request, tensor_names.ENVELOPE)
         # The ensemble passes the parameters of its clients on. A request to the ensemble must
         # generate text, even if a parameter has the name of an operation, such as "cache".
-        has_prompt = packed_envelope.size > _EMPTY_ENVELOPE_BYTES
-        if not has_prompt and self._engine_calls.put(tensors.parameters(request), sender):
+        is_placeholder = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
+        if is_placeholder and self._engine_calls.put(tensors.parameters(request), sender):
             return
         envelope = RequestEnvelope.unpack(packed_envelope)
-        if envelope.client_id == _TEST_CLIENT_ID and self._engine_calls.is_replacing_weights:
+        is_health_check = envelope.client_id == _HEALTH_CHECK_CLIENT_ID
+        if is_health_check and self._engine_calls.is_replacing_weights:
             # New requests wait until the weights are replaced, which can take minutes. Any response
             # shows that the server does not hang.
             raise CapacityError("the weights of the model are being replaced. Try again.")
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
+        self._open_stream(envelope, token_ids, sender)
+
+    def _open_stream(self, envelope: RequestEnvelope, token_ids: bytes, sender: Any) -> None:  # noqa: ANN401
+        """Create the stream of a request, and send the request to one of the engine processes.
+
+        A stream is the state of one request in the executor. `token_ids` contains the prompt, 4
+        bytes for each token, and `sender` is the server's object that sends the responses.
+
+        Raises:
+            CapacityError: the executor has too many waiting requests or too many sequences.
+        """
         replica = self._select_replica(token_ids, envelope.n)
         try:
             stream = self._admission.open(envelope, len(token_ids) // _TOKEN_BYTES, sender)

@@ -71,10 +71,12 @@ class LostClientDetector:
         """Return whether the server has dropped a step of `stream`. If so, the client is gone.
 
         A step is a message to the postprocessor. The steps of all streams are numbered together,
-        and the server delivers the steps in this order. A step was dropped if the postprocessor has
-        processed a later step of any stream, but no step of this stream for `_OVERTAKING_S` s.
-        Example: the postprocessor has processed step 8, but not step 7. Steps also count as dropped
-        if the postprocessor has processed no step of this stream for `patience_s` seconds.
+        and the server delivers the steps in this order. An unprocessed step of `stream` counts as
+        dropped in two cases:
+        - The postprocessor has processed no step of `stream` for more than `patience_s` seconds.
+        - The postprocessor has processed a later step of any stream, and has processed no step of
+          `stream` for at least `_OVERTAKING_S` seconds. Example: step 7 belongs to `stream`, and
+          the postprocessor has processed step 8, but not step 7.
 
         Mutates: removes processed steps from `stream.unconsumed_steps`.
         """

@@ -25,19 +25,27 @@ class EmbeddingModel(PoolingStub):
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
         """Convert `request` to a job.
 
-        The docstring of PoolingStub.read_job describes the arguments and the errors.
+        Args:
+            request: the server's request.
+            given: the names of the input tensors that the request contains.
+            options: the options of the request.
+
+        Raises:
+            RequestError: an input is missing or wrong.
         """
         if len(given) != 1:
+            given_names = " and ".join(given) or "none of them"
             raise RequestError(
                 f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "
-                f"{names.INPUT_IDS} and {names.PARTS}, but it has {' and '.join(given) or 'none'}."
+                f"{names.INPUT_IDS} and {names.PARTS}, but it has {given_names}."
             )
-        if given != [names.INPUT_IDS] and tensors.has_tensor(request, names.INPUT_LENGTHS):
+        (tensor_name,) = given
+        if tensor_name != names.INPUT_IDS and tensors.has_tensor(request, names.INPUT_LENGTHS):
             raise RequestError(
                 f"{names.INPUT_LENGTHS}: the lengths belong to {names.INPUT_IDS}, but the request "
-                f"has {given[0]}. Leave the lengths out."
+                f"has {tensor_name}. Leave the lengths out."
             )
-        return Job(given[0], self._read_inputs(request, given[0], options), options)
+        return Job(tensor_name, self._read_inputs(request, tensor_name, options), options)
 
     def _read_inputs(
         self,

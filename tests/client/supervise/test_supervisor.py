@@ -154,9 +154,10 @@ def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_e
     assert whole.status == 503
     wait_for(lambda: answers_again(victim), timeout_s=120)
     wait_for(lambda: any("answers again" in line for line in victim.lines[num_before:]))
-    told = "\n".join(victim.lines[num_before:])
-    assert f"it is started again now (restart {restart} of 5)" in told
-    assert ("tritonserver: the process of " in told) == (word == "backend_stub"), told
+    # On a busy machine, the new server can lose a stub, and is then started once more.
+    number = f"it is started again now (restart {restart} of 5)"
+    reason = next(line for line in victim.lines[num_before:] if number in line)
+    assert ("tritonserver: the process of " in reason) == (word == "backend_stub"), reason
     assert len([p for p in victim.left() if "stub" in p.name()]) == 0
 
 

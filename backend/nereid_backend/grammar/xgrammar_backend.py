@@ -141,9 +141,9 @@ class XGrammarMatcher:
 def _has_short_forced_texts(source: str) -> bool:
     """Return whether all texts that a structural tag forces are certainly short.
 
-    A forced text is the only text that can follow the answer so far. xgrammar computes a forced
-    text completely, without a limit. Example: the regular expression `((a{900}){900}){900}` forces
-    a text of 729 MB.
+    A grammar forces a text if no other text may follow the answer so far. xgrammar computes the
+    whole forced text, whatever its length. Example: the regular expression `((a{900}){900}){900}`
+    forces a text of 729 MB.
     """
     nodes = [json.loads(source)]  # the values of the structural tag that are not examined yet
     while nodes:

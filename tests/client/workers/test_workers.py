@@ -312,7 +312,7 @@ def test_a_worker_is_started_later_if_there_are_too_many_processes(monkeypatch, 
 
 def test_only_the_folders_of_pools_that_have_ended_are_deleted(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_pool, "_parent_folder", lambda: tmp_path)
-    # A process of another container has an id that may not exist in this container.
+    # No process of this container may have the process id that another container has stored.
     names = ("nereid-frontend-999999999-running", f"nereid-frontend-{os.getpid()}-ended")
     running, ended = (tmp_path / name for name in names)
     for folder in (running, ended):

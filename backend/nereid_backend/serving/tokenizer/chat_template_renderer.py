@@ -64,7 +64,8 @@ _CHATS_BY_ROLE: dict[str, list[dict[str, Any]]] = {
 # OpenAI's API send instructions with the role developer, and older clients send the result of a
 # tool with the role function.
 _REPLACED_ROLES = {"developer": "system", "function": "tool"}
-# Maps each of these roles to a chat that tests whether a template renders the role.
+# Maps each role that `_REPLACED_ROLES` can replace to a test chat. Rendering the test chat shows
+# whether a template renders the role.
 _TEST_CHATS: dict[str, list[dict[str, Any]]] = {
     "developer": [{"role": "developer", "content": _TEST_TEXT}, _USER],
     "function": [

@@ -307,8 +307,11 @@ def remote_modules(monkeypatch, tmp_path):
     """Where transformers puts a checkpoint's code: away from the user's own cache."""
     from transformers import dynamic_module_utils
 
+    # An earlier test may have put the user's own cache on the path. Python would look for the
+    # package transformers_modules only there.
+    user_cache = dynamic_module_utils.HF_MODULES_CACHE
+    monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder != user_cache])
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("sys.path", [*sys.path])
     # An earlier test may have imported code of another checkpoint from another folder.
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)

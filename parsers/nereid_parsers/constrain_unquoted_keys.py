@@ -85,6 +85,9 @@ def _unquoted_key_value(
         schema: The JSON schema of the value.
     """
     quote = declaration.quote
+    types = json_types_of(schema, root=schema)
+    if quote == '"' and types is not None and types.isdisjoint({"array", "object"}):
+        return json_schema(schema)  # Strings are written as in JSON, so the whole value is JSON.
     choices = choices_of(schema)  # The allowed values, or None.
     if choices is not None and not any(isinstance(choice, list | dict) for choice in choices):
         return one_of(
@@ -93,7 +96,6 @@ def _unquoted_key_value(
                 for choice in choices
             )
         )
-    types = json_types_of(schema, root=schema)
     if types is None or "string" in types:
         # For a union such as "string or integer", the node matches only strings. The output is
         # valid, because the union accepts every string.

@@ -165,7 +165,8 @@ class BareKeyArguments:
     """Arguments that are written as an object with unquoted keys, such as `{days:3}`.
 
     Example: `{city:<escape>Paris<escape>,days:3}`. The attribute `quote`, here `<escape>`, is the
-    text before and after each string. A string contains no escape sequences.
+    text before and after each string. A string contains no escape sequences, unless `quote` is a
+    double quote, as in `{city:"Paris"}`. Strings are then written as in JSON.
     """
 
     quote: str

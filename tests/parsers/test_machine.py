@@ -260,6 +260,18 @@ def test_arguments_with_bare_keys_may_contain_json_strings(size):
         assert message.content == "ok"
 
 
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_strings_in_double_quotes_beside_bare_keys_are_json_strings(size):
+    body = BareKeyArguments('"')
+    fmt = fmt_of(Call(body, open="<c>", head='{{name: "{name}", arguments: ', close="}</c>"))
+    text = '<c>{name: "f", arguments: {a: "x \\"y\\", \\n}", b: [1, "z"]}}</c>ok'
+    message = parsed(fmt, text, size)
+    assert calls(message) == [("f", {"a": 'x "y", \n}', "b": [1, "z"]})]
+    assert message.content == "ok"
+    tag = fmt.structural_tag([tool("f", a={"type": "string"})], "required")
+    assert '"json_schema": {"type": "string"}' in json.dumps(tag)
+
+
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_a_string_inside_an_argument_keeps_its_type(size):
     text = '<|tool_call>call:f{o:{k:<|"|>null<|"|>}}<tool_call|>'

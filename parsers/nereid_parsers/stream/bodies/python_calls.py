@@ -271,11 +271,9 @@ class UnquotedKeyReader(BodyReader):
         super().__init__(writer)
         self._head = head
         # Some models enclose strings in double quotes, as in JSON, instead of using the declared
-        # quote.
-        json_quotes = () if quote == '"' else ('"',)
-        dialect = Dialect(
-            (quote, *json_quotes), quotes_with_escapes=json_quotes, allows_unquoted_strings=True
-        )
+        # quote. Strings in double quotes contain escape sequences.
+        quotes = tuple(dict.fromkeys((quote, '"')))
+        dialect = Dialect(quotes, quotes_with_escapes=('"',), allows_unquoted_strings=True)
         self._literal = LiteralReader(dialect, self._types_of)
 
     def _types_of(self, key: str) -> frozenset[str] | None:

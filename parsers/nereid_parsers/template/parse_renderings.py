@@ -17,7 +17,9 @@ from nereid_parsers.format import Format, Reasoning
 from nereid_parsers.stream.parser import parse
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
+    FIRST_KEY,
     ONE_CALL,
+    REASONING_TEXT,
     RESULT_TEXT,
     TOOLS,
     TWO_ARGUMENTS,
@@ -36,6 +38,10 @@ from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 # The names of the `Proof`s for messages with one tool call. If such a proof shows that the parser
 # returns a wrong tool call, the analysis removes the tool calls from the format.
 ONE_CALL_PROOFS = ("one call", "a call with two arguments")
+# The analysis has inferred the markers from another reasoning text. Some templates write the length
+# of the reasoning into a marker, so this text has another length.
+_OTHER_REASONING = f"{REASONING_TEXT}\n\nThen Numbat decides."
+_CALL_WITH_SPECIAL_CHARACTERS = ProbeCall(arguments=((FIRST_KEY, 'a "b" \\n <c> & {d: [1, 2]}\n'),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,21 @@ def parse_renderings(
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
         rendered = renderer.render(conversation)
-        if rendered is not None:
+        if rendered is not None and _contains_all_parts(rendered.text, conversation):
             proofs.append(_parse_answer(fmt, name, conversation, rendered))
     return proofs
+
+
+def _contains_all_parts(text: str, conversation: Conversation) -> bool:
+    """Return whether a rendered answer contains the reasoning, the content and all tool calls.
+
+    Some templates leave out parts of a message. Example: a template renders reasoning only before
+    tool calls.
+    """
+    answer = conversation.answer or AssistantMessage()
+    names = [call.name for call in answer.calls]
+    has_text = answer.reasoning in text and answer.content in text
+    return has_text and all(text.count(name) >= names.count(name) for name in names)
 
 
 class _RenderedAnswer(NamedTuple):
@@ -222,20 +240,47 @@ def _conversations(
             several tool calls, or content before a tool call.
     """
     content = AssistantMessage(CONTENT_TEXT)
-    has_calls = tools.form != NO_CALLS
     yield "content", Conversation(content)
-    if reasoning.conversation is not None:
-        yield "reasoning", reasoning.conversation
-    if has_calls:
-        name_of_one_call, name_of_two_arguments = ONE_CALL_PROOFS
-        yield name_of_one_call, conversation_with_calls(*ONE_CALL)
-        yield name_of_two_arguments, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
+    has_calls = tools.form != NO_CALLS
+    yield from _conversations_with_reasoning(reasoning, has_calls=has_calls)
+    if not has_calls:
+        return
+    name_of_one_call, name_of_two_arguments = ONE_CALL_PROOFS
+    yield name_of_one_call, conversation_with_calls(*ONE_CALL)
+    yield name_of_two_arguments, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
+    yield "a call without arguments", conversation_with_calls(ProbeCall(arguments=()))
+    yield "special characters in a call", conversation_with_calls(_CALL_WITH_SPECIAL_CHARACTERS)
     if tools.is_parallel:
         yield "two calls", conversation_with_calls(*TWO_CALLS)
-    if tools.with_content:
-        yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
+        yield "three calls", conversation_with_calls(*TWO_CALLS, *ONE_CALL)
+    yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
+    yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
+
+
+def _conversations_with_reasoning(
+    reasoning: ReasoningFindings, *, has_calls: bool
+) -> Iterator[tuple[str, Conversation]]:
+    """Yield conversations whose answers have reasoning, each with a name.
+
+    A template may render reasoning at another place than the analysis expects, for example after
+    the content. Therefore, the conversations are also yielded if the analysis has found no
+    reasoning.
+
+    Args:
+        reasoning: The findings about reasoning. They contain a conversation with reasoning, if the
+            template renders reasoning.
+        has_calls: Whether the format of tool calls is known.
+    """
+    found = reasoning.conversation or Conversation()
+    if found.answer is not None:
+        yield "reasoning", found
+    answer = AssistantMessage(CONTENT_TEXT, reasoning=_OTHER_REASONING)
+    yield "reasoning and content", replace(found, answer=answer, tools=False)
     if has_calls:
-        yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
+        answer = replace(answer, calls=ONE_CALL)
+        yield "reasoning, content and a call", replace(found, answer=answer, tools=True)
+        answer = replace(answer, content="")
+        yield "reasoning and a call", replace(found, answer=answer, tools=True)
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:

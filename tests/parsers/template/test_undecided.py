@@ -52,6 +52,33 @@ def template(before_content="", call="", argument=""):
             template(before_content="{% if m.reasoning %}<think>{{ m.reasoning }} {% endif %}"),
             "R1: The markers of reasoning cannot be recognised.",
         ),
+        (
+            template(call="{% if m.reasoning %}<why>{{ m.reasoning }}</why>{% endif %}").replace(
+                "m.tool_calls or []", "[1]"
+            ),
+            "The message with reasoning and content is parsed wrongly: reasoning, content differ.",
+        ),
+        (
+            template(
+                before_content="{% if m.reasoning %}<think words={{ m.reasoning | wordcount }}>"
+                "{{ m.reasoning }}</think>{% endif %}"
+            ),
+            "The message with reasoning and content is parsed wrongly: reasoning, content differ.",
+        ),
+        (
+            template(
+                call="<call_{{ loop.index }}>{{ c.function.name }}|{{ ARGS }}"
+                "</call_{{ loop.index }}>"
+            ),
+            "The message with three calls is parsed wrongly: content differ.",
+        ),
+        (
+            template(
+                call="<call>{{ c.function.name }} ARGUMENTS</call>",
+                argument="<{{ k }}>{{ v | urlencode }}</{{ k }}>",
+            ),
+            "The message with special characters in a call is parsed wrongly: tool arguments",
+        ),
     ],
     ids=[
         "JSON of each argument",
@@ -60,6 +87,10 @@ def template(before_content="", call="", argument=""):
         "keys without markers",
         "a closing text with the name",
         "reasoning without an end",
+        "reasoning after the content",
+        "a marker with the length of the reasoning",
+        "closing tags with the number of the call",
+        "values in an unknown encoding",
     ],
 )
 def test_what_cannot_be_inferred_is_reported(source, words):

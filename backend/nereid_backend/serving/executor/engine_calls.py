@@ -9,6 +9,7 @@ from nereid_backend.serving import tensors
 from nereid_backend.serving.executor import adapter_calls
 from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_or_weights_call
 from nereid_backend.serving.executor.cache_calls import CacheCalls, is_cache_call
+from nereid_backend.serving.executor.replica_calls import ReplicaCalls
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
 
@@ -77,21 +78,17 @@ class EngineCalls:
         A request that lists the adapters (its message is None) is answered at once, because the
         executor knows the names.
         """
-        for message, sender in self._adapter_calls.take_new():
-            if message is None:
-                self._respond(sender, self._adapter_calls.listing())
-            else:
-                self._send(self._adapter_calls, message, sender)
-        for message, sender in self._cache_calls.take_new():
-            self._send(self._cache_calls, message, sender)
+        for calls in (self._adapter_calls, self._cache_calls):
+            for message, sender in calls.take_new():
+                if message is None:
+                    self._respond(sender, self._adapter_calls.listing())
+                else:
+                    self._send(calls, message, sender)
 
-    def _send(self, calls: AdapterCalls | CacheCalls, message: list[Any], sender: Any) -> None:  # noqa: ANN401
+    def _send(self, calls: ReplicaCalls, message: list[Any], sender: Any) -> None:  # noqa: ANN401
         """Send a message to all running engine processes. If no process runs, refuse the request.
 
-        Args:
-            calls: stores the request until all processes have answered.
-            message: the message without its id.
-            sender: the response sender of the request.
+        `calls` stores the request until all processes have answered.
         """
         running = [process for process in self._processes if process.is_running]
         if not running:
@@ -101,24 +98,15 @@ class EngineCalls:
         for process in running:
             process.child.send(message_with_id)
 
-    def note_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
-        """Record that an engine process has changed its adapters or weights.
+    def note_answer(self, process: SupervisedProcess, kind: str, call_id: str, answer: Any) -> None:  # noqa: ANN401
+        """Record the message [kind, call_id, answer] of an engine process.
 
-        If all engine processes have answered, answer the client's request. The call id "" means
-        that the process has just started.
+        The kind is "adapters" or "cache"; see engine_process.py. If all engine processes have
+        answered, answer the client's request.
         """
-        if answer := self._adapter_calls.record_answer(call_id, process.index, names):
-            self._respond(*answer)
-
-    def note_cache_answer(
-        self, process: SupervisedProcess, call_id: str, values: dict[str, Any]
-    ) -> None:
-        """Record the answer of an engine process to a request about the prefix cache.
-
-        If all engine processes have answered, answer the client's request.
-        """
-        if answer := self._cache_calls.record_answer(call_id, process.index, values):
-            self._respond(*answer)
+        calls = self._adapter_calls if kind == "adapters" else self._cache_calls
+        if response := calls.record_answer(call_id, process.index, answer):
+            self._respond(*response)
 
     def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
         """Record that an engine process has refused a request.

@@ -8,11 +8,13 @@ generated per second, and the time between two tokens is a metric. This metric i
 counters (see published_metrics.py).
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
+from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.published_metrics import (
     DURATION_BUCKETS_S,
     SIZE_BUCKETS,
@@ -21,8 +23,9 @@ from nereid_backend.serving.published_metrics import (
 
 _ENSEMBLE = "llm"
 _EXECUTOR = "executor"
-# Counters and histograms are published in every tenth call of `publish`.
-_CALLS_PER_COUNTER_UPDATE = 10
+_PUBLISH_INTERVAL_S = 0.1
+# Counters and histograms are published in every tenth publication.
+_PUBLICATIONS_PER_COUNTER_UPDATE = 10
 
 _ENGINE_GAUGES = {
     "num_requests_running": "Sequences that occupy blocks of the KV cache",
@@ -79,11 +82,13 @@ class _EngineGauges:
 
     Attributes:
         gauges: the server's gauges, by name.
+        stats: the most recent statistics of the process; see EngineStats.
         published: the last published value of each gauge, so that only changes are published.
-        last_stats: the values of the engine's counters in the previous call of `publish`.
+        last_stats: the values of the engine's counters in the previous publication.
     """
 
     gauges: dict[str, Any]
+    stats: Mapping[str, int] = field(default_factory=dict)
     published: dict[str, float] = field(default_factory=dict)
     last_stats: Mapping[str, int] = field(default_factory=dict)
 
@@ -95,30 +100,33 @@ class EngineMetrics:
         executor: the name of the executor model. The executor "chat-executor" belongs to the
             ensemble "chat", and the executor "executor" belongs to the ensemble "llm". The label
             `model_name` of all metrics is the name of the ensemble.
-        num_engines: the number of engine processes. If there are several engine processes, the
-            gauges of each process have the label `engine`. The value of the label is the number of
-            the process.
+        processes: the engine processes. If there are several engine processes, the gauges of each
+            process have the label `engine`. The value of the label is the number of the process.
     """
 
-    def __init__(self, executor: str = _EXECUTOR, num_engines: int = 1) -> None:
+    def __init__(
+        self, executor: str = _EXECUTOR, processes: Sequence[SupervisedProcess] = ()
+    ) -> None:
         """Create the metrics in Triton server. The initial value of each metric is 0.
-
-        All metrics have the label `model_name`. Its value is the name of the model that clients
-        request: the ensemble, which connects the tokenizer, the executor and the postprocessor.
 
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
-        labels = {"model_name": _ensemble_of(executor)}
+        ensemble = _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
+        labels = {"model_name": ensemble}
         self._labels = labels
+        self._processes = processes
+        # The time of the next publication, by time.monotonic(). The first publication is due
+        # immediately.
+        self._publish_due = 0.0
         # The metrics exist as long as this object exists.
         self._families = MetricFamilies()
-        self._num_publish_calls = 0
+        self._num_publications = 0
 
         self._num_requests = self._families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(labels)
         self._published_num_requests: int | None = None  # None before the first call
-        self._gauges_of_engines = _create_gauges_of_engines(self._families, labels, num_engines)
+        self._gauges_of_engines = _create_gauges_of_engines(self._families, labels, len(processes))
 
         # Counters and histograms, by name. To save time, these metrics are published only in some
         # of the calls of `publish`.
@@ -136,33 +144,52 @@ class EngineMetrics:
             "request_success_total", "Ended sequences by finish reason"
         )
 
-    def publish(
-        self,
-        stats_of_engines: Sequence[Mapping[str, int]],
-        num_requests: int,
-        statistics: RequestStatistics,
-    ) -> None:
-        """Publish the metrics that have changed.
+    def note_stats(self, process: SupervisedProcess, stats: Mapping[str, int]) -> None:
+        """Store the statistics that an engine process has sent."""
+        self._gauges_of_engines[process.index].stats = stats
 
-        Gauges are published in each call. To save time, counters and histograms are published only
-        in every tenth call, and whenever the executor has no requests.
+    def note_death(self, process: SupervisedProcess) -> None:
+        """Set the statistics of a dead process to 0. The next call of `publish` reports the death.
+
+        The counters of the process that replaces the dead process start at 0.
+        """
+        engine = self._gauges_of_engines[process.index]
+        engine.stats = dict.fromkeys(engine.stats, 0)
+        self._publish_due = 0.0
+
+    def note_restart(self) -> None:
+        """Make the next call of `publish` report the new number of restarts immediately."""
+        self._publish_due = 0.0
+
+    def publish(self, num_requests: int, statistics: RequestStatistics) -> None:
+        """Publish the metrics that have changed, at most ten times a second.
+
+        Gauges are published each time. To save time, counters and histograms are published only
+        every tenth time, and whenever the executor has no requests.
 
         Args:
-            stats_of_engines: the values of the gauges and counters that each engine process has
-                reported.
             num_requests: the number of requests in the executor.
             statistics: the counters of requests, and the values for the histograms of requests.
                 Mutated: the counters of all engine processes are added, because the server shows
                 one sum. Published values of histograms are removed.
         """
+        now = time.monotonic()
+        if now < self._publish_due:
+            return
+        self._publish_due = now + _PUBLISH_INTERVAL_S
         if num_requests != self._published_num_requests:
             self._num_requests.set(float(num_requests))
             self._published_num_requests = num_requests
-        for engine, stats in zip(self._gauges_of_engines, stats_of_engines, strict=True):
-            _publish_gauges(engine, stats)
-            _add_counter_increases(engine, stats, statistics)
-        self._num_publish_calls += 1
-        if self._num_publish_calls % _CALLS_PER_COUNTER_UPDATE == 0 or not num_requests:
+        for process in self._processes:
+            engine = self._gauges_of_engines[process.index]
+            restarts = {
+                "num_engine_restarts": process.num_restarts,
+                "engine_up": int(process.is_running),
+            }
+            _publish_gauges(engine, {**engine.stats, **restarts})
+            _add_counter_increases(engine, statistics)
+        self._num_publications += 1
+        if self._num_publications % _PUBLICATIONS_PER_COUNTER_UPDATE == 0 or not num_requests:
             self._publish_counters(statistics)
 
     def _publish_counters(self, statistics: RequestStatistics) -> None:
@@ -177,14 +204,6 @@ class EngineMetrics:
                 self._histograms[name].observe(value)
             values.clear()
         self._token_gaps.publish(statistics.token_gaps)
-
-
-def _ensemble_of(executor: str) -> str:
-    """Return the name of the ensemble to which an executor belongs.
-
-    Examples: "chat-executor" returns "chat", and "executor" returns "llm".
-    """
-    return _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
 
 
 def _create_gauges_of_engines(
@@ -226,22 +245,19 @@ def _publish_gauges(engine: _EngineGauges, stats: Mapping[str, int]) -> None:
             engine.published[name] = value
 
 
-def _add_counter_increases(
-    engine: _EngineGauges, stats: Mapping[str, int], statistics: RequestStatistics
-) -> None:
-    """Add the increases of an engine's counters to the counters in `statistics`.
+def _add_counter_increases(engine: _EngineGauges, statistics: RequestStatistics) -> None:
+    """Add the increases of an engine's counters since the last call to `statistics`.
 
-    The increase is counted from the last call of this function. Example: an engine reports 100
-    tokens, and 130 tokens in the next call. The second call adds 30.
+    Example: an engine reports 100 tokens, and 130 tokens in the next call. The second call adds 30.
 
     Mutates: `statistics.counts` and `engine.last_stats`.
     """
     for engine_name, metric_name in _ENGINE_COUNTERS.items():
         previous_count = engine.last_stats.get(engine_name, 0)
-        count = stats.get(engine_name, 0)
+        count = engine.stats.get(engine_name, 0)
         if count < previous_count:
             # A count that is smaller than the previous count means that the engine process was
             # restarted. The counters of the new process started at 0.
             previous_count = 0
         statistics.counts[metric_name] += count - previous_count
-    engine.last_stats = dict(stats)
+    engine.last_stats = engine.stats

@@ -20,8 +20,8 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.executor.engine_calls import EngineCalls
+from nereid_backend.serving.executor.engine_metrics import EngineMetrics
 from nereid_backend.serving.executor.lost_clients import LostClientDetector
-from nereid_backend.serving.executor.metrics_publisher import MetricsPublisher
 from nereid_backend.serving.executor.replica_selector import ReplicaSelector
 from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
@@ -127,7 +127,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
-        self._publisher = MetricsPublisher(model_name, self.processes, self._statistics)
+        self._metrics = EngineMetrics(model_name, self.processes)
         self._tracing = Tracing(self.title)  # exports a trace (OpenTelemetry) of each request
 
     def finalize(self) -> None:
@@ -207,13 +207,11 @@ class ExecutorModel(SupervisedModel[Stream]):
             case "compiled", compilation_times:
                 self._note_compiled(compilation_times)
             case "stats", stats:
-                self._publisher.note_stats(process, stats)
+                self._metrics.note_stats(process, stats)
             case "refused", request_id, error_class, text:
                 self._handle_refusal(process, request_id, error_class, text)
-            case "adapters", call_id, names:
-                self._engine_calls.note_adapters(process, call_id, names)
-            case "cache", call_id, answer:
-                self._engine_calls.note_cache_answer(process, call_id, answer)
+            case (("adapters" | "cache"), call_id, answer):
+                self._engine_calls.note_answer(process, kind, call_id, answer)
 
     def do_periodic_work(self) -> float:
         """Send the messages that are due now, and return the seconds until the next call.
@@ -321,7 +319,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
         """Delete the prompts and statistics of a dead process, and stop waiting for its answers."""
         self._selector.forget(process.index)
-        self._publisher.note_death(process)
+        self._metrics.note_death(process)
         self._engine_calls.on_death(process, error)
 
     def on_restart(self, process: SupervisedProcess) -> None:
@@ -330,11 +328,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         The next call of `publish_metrics` publishes the new number of restarts.
         """
         self._engine_calls.on_restart(process)
-        self._publisher.note_restart()
+        self._metrics.note_restart()
 
     def publish_metrics(self) -> None:
         """Publish the metrics, at most ten times a second."""
-        self._publisher.publish(len(self.requests))
+        self._metrics.publish(len(self.requests), self._statistics)
 
     def _handle_refusal(
         self, process: SupervisedProcess, request_id: str, error_class: str, text: str

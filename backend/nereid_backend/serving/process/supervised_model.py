@@ -380,7 +380,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         Add the requests to `requests`, and send the responses. If a request was sent to a child
         process that has died since then, end the request.
         """
-        for arrival in _drain(self._arrivals):
+        for arrival in drain(self._arrivals):
             self._add_arrival(arrival)
             process = arrival.process
             # If the child process that got the request has been replaced, `process.child` is a
@@ -390,7 +390,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 # `process.error` is the reason of the last death. A restart does not remove it.
                 assert process.error is not None, "a process that has died has no error"
                 self.end(arrival.request, process.error)
-        for sender, result in _drain(self._results):
+        for sender, result in drain(self._results):
             self.respond(sender, result)
 
     def _add_arrival(self, arrival: _Arrival[RequestT]) -> None:
@@ -457,7 +457,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             )
 
 
-def _drain(items: "queue.SimpleQueue[ItemT]") -> Iterator[ItemT]:
+def drain(items: "queue.SimpleQueue[ItemT]") -> Iterator[ItemT]:
     """Remove and yield items until the queue is empty. Do not wait for further items."""
     with contextlib.suppress(queue.Empty):
         while True:

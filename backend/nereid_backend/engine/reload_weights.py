@@ -17,7 +17,7 @@ from nereid_backend.checkpoints.same_tokenizer import (
 from nereid_backend.config import EngineConfig
 from nereid_backend.engine.engine_parts import EngineParts, Report
 from nereid_backend.errors import EngineError, ModelError, NereidError, RequestError
-from nereid_backend.model.limits import available_memory
+from nereid_backend.main_memory import available_memory
 
 
 class ReloadableModel:

@@ -26,9 +26,9 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
+from nereid_backend.main_memory import available_memory, format_bytes
 from nereid_backend.model.accelerate_path import path_for_check, use_compiled_forward
 from nereid_backend.model.choose_path import ChosenPath
-from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.self_check import check_in_steps
 from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
 from nereid_backend.paths.compiled_forward.library_files import (

@@ -12,7 +12,7 @@ from nereid_backend.checkpoints.weight_counts import WeightCounts, count_weights
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.linear.prepack import has_fast_bfloat16
-from nereid_backend.model.limits import available_memory, format_bytes
+from nereid_backend.main_memory import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from nereid_backend import main_memory
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.model import limits
@@ -68,6 +69,6 @@ def test_cached_pages_of_files_are_free_memory_of_a_container(folder, files, tmp
     (group / limit).write_text("500000\n")
     (group / used).write_text("400000\n")
     (group / "memory.stat").write_text(f"anon 100000\n{freeable} 250000\n")
-    assert limits.available_memory(tmp_path) == 350_000
+    assert main_memory.available_memory(tmp_path) == 350_000
     (group / limit).write_text("max\n")
-    assert limits.available_memory(tmp_path) > 500_000
+    assert main_memory.available_memory(tmp_path) > 500_000

@@ -9,11 +9,12 @@ from nereid_backend.errors import CapacityError, DeadlineError, NereidError
 
 @dataclass(slots=True)
 class RequestTiming:
-    """The times, the time limits and the prompt length of one request in the executor.
+    """The times, the time limits and the prompt size of one request in the executor.
 
     Attributes:
         arrived: the time at which the request arrived.
         num_prompt_tokens: the number of the request's prompt tokens.
+        num_image_bytes: the size of the request's prepared images, videos and audio.
         queue_timeout_s: the time limit for waiting in the queue; infinity means no limit.
         timeout_s: the time limit of the whole request; infinity means no limit.
         started: the time at which the engine started the request; None while the request waits.
@@ -27,6 +28,7 @@ class RequestTiming:
 
     arrived: float = 0.0
     num_prompt_tokens: int = 0
+    num_image_bytes: int = 0
     queue_timeout_s: float = math.inf
     timeout_s: float = math.inf
     started: float | None = None

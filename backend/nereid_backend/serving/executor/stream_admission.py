@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from nereid_backend.errors import CapacityError
+from nereid_backend.main_memory import available_memory
 from nereid_backend.serving.executor.request_timing import RequestTiming, effective_limit_s
 from nereid_backend.serving.executor.shared_limit import SharedLimit
 from nereid_backend.serving.executor.streams import Sequence, Stream
@@ -14,6 +15,9 @@ from nereid_backend.serving.executor.waiting_limits import WaitingLimits
 from nereid_backend.serving.feedback import FeedbackReader
 from nereid_backend.serving.serving_settings import ServingSettings
 from nereid_backend.serving.wire import Opening, RequestEnvelope
+
+# The prepared images of all waiting requests may together use this share of the free memory.
+_IMAGE_SHARE = 0.25
 
 
 class StreamAdmission:
@@ -39,7 +43,12 @@ class StreamAdmission:
         # postprocessor uses it to identify the stream of the request.
         self._serials = itertools.count(1)
         # Counts the requests that wait for the engine. WaitingLimits is thread-safe.
-        self._waiting_limits = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
+        self._waiting_limits = WaitingLimits(
+            max_num_waiting,
+            settings.max_waiting_tokens,
+            # The engine stores the prepared images of waiting requests in main memory.
+            int(available_memory() * _IMAGE_SHARE),
+        )
         # Counts the sequences of all running and waiting requests. A client that already has
         # sequences cannot use up the whole limit, so other clients can start sequences, too.
         # SharedLimit is not thread-safe, so it needs a lock.
@@ -89,6 +98,7 @@ class StreamAdmission:
         return RequestTiming(
             arrived=time.monotonic(),
             num_prompt_tokens=num_tokens,
+            num_image_bytes=len(envelope.images),
             queue_timeout_s=effective_limit_s(
                 envelope.queue_timeout_s, settings.default_queue_timeout_s
             ),

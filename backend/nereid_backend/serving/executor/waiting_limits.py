@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on the waiting requests. A request that exceeds a limit is refused immediately.
 
-The waiting queue consists of all requests that the engine has not started. Three limits apply: the
-number of waiting requests, the number of their prompt tokens, and the time that the next request
-would wait. The waiting time is estimated from the rate at which requests leave the queue. If the
-waiting time exceeds the time limit of a request, the request is refused immediately, because its
-time limit would expire in the queue.
+The waiting queue consists of all requests that the engine has not started. Four limits apply: the
+number of waiting requests, the number of their prompt tokens, the size of their prepared images,
+and the time that the next request would wait. The waiting time is estimated from the rate at which
+requests leave the queue. If the waiting time exceeds the time limit of a request, the request is
+refused immediately, because its time limit would expire in the queue.
 
 No client can use up a limit alone (see shared_limit.py). No client waits for all requests of
 another client, because the clients take turns in the engine's queue (core/queues/fair_queue.py).
@@ -13,11 +13,13 @@ another client, because the clients take turns in the engine's queue (core/queue
 
 import math
 import re
+import sys
 import threading
 import time
 from collections import deque
 
 from nereid_backend.errors import CapacityError
+from nereid_backend.main_memory import format_bytes
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.executor.shared_limit import SharedLimit
 
@@ -40,7 +42,7 @@ _TRY_LATER = re.compile(r"Try again later\.$")
 
 
 class WaitingLimits:
-    """Counts the waiting requests and their prompt tokens, and enforces the limits.
+    """Counts the waiting requests, their prompt tokens and image bytes, and enforces the limits.
 
     The class is thread-safe.
 
@@ -48,11 +50,16 @@ class WaitingLimits:
         max_requests: the largest number of waiting requests.
         max_tokens: the largest number of prompt tokens of all waiting requests together; 0 means no
             limit. If no other request is waiting, a request may exceed the limit.
+        max_image_bytes: the largest size of the prepared images of all waiting requests together.
+            If no other request with images is waiting, a request may exceed the limit.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self, max_requests: int, max_tokens: int, max_image_bytes: int = sys.maxsize
+    ) -> None:
         self._request_limit = SharedLimit(max_requests)
         self._token_limit = SharedLimit(max_tokens)
+        self._image_limit = SharedLimit(max_image_bytes)
         self._lock = threading.Lock()
         self._start_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
 
@@ -76,6 +83,7 @@ class WaitingLimits:
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
             self._request_limit.add(timing.client_id, 1)
             self._token_limit.add(timing.client_id, timing.num_prompt_tokens)
+            self._image_limit.add(timing.client_id, timing.num_image_bytes)
 
     def leave(self, timing: RequestTiming, started: float | None) -> None:
         """Remove a request from the waiting requests.
@@ -88,6 +96,7 @@ class WaitingLimits:
         with self._lock:
             self._request_limit.remove(timing.client_id, 1)
             self._token_limit.remove(timing.client_id, timing.num_prompt_tokens)
+            self._image_limit.remove(timing.client_id, timing.num_image_bytes)
             if started is not None:
                 self._start_times.append(started)
             if not self._request_limit.used:
@@ -114,6 +123,7 @@ class WaitingLimits:
         return (
             self._too_many_requests(timing.client_id)
             or self._too_many_tokens(timing.client_id, timing.num_prompt_tokens)
+            or self._too_large_images(timing.client_id, timing.num_image_bytes)
             or self._too_long_wait(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
         )
 
@@ -139,6 +149,21 @@ class WaitingLimits:
             f"requests with {self._token_limit.used} prompt tokens are waiting"
             f"{self._count_of_client(client)}, and this request has {num_tokens} more, but the "
             f"limit is {self._token_limit.limit} (max_waiting_tokens)"
+        )
+
+    def _too_large_images(self, client: str, num_bytes: int) -> str | None:
+        """Return an error if a request with images of `num_bytes` bytes would exceed the limit.
+
+        If no other request with images is waiting, the images of a request may have any size.
+        """
+        used_bytes = self._image_limit.used
+        if not (num_bytes and used_bytes) or self._image_limit.allows(client, num_bytes):
+            return None
+        return (
+            f"requests with prepared images of {format_bytes(used_bytes)} are waiting"
+            f"{self._count_of_client(client)}, and this request has {format_bytes(num_bytes)} "
+            f"more, but the limit is {format_bytes(self._image_limit.limit)} (a quarter of "
+            "the memory that was free at the start). Send fewer or smaller images"
         )
 
     def _too_long_wait(self, limit_s: float, wait_s: float | None) -> str | None:

@@ -41,6 +41,20 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
     assert admission.num_waiting == 1
 
 
+def test_images_that_wait_are_bounded_in_bytes_but_one_request_may_be_larger():
+    admission = WaitingLimits(100, 0, max_image_bytes=3 * 2**20)
+    large = enter(admission, num_image_bytes=4 * 2**20)
+    with pytest.raises(
+        CapacityError,
+        match=r"images of 4\.0 MiB are waiting, and this request has 1\.0 KiB more, but the limit "
+        r"is 3\.0 MiB .*smaller images\. Try again in 1 s\.",
+    ):
+        enter(admission, num_image_bytes=1024)
+    enter(admission)
+    admission.leave(large, None)
+    enter(admission, num_image_bytes=1024)
+
+
 def test_one_client_cannot_fill_the_queue_for_the_others():
     admission = WaitingLimits(40, 0)
     timings = [enter(admission, client_id="busy") for _ in range(30)]

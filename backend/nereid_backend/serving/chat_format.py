@@ -152,18 +152,7 @@ def _load_result(file: FileIO) -> tuple[Format, str] | None:
 def _derive_without_cache(
     model: Path, template: str | None, reasoning: str, tools: str
 ) -> tuple[Format, str]:
-    """Derive the chat format from the checkpoint's files. The cache folder is not used.
-
-    Args:
-        model: the folder of the checkpoint.
-        template: the chat template that replaces the checkpoint's template; None if the
-            checkpoint's template is used.
-        reasoning: the name of the chat format for reasoning. "" means the derived format.
-        tools: the name of the chat format for tool calls. "" means the derived format.
-
-    Returns:
-        The chat format, and a text for the log that states why this format was chosen.
-    """
+    """Derive the chat format from the checkpoint's files; see `_derive_format`."""
     # The module is imported only here, because it is rarely needed: the cache usually contains the
     # chat format.
     from nereid_parsers.template import format_for_checkpoint

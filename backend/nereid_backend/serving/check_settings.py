@@ -94,8 +94,14 @@ def _find_overcommitted_gpus(repository: Path, environ: Mapping[str, str]) -> li
     A memory share is the setting gpu_memory_utilization of a model that uses the GPU. The shares
     are checked even if this machine has no GPU. All settings must be valid.
     """
+    shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
+    for setting, config in _read_configs(repository, environ).items():
+        if config.device != "cpu":
+            # A device without a number, such as "cuda", is the first GPU.
+            device = config.device if ":" in config.device else "cuda:0"
+            shares_by_device[device][setting] = config.gpu_memory_utilization
     problems = []
-    for device, shares in _read_memory_shares(repository, environ).items():
+    for device, shares in shares_by_device.items():
         total = round(sum(shares.values()), _SHARE_DIGITS)
         if total > 1:
             terms = ", ".join(f"{setting} {share:g}" for setting, share in shares.items())
@@ -104,23 +110,6 @@ def _find_overcommitted_gpus(repository: Path, environ: Mapping[str, str]) -> li
                 f"memory ({terms}). Lower a share, or set the device of a model to another GPU."
             )
     return problems
-
-
-def _read_memory_shares(
-    repository: Path, environ: Mapping[str, str]
-) -> dict[str, dict[str, float]]:
-    """For each GPU, return the fraction of its memory that each model may use.
-
-    Example: `{"cuda:0": {"gpu_memory_utilization": 0.7, "rerank_gpu_memory_utilization": 0.2}}`.
-    """
-    shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
-    for setting, config in _read_configs(repository, environ).items():
-        if config.device == "cpu":
-            continue
-        # A device without a number, such as "cuda", is the first GPU.
-        device = config.device if ":" in config.device else "cuda:0"
-        shares_by_device[device][setting] = config.gpu_memory_utilization
-    return shares_by_device
 
 
 def _read_configs(
@@ -168,29 +157,20 @@ def _read_initialize_arguments(path: Path) -> dict[str, str]:
 
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
-    no_names = ("", NO_FORMAT)
-    if settings.reasoning_parser not in no_names:
-        _check_format("reasoning_parser", reasoning=settings.reasoning_parser)
-    if settings.tool_parser not in no_names:
-        _check_format("tool_parser", tools=settings.tool_parser)
-
-
-def _check_format(setting: str, *, reasoning: str | None = None, tools: str | None = None) -> None:
-    """Raise a ConfigError if the parsers do not support the format (`reasoning` or `tools`).
-
-    Args:
-        setting: the name of the setting, for the error message.
-        reasoning: the name of a format for reasoning; None if `tools` is checked.
-        tools: the name of a format for tool calls; None if `reasoning` is checked.
-    """
+    parts = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
+    named = {part: name for part, name in parts.items() if name not in ("", NO_FORMAT)}
+    if not named:
+        return
     # The parsers are imported here and not at the beginning of the file, because the import takes
     # as long as all checks together.
     from nereid_parsers import NereidParsersError, get_format
 
-    try:
-        get_format(reasoning=reasoning, tools=tools)
-    except NereidParsersError as error:
-        raise ConfigError(f"{setting}: {error}") from error
+    for part, name in named.items():
+        try:
+            get_format(**{part: name})
+        except NereidParsersError as error:
+            setting = "reasoning_parser" if part == "reasoning" else "tool_parser"
+            raise ConfigError(f"{setting}: {error}") from error
 
 
 def _check_length(config: EngineConfig) -> None:

@@ -19,7 +19,6 @@ The following messages are sent in addition to those of every child process (pro
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -266,30 +265,18 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
             server and the number of the process. None means that all processes use the settings of
             the server.
     """
-    serve(functools.partial(_load_service, make, prepare))
 
+    # `settings` contains the fields of EngineConfig, and the number of this process.
+    def load(
+        settings: dict[str, Any], send: Send, progress: Callable[[str], None]
+    ) -> EngineService:
+        fields = {name: value for name, value in settings.items() if name != "replica"}
+        config = EngineConfig(**fields)
+        if prepare is not None:
+            config = prepare(config, settings.get("replica", 0))
+        return EngineService(make(config, progress), send)
 
-def _load_service(
-    make: MakeEngine,
-    prepare: PrepareReplica | None,
-    settings: dict[str, Any],
-    send: Send,
-    progress: Callable[[str], None],
-) -> EngineService:
-    """Load the model, and return the object that handles the messages to this process.
-
-    Args:
-        make: see `serve_engine`.
-        prepare: see `serve_engine`.
-        settings: the fields of EngineConfig, and the number of this process ("replica").
-        send: sends a message to the stub.
-        progress: reports a slow operation with a line of text.
-    """
-    fields = {name: value for name, value in settings.items() if name != "replica"}
-    config = EngineConfig(**fields)
-    if prepare is not None:
-        config = prepare(config, settings.get("replica", 0))
-    return EngineService(make(config, progress), send)
+    serve(load)
 
 
 if __name__ == "__main__":

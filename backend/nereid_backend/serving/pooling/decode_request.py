@@ -179,26 +179,9 @@ def parse_part(text: str, index: int) -> dict[str, str | bytes]:
     `{"text": "hello", "image": "aGk="}` returns `{"text": "hello", "image": b"hi"}`.
 
     Raises:
-        RequestError: the element has neither a text nor an image, or the image is not base64.
+        RequestError: the element is not such an object, or the image is not base64.
     """
     where = f"{names.PARTS}: element {index}"
-    fields = _parse_part_fields(text, where)
-    return {
-        name: decode_image(value, where) if name == "image" else value
-        for name, value in fields.items()
-    }
-
-
-def _parse_part_fields(text: str, where: str) -> dict[str, str]:
-    """Parse a JSON object that has the key `text`, the key `image`, or both.
-
-    Args:
-        text: the JSON text.
-        where: the beginning of error messages.
-
-    Raises:
-        RequestError: the text is not such an object, or a value is not a string.
-    """
     if text.count("[") + text.count("{") > _MAX_PART_BRACKETS:
         raise RequestError(
             f"{where} has more than {_MAX_PART_BRACKETS} opening brackets, which is the limit. "
@@ -217,7 +200,10 @@ def _parse_part_fields(text: str, where: str) -> dict[str, str]:
     for name, content in part.items():
         if not isinstance(content, str):
             raise RequestError(f"{where}: {name} must be a string, but the element is {text[:80]}.")
-    return part
+    return {
+        name: decode_image(value, where) if name == "image" else value
+        for name, value in part.items()
+    }
 
 
 def decode_image(text: str, where: str) -> bytes:

@@ -174,7 +174,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         has_checkpoint = self.child is not None
         if not has_checkpoint and not returns_info:
             raise CapacityError(self._not_served_message())
-        self._check_num_requests()
+        limit = self._settings.max_requests
+        if self.num_requests >= limit:
+            raise CapacityError(
+                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
+                "Try again later."
+            )
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
         if returns_info and not (has_checkpoint and given):  # Only information can be returned.
             self.respond_later(sender, self._info())
@@ -185,23 +190,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
         else:
+            assert self.child is not None
+            kind = job.options.get("kind") or self.child.info["kinds"][0]
             info = self._info() if returns_info else {}
-            self.respond_later(sender, self._empty_outputs(job) | info)
-
-    def _empty_outputs(self, job: Job) -> Tensors:
-        """Return the output tensors of a job without inputs. The worker does not get this job."""
-        assert self.child is not None
-        kind = job.options.get("kind") or self.child.info["kinds"][0]
-        return self.build_outputs(Outcome.empty(kind))
-
-    def _check_num_requests(self) -> None:
-        """Raise a CapacityError if the number of requests has reached the setting max_requests."""
-        limit = self._settings.max_requests
-        if self.num_requests >= limit:
-            raise CapacityError(
-                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
-                "Try again later."
-            )
+            self.respond_later(sender, self.build_outputs(Outcome.empty(kind)) | info)
 
     def _add_job(self, request: Any, sender: Any, job: Job, *, returns_info: bool) -> None:  # noqa: ANN401
         """Send a job to the worker, and store the data that the response will need."""
@@ -362,15 +354,11 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
         # the model's length limit, which the worker has reported.
         self._max_inputs = config.max_num_waiting or self.text_limit.default_max_num_waiting
-        self._check_task(worker, config.model)
-
-    def _check_task(self, worker: SupervisedProcess, checkpoint: str) -> None:
-        """Check the checkpoint's task. If it is wrong, stop the worker and raise an EngineError."""
         task = worker.child.info["task"]
         if task not in self.tasks:
             worker.stop()
             raise EngineError(
-                f"{self._variable_prefix}MODEL: the checkpoint {checkpoint} has the task "
+                f"{self._variable_prefix}MODEL: the checkpoint {config.model} has the task "
                 f"{task!r}, but the model {self.kind!r} needs a checkpoint for "
                 f"{' or '.join(self.tasks)}."
             )

@@ -5,7 +5,7 @@ token ids --Detokenizer--> text --StopStrings--> text to send --Message--> field
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from nereid_backend.serving.postprocessor.message_builder import Message
 from nereid_backend.serving.postprocessor.strict_check import Check, CheckedMessage
@@ -75,18 +75,6 @@ class _Totals:
         }
 
 
-class _EndReasons(NamedTuple):
-    """The reasons why a choice has ended, in the format of the OpenAI API.
-
-    Attributes:
-        finish_reason: such as "stop", "length" or "tool_calls".
-        stop_reason: the stop token or the stop string that ended the choice; None for neither.
-    """
-
-    finish_reason: str
-    stop_reason: int | str | None
-
-
 class Choice:
     """The postprocessor's state of one choice.
 
@@ -138,8 +126,11 @@ class Choice:
         # Counts the tokens of the whole choice, including the tokens that were already sent.
         self._totals = _Totals()
         self.stop_string: str | None = None
-        # None until the choice has ended.
-        self._end_reasons: _EndReasons | None = None
+        # The reason in the format of the OpenAI API, such as "stop", "length" or "tool_calls". None
+        # until the choice has ended.
+        self._finish_reason: str | None = None
+        # The stop token or the stop string that ended the choice; None for neither.
+        self._stop_reason: int | str | None = None
         # Whether the choice ended because the model generated a stop token.
         self._has_model_ended = False
         self.is_finished = False
@@ -189,9 +180,7 @@ class Choice:
         """
         if self.is_finished:  # The last output has already been returned.
             return None
-        # None if the choice has not ended. Otherwise, this call returns the last output.
-        finish_reason = None if self._end_reasons is None else self._end_reasons.finish_reason
-        is_last = finish_reason is not None
+        is_last = self._finish_reason is not None
         # If the request is streaming, return new output at once. New output can be text,
         # log-probabilities, or token ids that the client has requested.
         can_stream = self.context.stream and self._has_unsent_output
@@ -205,7 +194,7 @@ class Choice:
         output = ChoiceOutput(
             text=text,
             delta=self._take_delta(),
-            finish_reason=finish_reason,
+            finish_reason=self._finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
             num_output_tokens=len(unsent.token_ids),
             logprobs=tuple(unsent.logprobs),
@@ -306,15 +295,13 @@ class Choice:
             ending: the reasons why the engine has ended the sequence.
         """
         self._message_parser.finish()
+        self._has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
         if self.stop_string is None:
-            reasons = _EndReasons(ending.finish_reason, ending.stop_reason)
+            self._finish_reason, self._stop_reason = ending.finish_reason, ending.stop_reason
         else:
-            reasons = _EndReasons("stop", self.stop_string)
-        has_stopped = reasons.finish_reason == "stop"
-        self._has_model_ended = has_stopped and self.stop_string is None
-        if has_stopped and self._message_parser.has_calls:
-            reasons = reasons._replace(finish_reason="tool_calls")
-        self._end_reasons = reasons
+            self._finish_reason, self._stop_reason = "stop", self.stop_string
+        if self._finish_reason == "stop" and self._message_parser.has_calls:
+            self._finish_reason = "tool_calls"
 
     def _take_delta(self) -> dict[str, Any]:
         """Return a delta: a JSON object with the output that has not been sent yet.
@@ -364,14 +351,14 @@ class Choice:
 
     def _ending_fields(self) -> dict[str, Any]:
         """If the choice has ended, return the fields that only the last delta has, otherwise {}."""
-        if self._end_reasons is None:
+        if self._finish_reason is None:
             return {}
         fields: dict[str, Any] = {
             "cumulative_logprob": self._totals.cumulative_logprob,
-            "finish_reason": self._end_reasons.finish_reason,
+            "finish_reason": self._finish_reason,
         }
-        if self._end_reasons.stop_reason is not None:
-            fields["stop_reason"] = self._end_reasons.stop_reason
+        if self._stop_reason is not None:
+            fields["stop_reason"] = self._stop_reason
         return fields
 
     def _token_id_fields(self) -> dict[str, list[int]]:

@@ -74,8 +74,6 @@ class ParsedMessage:
                 of the prompt, and the options for reasoning and tool calls are used.
         """
         self._context = context
-        # Depending on the options of the request, the format `adapted` leaves reasoning or tool
-        # calls in the content.
         adapted = _adapt_format(fmt, context)
         self._parser = StreamParser(adapted, tools=_callable_tools(context), prompt=context.prompt)
         self.reads_reasoning = _has_reasoning(adapted)
@@ -192,27 +190,15 @@ def _opening_marker(fmt: Format) -> str:
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
     """Return the chat format `fmt`, adapted to the options `separate_reasoning` and `reads_calls`.
 
-    If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
-    is False, the result leaves tool calls in the content.
-    """
-    if not context.separate_reasoning:
-        fmt = _with_inline_reasoning(fmt)
-    return fmt if context.reads_calls else _without_calls(fmt)
-
-
-def _with_inline_reasoning(fmt: Format) -> Format:
-    """Return a chat format whose parser leaves reasoning and its markers in the content.
-
-    A format without markers around reasoning is returned unchanged.
+    If `separate_reasoning` is False, the result leaves reasoning with its markers in the content.
+    If `reads_calls` is False, the result leaves tool calls in the content.
     """
     layout = fmt.layout
-    if not isinstance(layout, Sections) or layout.reasoning is None:
-        return fmt
-    reasoning = replace(layout.reasoning, shown=Shown.INLINE)
-    return replace(fmt, layout=replace(layout, reasoning=reasoning))
-
-
-def _without_calls(fmt: Format) -> Format:
-    """Return a chat format whose parser leaves tool calls in the content."""
-    fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
-    return replace(fmt, layout=replace(fmt.layout, tools=None))
+    is_inline = not context.separate_reasoning
+    if is_inline and isinstance(layout, Sections) and layout.reasoning is not None:
+        reasoning = replace(layout.reasoning, shown=Shown.INLINE)
+        fmt = replace(fmt, layout=replace(layout, reasoning=reasoning))
+    if not context.reads_calls:
+        fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
+        fmt = replace(fmt, layout=replace(fmt.layout, tools=None))
+    return fmt

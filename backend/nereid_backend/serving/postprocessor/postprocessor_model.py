@@ -107,13 +107,10 @@ class PostprocessorModel:
         self._tracing.close()
 
     def _process_step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Process one step, and return the response that `execute` sends to the client.
+        """Process one step, and return the response to the client; None if there is no output.
 
-        Return None if the step causes no output.
-
-        A step is a message of the executor with the new tokens of one stream. A stream belongs to
-        one client request. While the stream is open, it owns a slot in the shared memory in which
-        this process sends reports and signals to the executor.
+        A stream belongs to one client request. While the stream is open, it owns a slot in the
+        shared memory in which this process sends reports and signals to the executor.
         """
         state = self._verify_step(request)
         if self._executor.streams.is_late(state):
@@ -122,7 +119,10 @@ class PostprocessorModel:
         # send the next step earlier, and the report is sent even if the processing fails.
         self._executor.feedback.report(state.slot, state.serial, state.step)
         try:
-            choices = self._stream_of(state)
+            if self._executor.streams.is_new(state):
+                self._open_stream(state)
+            choices = self._executor.streams.get(state)
+            # If the stream has failed, there are no choices, and the client already has the error.
             return None if choices is None else self._add_step(choices, state, request)
         except Exception:
             # A stream cannot continue after an error. The method `execute` sends the error to the
@@ -131,19 +131,10 @@ class PostprocessorModel:
             self._executor.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
-    def _stream_of(self, state: StepState) -> Choices | None:
-        """Return the choices of the stream to which a step belongs. Open the stream if it is new.
-
-        Return None if the stream has failed, because its client has already received the error.
-        """
-        if self._executor.streams.is_new(state):
-            self._open_stream(state)
-        return self._executor.streams.get(state)
-
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        The executor then becomes the current executor.
+        The executor becomes the current executor. Only the last `_MAX_EXECUTORS` are stored.
 
         Raises:
             RequestError: the step was not signed by an executor.
@@ -153,62 +144,40 @@ class PostprocessorModel:
         address = message.partition(b"\n")[0]
         executor = self._executors.get(address) or _Executor()
         packed_state = executor.feedback.attach_and_verify(message)
-        self._select_executor(address, executor)
-        return StepState.unpack(packed_state)
-
-    def _select_executor(self, address: bytes, executor: _Executor) -> None:
-        """Make `executor` the current executor. Its shared memory has the address `address`.
-
-        Keep only the last `_MAX_EXECUTORS` executors. The streams of an executor that has ended are
-        therefore removed after other executors have sent messages.
-        """
         self._executor = executor
         self._executors[address] = executor
         self._executors.move_to_end(address)
         if len(self._executors) > _MAX_EXECUTORS:
+            # Remove the streams of an executor that has ended.
             self._executors.popitem(last=False)
+        return StepState.unpack(packed_state)
 
     def _add_step(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add the tokens in `state` to `choices`. Return the response; None if there is none.
 
-        Args:
-            choices: the choices of the client's request.
-            state: the message of the executor, with the new tokens of each choice.
-            request: the Triton request that contains the message.
+        `request` is the Triton request that contains `state`.
         """
         choices.add(state)
         if state.is_last:
             self._executor.streams.remove(state)
-            self._record_span(choices)
+            self._tracing.record(
+                "nereid.parse",
+                choices.context.traceparent,
+                choices.opened_at,
+                time.monotonic(),
+                {"nereid.busy_seconds": choices.parsing_s},
+            )
         else:
             # Signal to the executor which sequences need no more tokens.
             self._check_cancel(choices, state, request)
-            self._signal_stop_strings(choices, state)
+            if not choices.is_cancelled:  # Otherwise, the executor ends all sequences.
+                for slot in choices.stopped_slots():
+                    self._executor.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
         outputs = choices.take_outputs(is_last=state.is_last)
         if not outputs:
             return self._keepalive_response(choices)
         choices.last_response_at = time.monotonic()
         return self._response(choices.context, outputs)
-
-    def _record_span(self, choices: Choices) -> None:
-        """Record the span of a stream that has just ended."""
-        self._tracing.record(
-            "nereid.parse",
-            choices.context.traceparent,
-            choices.opened_at,
-            time.monotonic(),
-            {"nereid.busy_seconds": choices.parsing_s},
-        )
-
-    def _signal_stop_strings(self, choices: Choices, state: StepState) -> None:
-        """Send a signal to the executor for each choice that has reached a stop string.
-
-        The executor then ends the sequence of the choice.
-        """
-        if choices.is_cancelled:
-            return  # The executor ends all sequences.
-        for slot in choices.stopped_slots():
-            self._executor.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
 
     def _keepalive_response(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
         """Return an empty response if a keepalive is due, otherwise None.
@@ -253,9 +222,6 @@ class PostprocessorModel:
 
     def _open_stream(self, state: StepState) -> None:
         """Open the stream of a client's request. If this fails, later steps are ignored.
-
-        Args:
-            state: the first message of the executor about the request.
 
         Raises:
             RequestError: the context of the request is damaged.
@@ -330,7 +296,12 @@ class PostprocessorModel:
                 has_ended_choice = any(reasons)
                 return tensors.strings(*reasons) if has_ended_choice else tensors.strings()
             case tensor_names.LOGPROBS:
-                return tensors.json_strings(*(self._logprob_entries(output) for output in outputs))
+                return tensors.json_strings(
+                    *(
+                        [vllm_entry(row, self._texts) for row in output.logprobs]
+                        for output in outputs
+                    )
+                )
             case tensor_names.CUMULATIVE_LOGPROB:
                 return np.array([output.cumulative_logprob for output in outputs], np.float32)
             case tensor_names.NUM_INPUT_TOKENS:
@@ -338,7 +309,3 @@ class PostprocessorModel:
             case tensor_names.NUM_OUTPUT_TOKENS:
                 return np.array([output.num_output_tokens for output in outputs], np.uint32)
         raise AssertionError(f"{name} is not an optional output")
-
-    def _logprob_entries(self, output: ChoiceOutput) -> list[dict[str, dict[str, Any]]]:
-        """Return the log-probabilities of the new tokens in the format of vLLM's API."""
-        return [vllm_entry(row, self._texts) for row in output.logprobs]

@@ -307,7 +307,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
         # requests first, and handle the messages afterwards.
         self._take_arrivals()
         for result in received:
-            self._handle_messages(result)
+            for kind, *values in result.messages:
+                if kind == "progress":
+                    tensors.progress(*values)
+                else:
+                    self.handle(result.process, kind, values)
         # Handle the deaths after all messages. A request to load an adapter, for example, waits for
         # an answer from each process. Answers that have already arrived must be recorded before the
         # death of another process is handled.
@@ -363,17 +367,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
             return _Received(process, messages=[], death=error)
         return _Received(process, messages)
 
-    def _handle_messages(self, result: _Received) -> None:
-        """Handle the messages of a child process.
-
-        Log progress messages here. The subclass handles all other messages.
-        """
-        for kind, *values in result.messages:
-            if kind == "progress":
-                tensors.progress(*values)
-            else:
-                self.handle(result.process, kind, values)
-
     def _take_arrivals(self) -> None:
         """Process the requests and the responses that a thread of the Triton server has queued.
 
@@ -381,8 +374,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
         process that has died since then, end the request.
         """
         for arrival in drain(self._arrivals):
-            self._add_arrival(arrival)
             process = arrival.process
+            self.requests[arrival.request_id] = arrival.request
+            self._owners[arrival.request_id] = process
+            process.num_requests += 1
             # If the child process that got the request has been replaced, `process.child` is a
             # different object.
             has_died = not process.is_running or process.child is not arrival.child
@@ -392,12 +387,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.end(arrival.request, process.error)
         for sender, result in drain(self._results):
             self.respond(sender, result)
-
-    def _add_arrival(self, arrival: _Arrival[RequestT]) -> None:
-        """Add a request to `requests`. The method `remove` removes the request."""
-        self.requests[arrival.request_id] = arrival.request
-        self._owners[arrival.request_id] = arrival.process
-        arrival.process.num_requests += 1
 
     def _recover(self, problem: str) -> None:
         """End all requests after an unexpected error, so that the loop can continue.
@@ -461,5 +450,4 @@ def drain(items: "queue.SimpleQueue[ItemT]") -> Iterator[ItemT]:
     """Remove and yield items until the queue is empty. Do not wait for further items."""
     with contextlib.suppress(queue.Empty):
         while True:
-            item = items.get_nowait()
-            yield item
+            yield items.get_nowait()

@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nereid_backend.fast_imports import importing
 
@@ -152,14 +152,7 @@ class ForkServer:
             os.close(file)
         if pid is None:
             connection.close()
-        else:
-            self._add_child(pid, connection)
-
-    def _add_child(self, pid: int, connection: socket.socket) -> None:
-        """Send the id of a new child process to its stub. Kill the process when the stub dies.
-
-        `_reap` sends the exit code of the child process later.
-        """
+            return
         self._connections[pid] = connection
         # After its request, the stub sends nothing over this connection. A later event therefore
         # means that the stub has closed the connection.
@@ -223,14 +216,10 @@ class ForkServer:
         while (ended_process := _next_ended_process()) is not None:
             pid, exit_code = ended_process
             self._send_to_stub(child=pid, number=exit_code)
-            self._close_connection(pid)
-
-    def _close_connection(self, pid: int) -> None:
-        """Close the connection over which a child process was requested. The child has ended."""
-        connection = self._connections.pop(pid)
-        with contextlib.suppress(KeyError):  # The stub has closed the connection.
-            self._selector.unregister(connection)
-        connection.close()
+            connection = self._connections.pop(pid)
+            with contextlib.suppress(KeyError):  # The stub has closed the connection.
+                self._selector.unregister(connection)
+            connection.close()
 
     def _send_to_stub(self, child: int, number: int) -> None:
         """Send a number to the stub that has requested a child process.
@@ -284,7 +273,11 @@ def _receive(connection: socket.socket) -> Request | None:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
         if len(descriptors) != _FILES_OF_REQUEST:
             raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
-        fields = _read_json(descriptors.pop(0))
+        with open(descriptors.pop(0), "rb") as json_file:
+            # The stub has written this file, and shares the position in the file with this process.
+            # Therefore the position is still at the end of the file.
+            json_file.seek(0)
+            fields = json.load(json_file)
         # A TypeError means that `fields` has missing or unknown keys.
         return Request(connection=connection, files=descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
@@ -292,15 +285,6 @@ def _receive(connection: socket.socket) -> Request | None:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-
-
-def _read_json(descriptor: int) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse the content of an open JSON file, and close the file."""
-    with open(descriptor, "rb") as json_file:
-        # The Triton model has written this file, and shares the position in the file with this
-        # process. Therefore the position is still at the end of the file.
-        json_file.seek(0)
-        return json.load(json_file)
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
@@ -362,22 +346,16 @@ def _set_command_line(command: list[str]) -> None:
     If the memory cannot be found, the command line is not changed.
     """
     with contextlib.suppress(OSError, ValueError):
-        first_address, end_address = _command_line_addresses()
-        num_bytes = end_address - first_address
+        # The second field of /proc/self/stat is the name of the program in parentheses. The name
+        # can contain spaces.
+        _, _, text_after_name = Path("/proc/self/stat").read_text().rpartition(")")
+        fields_after_name = text_after_name.split()
+        first_address = int(fields_after_name[_ARG_START])
+        num_bytes = int(fields_after_name[_ARG_END]) - first_address
         # The last byte of the command line must be a null byte.
         max_text_bytes = num_bytes - 1
         text = "\0".join(command).encode(errors="replace")[:max_text_bytes]
         ctypes.memmove(first_address, text.ljust(max_text_bytes) + b"\0", num_bytes)
-
-
-def _command_line_addresses() -> tuple[int, int]:
-    """Return the first address and the end address of this process's command line in memory."""
-    # The second field of /proc/self/stat is the name of the program in parentheses. The name can
-    # contain spaces.
-    status = Path("/proc/self/stat").read_text()
-    _, _, text_after_name = status.rpartition(")")
-    fields_after_name = text_after_name.split()
-    return int(fields_after_name[_ARG_START]), int(fields_after_name[_ARG_END])
 
 
 def _reason_against_forks() -> str | None:

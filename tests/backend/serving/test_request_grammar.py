@@ -182,6 +182,16 @@ def test_what_cannot_be_is_refused_by_name(fields, said):
         chat(fields)
 
 
+def test_a_lark_grammar_that_cannot_be_enforced_is_refused_with_a_remedy():
+    lark = {"structured_outputs": {"grammar": 'start: "a"'}}
+    assert chat(lark).spec.kind == chat(lark, THINKING).spec.kind == "ebnf"
+    for options in ({"prompt": EITHER}, {"tools": [tool("f")]}):
+        with pytest.raises(RequestError, match=r"structured_outputs: .* Write the grammar in EBNF"):
+            chat(lark, **options)
+    with pytest.raises(RequestError, match="structured_outputs: grammar must be"):
+        chat({"structured_outputs": {"grammar": 5}}, EITHER)
+
+
 def test_a_tool_that_is_not_offered_cannot_be_chosen():
     choice = {"type": "function", "function": {"name": "g"}}
     with pytest.raises(

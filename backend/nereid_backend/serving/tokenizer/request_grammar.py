@@ -83,6 +83,8 @@ def build_chat_grammar(
         )
     if tag is None:
         return RequestGrammar()
+    if output is not None:
+        _refuse_lark(output)
     return _request_grammar(output, GrammarSpec("structural_tag", _to_json(tag), after))
 
 
@@ -104,6 +106,19 @@ def _content_is_bare(fmt: Format, gate: ReasoningGate | None) -> bool:
     """
     may_open = gate is not None and gate.may_open
     return isinstance(fmt.layout, Sections) and fmt.layout.content is None and not may_open
+
+
+def _refuse_lark(output: OutputFormat) -> None:
+    """Raise a RequestError if the format is a Lark grammar, which structural tags cannot contain.
+
+    Like grammar_spec, this function takes each grammar without "::=" for a Lark grammar.
+    """
+    if output.form["type"] == "grammar" and "::=" not in output.form["grammar"]:
+        raise RequestError(
+            f"{output.field}: a grammar in Lark's format is not supported together with tools or "
+            "with reasoning that the model may leave out. Write the grammar in EBNF, with rules "
+            'such as root ::= "yes" | "no", or turn tools and reasoning off.'
+        )
 
 
 def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:

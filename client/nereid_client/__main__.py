@@ -24,12 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the frontend in this process, or start several workers that run the frontend.
-
-    Returns: the exit code.
-
-    Raises: SettingsError.
-    """
+    """Run the frontend, or start several workers that run it, and return the exit code."""
     settings = settings_from_flags(arguments)
     worker = WorkerPlace.from_environment()  # None if no other process has started this process
     # The imports below are inside the function, so that the process that starts the workers does

@@ -207,11 +207,6 @@ def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) 
     limits AdmissionControl and BodyLimit then check. BodyLimit is the last, because the bodies of
     rejected requests are not read, and because the time limit includes the time in which a body
     arrives. Traces also records rejected requests, and needs the id of a request.
-
-    Args:
-        app: the application, whose attribute `state` contains the objects that are passed on.
-        settings: the settings of the frontend.
-        key_file: the API keys of the clients. None if there is no key file.
     """
     metrics = app.state.metrics
     app.add_middleware(
@@ -246,10 +241,6 @@ def _add_cors(app: FastAPI, origins: Sequence[str]) -> None:
 
     A browser first sends an OPTIONS request without an API key. This middleware must answer the
     request before ApiKey rejects it, and is therefore added after ApiKey.
-
-    Args:
-        app: the application.
-        origins: the origins of the web pages, such as "https://example.com".
     """
     app.add_middleware(
         CORSMiddleware,

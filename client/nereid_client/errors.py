@@ -279,9 +279,6 @@ def _message_for_first_field(details: Sequence[ErrorDetails]) -> str:
     """Return the error message for the first wrong field of an object.
 
     Example: "prompt is required, but the request does not contain it".
-
-    Args:
-        details: pydantic's errors for all wrong fields.
     """
     first = details[0]
     path = _path(first)
@@ -309,9 +306,6 @@ def _type_or_range_message(details: Sequence[ErrorDetails]) -> str:
                       must be a string or a list of strings, but the request has 5".
         stop=["a", 5] has the errors "stop: no string" and "stop[1]: no string". The message is
                       "stop[1] must be a string, but the request has 5".
-
-    Args:
-        details: pydantic's errors. The errors for the first wrong field come first.
     """
     field = _path(details[0])  # `_path` omits the accepted type, with which pydantic ends the path
     value = details[0]["input"]

@@ -86,11 +86,7 @@ def _reserve_space_for_metrics(worker: WorkerPlace) -> None:
 
 
 def _reject_requests_after_sigusr1(gate: Gate) -> None:
-    """When SIGUSR1 arrives, make the gate reject new requests. Running requests continue.
-
-    Args:
-        gate: the gate that admits requests to the application.
-    """
+    """When SIGUSR1 arrives, make the gate reject new requests. Running requests continue."""
 
     def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
         gate.is_draining = True
@@ -137,11 +133,6 @@ def _listening_sockets_of_process(
 ) -> list[socket.socket]:
     """Return the sockets on which this process waits for connections.
 
-    Args:
-        settings: the settings of the frontend, which contain the address.
-        worker: the number of this process, and the folder that all frontend processes share. None
-            if this is the only frontend process.
-
     Raises: SettingsError if the address of the frontend is in use.
     """
     if worker is not None:
@@ -161,9 +152,6 @@ def _listening_sockets_of_process(
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit on open file descriptors to the largest allowed number.
-
-    Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
-    """
+    """Raise the limit on open file descriptors to the largest allowed number."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

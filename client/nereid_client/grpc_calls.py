@@ -121,10 +121,7 @@ class TritonCalls:
         return not names_in_memory.isdisjoint(names)
 
     async def _control(self, method: str, request: Any) -> None:  # noqa: ANN401 - protobuf messages
-        """Send a request that loads or unloads a model, and wait for the server's response.
-
-        Raises: BackendError.
-        """
+        """Send a request that loads or unloads a model, and wait for the server's response."""
         try:
             await self._call_method(method, request)
         except grpc.RpcError as error:
@@ -147,12 +144,6 @@ class TritonCalls:
         A new task, `reader`, waits for the response. If the calling task is cancelled, this method
         cancels the gRPC call, but not `reader`, because gRPC would then leak memory. After the end
         of the call, `reader` ends in the background.
-
-        Args:
-            method: the name of the gRPC method.
-            request: the message of the request.
-            client: the client whose connection is used.
-            timeout: the time limit in seconds. None means no limit.
 
         Raises:
             grpc.RpcError: the call failed.
@@ -240,12 +231,7 @@ class Stream:
         await _wait_for_end(self._reader)
 
     async def _read_all(self) -> None:
-        """Read and store all responses of the stream. Wake `Stream.read` after each response.
-
-        Raises:
-            grpc.RpcError: the call failed.
-            BackendError: the server cancelled the call.
-        """
+        """Read and store all responses of the stream. Wake `Stream.read` after each response."""
         try:
             # Wait for the initial metadata before the first `read`. Otherwise, `read` would start a
             # second gRPC operation that waits for the metadata. If the connection then failed, gRPC

@@ -34,11 +34,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> object:
-    """Parse the JSON value in a body.
-
-    Raises: ApiError 400 if the body is empty, is not valid UTF-8 or JSON, is nested too deeply, or
-        contains a number that JSON or Python does not allow.
-    """
+    """Parse the JSON value in a body."""
     try:
         return json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:

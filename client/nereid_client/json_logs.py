@@ -112,15 +112,7 @@ def uvicorn_log_config(level: str) -> dict[str, Any]:
 def _json_line(
     created: float, level: str, source: str, message: str, request_fields: Mapping[str, Any]
 ) -> str:
-    """Return a log line in JSON format.
-
-    Args:
-        created: the Unix time of the line, in seconds.
-        level: the log level, such as "info".
-        source: the program that wrote the line, such as "tritonserver".
-        message: the text of the line.
-        request_fields: fields that describe the request to which the line belongs.
-    """
+    """Return a log line in JSON format."""
     time = datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds")
     record = {
         "time": time.replace("+00:00", "Z"),

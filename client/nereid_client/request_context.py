@@ -221,12 +221,6 @@ async def _read_body_and_select_model(request: Request, max_prompts: int) -> dic
     the name in the body, the limits of the default model are checked.
 
     Mutates: `request.state.context`, which becomes the context of the language model.
-
-    Args:
-        request: the HTTP request.
-        max_prompts: the largest number of prompts that the body may contain.
-
-    Raises: ApiError, Disconnected, as described by `read_prompt_body`.
     """
     raw = await _read_bytes(request)
     body = await _parse_in_turn(request, raw)
@@ -248,10 +242,6 @@ def _max_possible_prompts(raw: bytes, max_prompts: int) -> int:
 
     Example: the body b'{"prompt": "word word"}' has four quotation marks and no bracket, so it
     has at most two prompts.
-
-    Args:
-        raw: the body.
-        max_prompts: the largest number of prompts that the server allows.
     """
     return max(1, min(max_prompts, raw.count(b'"') // 2 + raw.count(b"[")))
 
@@ -267,10 +257,7 @@ async def read_body(request: Request) -> dict[str, Any]:
 
 
 async def _read_bytes(request: Request) -> bytes:
-    """Read the whole body of a request.
-
-    Raises: Disconnected if the client closed the connection.
-    """
+    """Read the whole body of a request."""
     try:
         return await request.body()
     except ClientDisconnect:
@@ -314,8 +301,6 @@ async def _parse_in_turn(request: Request, raw: bytes) -> dict[str, Any]:
     """Wait until the current client may start a request. Then return the parsed JSON body.
 
     If the requests of several clients wait, the clients start requests in turn.
-
-    Raises: ApiError 400 if the body is compressed or is not a JSON object.
     """
     _refuse_compression(request)
     contexts = contexts_of(request)
@@ -342,12 +327,6 @@ async def _parse_large_body(raw: bytes, lock: asyncio.Lock) -> dict[str, Any]:
 
     The parser blocks the event loop. The pause is as long as the parser needed for the body, and
     other requests run during the pause.
-
-    Args:
-        raw: the body.
-        lock: held while a large body is parsed, and during the pause.
-
-    Raises: ApiError 400 if the body is not a JSON object.
     """
     async with lock:
         started = time.perf_counter()

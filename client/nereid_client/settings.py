@@ -46,10 +46,6 @@ def _raise_settings_errors(labels: Mapping[str, str] | None = None) -> Iterator[
 
     Example of a message: "--port: the value must be less than or equal to 65535, but it is
     '70000'."
-
-    Args:
-        labels: maps the name of a setting to the flag or the variable that sets the value. The
-            message names the flag or the variable, or else the setting.
     """
     labels = labels or {}
     try:
@@ -290,11 +286,7 @@ def settings_from_flags(
 
 
 def _flag_parser(current: Settings) -> argparse.ArgumentParser:
-    """Return a parser with one flag for each setting.
-
-    Args:
-        current: the settings without flags. The help page shows their values.
-    """
+    """Return a parser with one flag for each setting."""
     parser = argparse.ArgumentParser(
         prog="python -m nereid_client",
         description="Run the OpenAI-compatible frontend for a Triton server that already runs. "
@@ -318,12 +310,6 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
 
     A flag takes precedence over a variable. The default of served_model_name is the last part of
     the checkpoint's path.
-
-    Args:
-        environment: the environment variables.
-        flags: maps the name of a setting to the value of its flag, if the flag is given.
-
-    Raises: SettingsError that names the flag or the variable.
     """
     # The path of the checkpoint is a setting of the backend, so the frontend has no flag for it.
     checkpoint = PurePath(environment.get("NEREID_MODEL", ""))

@@ -62,10 +62,6 @@ def _renamed(line: re.Match[str], model_names: Mapping[str, str]) -> str:
     """Return one line of a metrics page, with the name and the labels that the metric has in vLLM.
 
     In comments, such as `# TYPE nereid:num_requests_running gauge`, only the name changes.
-
-    Args:
-        line: a match of `_LINE`: the beginning of the line, the name of the metric, and the rest.
-        model_names: the names of the language models, as described by `with_vllm_names`.
     """
     start, name, rest = line.groups()
     if name not in VLLM_METRICS:

@@ -65,11 +65,6 @@ async def _body(
     """Yield the body of a response. If the client disconnects, cancel the request.
 
     If the server fails in the middle of a stream of server-sent events, yield an error event.
-
-    Args:
-        chunks: yields the bytes of the body. The caller has already read the item with the headers.
-        scope: the ASGI scope of the request. It determines the format of an error event.
-        headers: the headers of the response.
     """
     try:
         async for chunk in chunks:
@@ -100,10 +95,6 @@ def _need_for_data_of_all_servers(path: str, body: bytes) -> str | None:
 
     The servers do not share their metrics and their stored responses. Of the Responses API, only a
     new response that needs no stored response can be forwarded to a single server.
-
-    Args:
-        path: the path of the URL.
-        body: the body of the request.
     """
     if path == "/metrics":
         return (

@@ -99,10 +99,6 @@ class PrefixRouter(RequestRouter):
         The server is busy if it runs more than `_max_extra_requests` requests more than the server
         with the fewest requests. If the server is busy, or if no server has received a prefix,
         return a random one of the servers with the fewest requests.
-
-        Args:
-            hashes: the hashes of the prompt's prefixes, as `prefix_hashes` returns them.
-            servers: the servers that can be chosen.
         """
         fewest = min(self._num_requests[server.replica_id] for server in servers)
         with_prefix = self._server_with_prefix(hashes, servers)

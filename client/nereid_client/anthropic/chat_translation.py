@@ -99,8 +99,6 @@ def _fields_of_cache_control(body: Mapping[str, Any]) -> Json:
 
     Example: {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "a"}, ...} returns
     {"prompt_cache_retention": "5m", "prompt_cache_key": "a"}.
-
-    Raises: FieldError if a cache_control is wrong.
     """
     retention = cache_retention(body)
     if retention is None:

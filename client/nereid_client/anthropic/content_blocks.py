@@ -160,10 +160,7 @@ def _merge_turns_to_chat(turns: Sequence[_Turn]) -> list[Json]:
 
 
 def _read_message(given: Json, place: str) -> _Turn:
-    """Validate a message and its blocks.
-
-    Raises: FieldError.
-    """
+    """Validate a message and its blocks."""
     message = validated(_Message, given, place)
     blocks = _read_blocks(message.content, f"{place}.content", _BLOCKS[message.role])
     if not blocks and message.role == "user":
@@ -175,13 +172,6 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
     """Return the content of a message as a list of blocks.
 
     If the content is a text, return one text block.
-
-    Args:
-        content: the value in the request.
-        place: the path of the value, such as "messages[0].content".
-        kinds: the types of blocks that the content may contain.
-
-    Raises: FieldError.
     """
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -194,10 +184,7 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
 
 
 def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
-    """Validate a block of a message and return it. Convert the content of a tool result to blocks.
-
-    Raises: FieldError if the type of the block is not one of `kinds`, or if a field is wrong.
-    """
+    """Validate and return a block of a message. Convert the content of a tool result to blocks."""
     type_name = given.get("type") if isinstance(given, dict) else None
     if not isinstance(type_name, str) or type_name not in kinds:
         raise _wrong_type_error(given, type_name, place, kinds)
@@ -215,14 +202,7 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
 def _wrong_type_error(
     given: object, type_name: object, place: str, kinds: Mapping[str, type[_Block]]
 ) -> FieldError:
-    """Return the error for a block whose type is unknown or not allowed in this message.
-
-    Args:
-        given: the block in the request.
-        type_name: the field `type` of the block, or None if the block has no such field.
-        place: the path of the block, such as "messages[0].content[1]".
-        kinds: the allowed types of blocks.
-    """
+    """Return the error for a block whose type is unknown or not allowed in this message."""
     reason = _REFUSED_BLOCKS.get(str(type_name))
     if reason is not None:
         return FieldError(
@@ -244,10 +224,6 @@ def _join_text_blocks(blocks: Sequence[_Block]) -> str:
 
 def _without_billing_line(system: str) -> str:
     r"""Remove the billing line that Claude Code writes at the beginning of a system prompt.
-
-    This coding agent sends the line for the statistics of Anthropic's servers. The line contains
-    hashes that change with each conversation, and in some versions with each request. After such a
-    line, no part of the prompt could be read from the prefix cache.
 
     Example: "x-anthropic-billing-header: cc_version=2.1; cch=0a1;\nBe brief." returns "Be brief."
     """
@@ -303,12 +279,6 @@ def _user_messages(blocks: Sequence[_Block], function_names: Mapping[str, str]) 
 
     The results of tools come first, because chat templates expect the results directly after the
     tool calls.
-
-    Args:
-        blocks: the blocks of the message.
-        function_names: maps the id of each earlier tool call to the name of the called function.
-
-    Raises: FieldError if a tool result belongs to no earlier tool call.
     """
     for block in blocks:
         if isinstance(block, _ToolResultBlock):
@@ -322,10 +292,7 @@ def _user_messages(blocks: Sequence[_Block], function_names: Mapping[str, str]) 
 
 
 def _tool_message(result: _ToolResultBlock, function_names: Mapping[str, str]) -> Json:
-    """Return the chat message that contains the result of a tool call.
-
-    Raises: FieldError if `function_names` does not contain the id of the tool call.
-    """
+    """Return the chat message that contains the result of a tool call."""
     if result.tool_use_id not in function_names:
         raise FieldError(
             "messages",
@@ -342,10 +309,7 @@ def _tool_message(result: _ToolResultBlock, function_names: Mapping[str, str]) -
 
 
 def _text_and_image_parts(blocks: Sequence[_Block]) -> list[Json]:
-    """Convert the text and image blocks of a user's message to content parts of a chat message.
-
-    Blocks of other types, such as tool results, are left out.
-    """
+    """Convert the text and image blocks of a user's message to content parts of a chat message."""
     parts: list[Json] = []
     for block in blocks:
         if isinstance(block, _ImageBlock):
@@ -360,8 +324,6 @@ def _image_url(block: _ImageBlock, place: str) -> str:
 
     Example: the source {"type": "base64", "media_type": "image/png", "data": "iVBO"} returns
     "data:image/png;base64,iVBO".
-
-    Raises: FieldError if the source contains neither base64 data nor a URL.
     """
     source = block.source
     kind = source.get("type")

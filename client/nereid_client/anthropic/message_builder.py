@@ -123,8 +123,6 @@ class MessageBuilder:
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
         """Append a piece of a tool call. The first piece of a call starts a new block.
 
-        The calls of a message are numbered from 0.
-
         Raises: BackendError if the tool call with this number has ended.
         """
         arguments = piece.get("arguments", "")
@@ -169,8 +167,6 @@ class MessageBuilder:
     def _finish_block(self) -> list[Json]:
         """Add the current block to the complete blocks, and return the last events of the block.
 
-        If there is no current block, return no events.
-
         The last events of a thinking block contain its signature. If thinking is not shown, the
         complete block contains no text.
         """
@@ -193,8 +189,6 @@ class MessageBuilder:
 
     def _end_message(self, delta: Delta) -> list[Json]:
         """End the message with the stop reason from the last delta, and return the last events.
-
-        Mutates: `_stop`, the fields of the message that contain the reason.
 
         Raises: ApiError if Anthropic's API has no stop reason for the delta's finish reason, for
             example because the server aborted the request.

@@ -241,10 +241,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _chat_tool(tool: Json, place: str) -> Json:
-    """Return a tool in the format of chat completions.
-
-    Raises: FieldError if Anthropic's servers would have to run the tool, or if a field is wrong.
-    """
+    """Return a tool in the format of chat completions."""
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise FieldError(

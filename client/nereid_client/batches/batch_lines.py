@@ -133,9 +133,6 @@ class LineParser:
     def _check_and_store_custom_id(self, fields: Mapping[str, Any]) -> str:
         """Return and store the custom_id of a line, so that duplicates in later lines are found.
 
-        Args:
-            fields: the JSON object in the line.
-
         Raises: LineError if the custom_id is wrong, or if an earlier line has the same custom_id.
         """
         custom_id = fields.get("custom_id")
@@ -255,10 +252,7 @@ class ResultFile:
                 self._num_bytes += len(line)
 
     def _open(self) -> BinaryIO:
-        """Open the file for appending, and remove an incomplete line at its end.
-
-        Mutates: `_file`, which becomes the returned file.
-        """
+        """Open the file for appending, and remove an incomplete line at its end."""
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         self._file = file = self._path.open("ab", buffering=0)
         file.truncate(self._num_bytes)
@@ -266,10 +260,7 @@ class ResultFile:
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line. Ignore a byte order mark, which some editors write.
-
-    Raises: LineError.
-    """
+    """Return the JSON object in a line. Ignore a byte order mark, which some editors write."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -284,10 +275,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _body(body: object) -> bytes:
-    """Return the JSON text of a request's body.
-
-    Raises: LineError if the body is not an object, or if it has stream=true or background=true.
-    """
+    """Return the JSON text of a request's body."""
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"body must be an object, but the line has {shown(body)}.")
     for name in ("stream", "background"):

@@ -99,10 +99,7 @@ class BatchRun:
                 self._fail("internal_error", f"The server has a bug: {type(error).__name__}.")
 
     async def _run_steps(self) -> None:
-        """Run the remaining steps: check the input file, send the requests, and store the results.
-
-        Raises: OSError.
-        """
+        """Run the remaining steps: check the input file, send the requests, store the results."""
         batch = self._batch
         if batch.status == "validating":
             await self._validate()
@@ -131,8 +128,6 @@ class BatchRun:
         Lines have a result already if an earlier run was interrupted, for example by a restart. At
         the end, the status of the batch becomes "finalizing", and each result file with at least
         one line gets an id.
-
-        Mutates: the counts, the ids of the result files and the status of the batch.
         """
         batch = self._batch
         with (
@@ -155,10 +150,6 @@ class BatchRun:
         """Send all lines that have no result yet.
 
         If the batch expires or is cancelled, store an error for each line without a result.
-
-        Args:
-            output: the file for the responses to successful requests.
-            errors: the file for all other results.
 
         Raises: OSError if a result cannot be stored.
         """
@@ -229,15 +220,7 @@ class BatchRun:
             return None
 
     async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
-        """Send the request that one input line contains, and store the response.
-
-        Args:
-            request: the request.
-            output: the file for the responses to successful requests.
-            errors: the file for all other responses.
-
-        Raises: OSError.
-        """
+        """Send the request that one input line contains, and store the response."""
         response = await self._sender.send(self._batch.endpoint, request.body, self._client)
         is_success = 200 <= response.status < 300
         line = result_line(
@@ -268,14 +251,6 @@ class BatchRun:
         """Store a result line, and update the counts of the batch.
 
         The new counts are saved at most once in `_SAVE_EVERY_S` seconds.
-
-        Args:
-            file: the file to which the line is appended.
-            number: the number of the input line.
-            line: the result line.
-            is_success: whether the request in the input line has succeeded.
-
-        Raises: OSError.
         """
         file.append(line)
         self._recorded.add(number)
@@ -290,10 +265,7 @@ class BatchRun:
             self._store.save(self._batch)
 
     def _fail(self, code: str, message: str) -> None:
-        """End the batch with an error.
-
-        Raises: OSError.
-        """
+        """End the batch with an error."""
         error = {"code": code, "message": message, "line": None, "param": None}
         self._batch.errors = {"object": "list", "data": [error]}
         self._end("failed")

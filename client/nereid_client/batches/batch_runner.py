@@ -116,8 +116,6 @@ class BatchRunner:
 
         Only the process that has the lock runs the batches of the folder.
 
-        Mutates: `_lock`, which becomes the locked file.
-
         Returns: whether this process has the lock.
         """
         folder = self._store.files.folder
@@ -141,10 +139,7 @@ class BatchRunner:
                 self._runs[batch.id].run.cancel()
 
     def _start(self, batch: Batch) -> None:
-        """Start a task that runs a batch. When the task ends, `_on_end` is called.
-
-        Mutates: `_runs`, which then contains the batch.
-        """
+        """Start a task that runs a batch. When the task ends, `_on_end` is called."""
         run = BatchRun(
             batch,
             self._store,
@@ -199,11 +194,7 @@ class BatchRunner:
         self._pause_if_full(await asyncio.to_thread(files.num_bytes))
 
     def _pause_if_full(self, num_bytes: int) -> None:
-        """If the folder is too large, pause all batches. Otherwise, let the batches continue.
-
-        Args:
-            num_bytes: the number of bytes in the folder.
-        """
+        """If the folder is too large, pause all batches. Otherwise, let the batches continue."""
         files = self._store.files
         is_full = num_bytes > files.limits.num_bytes
         if is_full and not self._slots.is_paused:

@@ -45,10 +45,6 @@ def _start_batches(app: FastAPI, context: Context) -> Batches | None:
     """Open the folder of the batches, and start a task that runs the batches in this folder.
 
     Return None if the settings turn the Batch API off.
-
-    Args:
-        app: the application that answers the requests of the batches.
-        context: the settings, and the backend that must be ready before a request is sent.
     """
     settings = context.settings
     if not settings.batch_folder or not settings.max_stored_files:

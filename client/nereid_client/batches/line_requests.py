@@ -187,11 +187,7 @@ class LineSender:
 
 
 class _Exchange:
-    """One request and its response, as the messages that the application receives and sends.
-
-    Args:
-        body: the JSON body of the request.
-    """
+    """One request and its response, as the messages that the application receives and sends."""
 
     def __init__(self, body: bytes) -> None:
         self._request = [{"type": "http.request", "body": body, "more_body": False}]

@@ -119,8 +119,6 @@ class FormReader:
     def _read_names_of_part(self) -> None:
         """Read the field name and the file name from the headers of a form part.
 
-        Mutates: `_name` and `_is_file`. If this part is the file, also `filename`.
-
         Raises: ApiError 400 if the form has two files.
         """
         _, options = parse_options_header(self._disposition)
@@ -170,8 +168,6 @@ def _boundary_of(content_type: str) -> bytes:
     """Return the boundary between the parts of a form. The header Content-Type contains it.
 
     Example: "multipart/form-data; boundary=abc" returns b"abc".
-
-    Raises: ApiError 400 if the header names no form, or has no boundary.
     """
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")

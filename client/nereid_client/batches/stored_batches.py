@@ -213,15 +213,7 @@ class BatchStore:
         self._publish_file(batch, "errors", batch.error_file_id)
 
     def _publish_file(self, batch: Batch, name: str, file_id: str | None) -> None:
-        """Move a result file of a batch to the file store, unless the file has already been moved.
-
-        Args:
-            batch: the batch.
-            name: the name of the file's folder, "output" or "errors".
-            file_id: the id of the file. None if the batch has no such file.
-
-        Raises: OSError.
-        """
+        """Move a result file of a batch to the file store, unless this has already been done."""
         if file_id is None:
             return
         folder = self.folder(batch.id) / name
@@ -296,12 +288,7 @@ class BatchStore:
 
 
 def _new_batch(request: CreateBatchRequest, file: StoredFile) -> Batch:
-    """Create the batch object for a request. The batch has not started yet.
-
-    Args:
-        request: the request that creates the batch.
-        file: the input file.
-    """
+    """Create the batch object for a request. The batch has not started yet."""
     now = int(time.time())
     expiry = request.output_expires_after
     return Batch(

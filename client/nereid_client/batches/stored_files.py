@@ -264,10 +264,7 @@ class Upload:
             self._file.write(data)
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
-        """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes.
-
-        Raises: OSError if the disk is full.
-        """
+        """Raise an ApiError 413 if the folder's limit does not allow `num_new_bytes` more bytes."""
         # `self._store.num_bytes` adds the sizes of all files on the disk, including the file of
         # this upload. Buffered bytes of this file must therefore be written first.
         self._file.flush()

@@ -131,10 +131,7 @@ class _Load:
             on_sample()
 
     def summary(self) -> Json:
-        """Return the benchmark's results so far: counts, requests per second and latencies.
-
-        The keys contain the units, such as the seconds in `elapsed_s`.
-        """
+        """Return the benchmark's results so far: counts, requests per second and latencies."""
         elapsed_s = max(self._end - self._start, _SHORTEST_TEST_S)
         good = [sample for sample in self.samples if not sample.error]
         num_tokens = sum(sample.num_tokens for sample in good)
@@ -218,9 +215,6 @@ def _table(summary: Json) -> Table:
     A row with latencies has one column for each of `_STATISTICS`. These columns are empty until a
     request has succeeded. The other rows have a single value, which does not belong to a statistic.
     It is in the first of these columns.
-
-    Args:
-        summary: the result of `_Load.summary`.
     """
     table = Table("", *_STATISTICS)
     ended = summary["succeeded"] + summary["failed"]

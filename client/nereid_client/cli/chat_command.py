@@ -135,12 +135,6 @@ def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json
     """Chat with the user: read messages from the terminal, and print the model's responses.
 
     The chat lasts until the user quits.
-
-    Args:
-        url: the URL of the frontend.
-        fields: the fields of each request, except the messages.
-        opening: the messages at the start of each conversation.
-        images: the images that the first message of each conversation contains.
     """
     messages = [*opening]
     while (text := _read_message()) != "/quit":
@@ -188,10 +182,6 @@ def _print_response(events: Iterator[Json], answer: list[str]) -> None:
 
     Mutates: answer. Each piece of the content is appended after it is printed, so that `answer` is
         complete even if the user stops the response.
-
-    Args:
-        events: the chunks of a stream.
-        answer: an empty list.
     """
     is_dim = False  # whether the terminal prints in the dim colour now
     deltas = (choice["delta"] for event in events for choice in event["choices"])

@@ -61,12 +61,7 @@ def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
 
 
 def _print_results_and_exit(results: list[dict[str, object]], *, as_json: bool) -> NoReturn:
-    """Print the results of checks. Exit with code 1 if a check failed, and with code 0 otherwise.
-
-    Args:
-        results: dicts with the keys "check", "ok" and "finding", as `_run_check` returns them.
-        as_json: whether to print JSON instead of a table.
-    """
+    """Print the results of checks. Exit with code 1 if a check failed, otherwise with code 0."""
     if as_json:
         print_json(results)
     else:
@@ -157,10 +152,7 @@ def _check_memory() -> str:
 
 
 def _check_serve_flags(flags: list[str]) -> str:
-    """Return a description of the servers that `nereid serve` would start with these flags.
-
-    Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.
-    """
+    """Return a description of the servers that `nereid serve` would start with these flags."""
     plan = make_plan(parse_arguments(["serve", *flags]))
     addresses = ", ".join(f"{name} at {address}" for name, address in plan.endpoints)
     pooling = "".join(f", {model.kind} {model.path}" for model in plan.pooling_models)

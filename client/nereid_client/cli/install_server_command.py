@@ -90,10 +90,6 @@ def _install(args: argparse.Namespace) -> int:
     """Install the wheel, copy the stub for this Python version, and write the launcher.
 
     A wheel that is already installed, and a launcher that is up to date, are left unchanged.
-
-    Returns: the exit code 0.
-
-    Raises: OSError if a file cannot be written.
     """
     # The server embeds Python, and the launcher must name the folder of the library libpython. If
     # the library is missing, `find_libpython` raises an error before anything is installed.
@@ -136,10 +132,7 @@ def launcher_text(target: Path, libpython: Path) -> str:
 
 
 def _install_wheel_if_missing(wheel: str, target: Path) -> None:
-    """Install a wheel into a folder, unless the folder already contains this wheel.
-
-    Raises: CliError if pip fails.
-    """
+    """Install a wheel into a folder, unless the folder already contains this wheel."""
     # The stamp file is written after the installation. If an installation is interrupted, there is
     # no stamp, and the next run installs the wheel again.
     stamp = target / ".nereid-wheel"
@@ -150,10 +143,7 @@ def _install_wheel_if_missing(wheel: str, target: Path) -> None:
 
 
 def _pip_install(wheel: str, target: Path) -> None:
-    """Install a wheel into a folder with pip.
-
-    Raises: CliError if pip fails.
-    """
+    """Install a wheel into a folder with pip."""
     say(f"install-server: installing {wheel} into {target} with pip")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--upgrade", "--target", str(target), wheel]
@@ -168,9 +158,6 @@ def _copy_stub_for_this_python(server: Path) -> None:
     """Copy the stub program for the running Python version to the folder backends/python.
 
     The Triton server starts this program in order to run Python models.
-
-    Args:
-        server: the folder of the Triton server.
 
     Raises: CliError if the server has no stub program for this Python version.
     """
@@ -195,10 +182,7 @@ def _copy_stub_for_this_python(server: Path) -> None:
 
 
 def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
-    """Write the launcher. Return False if the launcher was already up to date.
-
-    Raises: CliError if another program already exists at this path.
-    """
+    """Write the launcher. Return False if the launcher was already up to date."""
     text = launcher_text(target, libpython)
     if path.exists():
         old = path.read_bytes()

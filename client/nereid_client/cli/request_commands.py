@@ -95,8 +95,6 @@ def _check_width_of_similarities(num_texts: int) -> None:
     """Raise a CliError if a table with one column for each text is wider than the terminal.
 
     The library rich would leave out the numbers of such a table.
-
-    Raises: CliError.
     """
     width = Console().width
     # The table has one column for each text, a column with the numbers of the texts, and a column

@@ -137,10 +137,6 @@ def _add_frontend_defaults(environment: dict[str, str]) -> None:
     Without a batch folder, the frontend alone would have no Batch API. `nereid serve` uses a folder
     of its own. If the clients have API keys, the supervisor needs a key, too, because it sends
     requests to the frontend. This key is generated.
-
-    Mutates: environment, to which the missing variables are added.
-
-    Raises: CliError if a setting is wrong.
     """
     settings = startup_checks.check_frontend_settings(environment)
     if not settings.batch_folder:
@@ -202,11 +198,6 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
     The result contains the variables of this process. If a flag sets a setting, the value of the
     flag replaces the value of the setting's variable. A warning is printed if the variable
     NEREID_GRPC_URL of this process has no effect.
-
-    Args:
-        args: the flags of `nereid serve`.
-        model: the path of the language model's checkpoint.
-        name: the name of the language model in requests.
     """
     # The Triton server listens on the address in --host. The frontend on this machine connects to
     # that address. If the server listens on all addresses (0.0.0.0), the frontend connects to
@@ -287,14 +278,7 @@ def _absolute_adapter(value: str) -> str:
 
 
 def _check_adapter_names(lora_adapters: str, names: Sequence[str]) -> None:
-    """Check that no adapter has the name of a model. Requests could never select such an adapter.
-
-    Args:
-        lora_adapters: the setting lora_adapters.
-        names: the names of all models.
-
-    Raises: CliError that names the adapter.
-    """
+    """Check that no adapter has the name of a model. Requests could not select such an adapter."""
     for name in adapter_names(lora_adapters):
         if name in names:
             raise CliError(
@@ -304,12 +288,7 @@ def _check_adapter_names(lora_adapters: str, names: Sequence[str]) -> None:
 
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:
-    """Return warnings about endpoints that other machines can use without an API key.
-
-    Args:
-        host: the address on which the Triton server listens.
-        settings: the settings of the frontend.
-    """
+    """Return warnings about endpoints that other machines can use without an API key."""
     if host in _LOOPBACK:
         return []
     endpoints = "the Triton server's HTTP, gRPC and metrics endpoints"

@@ -199,10 +199,7 @@ def attribute(flag: str) -> str:
 
 
 def _size(text: str) -> int:
-    """Convert text such as "8GiB" to a number of bytes.
-
-    Raises: argparse.ArgumentTypeError.
-    """
+    """Convert text such as "8GiB" to a number of bytes."""
     try:
         return int(TypeAdapter(NumBytes).validate_python(text))
     except ValidationError:

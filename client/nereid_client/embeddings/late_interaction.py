@@ -110,16 +110,7 @@ async def _embed_tokens(
     *,
     truncate: bool | None,
 ) -> PoolingOutputs:
-    """Return one vector for each token of the queries or of the documents.
-
-    Args:
-        request: the HTTP request.
-        served: the embedding model.
-        inputs: the input tensors of a reranker.
-        role: "query" to embed the queries, or "documents" to embed the documents.
-        truncate: whether to truncate texts that are too long. None means the server's default: such
-            a text is an error.
-    """
+    """Return one vector for each token of the queries or of the documents."""
     options = {
         "kind": "multi_vector",
         "prompt_name": _prompt_name(served, role),  # such as "passage" for documents
@@ -137,11 +128,6 @@ def _inputs_of_embedder(inputs: ModelInputs, role: str) -> ModelInputs:
 
     Example: the tensors {"query": ["a"], "documents": ["b", "c"]} and the role "documents" return
     the tensors {"texts": ["b", "c"]}.
-
-    Args:
-        inputs: the input tensors of a reranker. For error messages, `fields` maps the name of each
-            tensor to the name of the request field.
-        role: "query" or "documents".
     """
     # A query is always a text, so the tensor "query" exists. If a document is an image, there is no
     # tensor "documents", and the documents are in the tensor "parts".
@@ -155,10 +141,6 @@ def _prompt_name(served: ServedModel, role: str) -> str | None:
     """Return the name of the prompt that a model puts before queries or documents, or None.
 
     Example: a model with the prompts "query" and "passage" returns "passage" for "documents".
-
-    Args:
-        served: the embedding model.
-        role: "query" or "documents".
     """
     model_prompts = served.info.get("prompts", {})
     names = [name for name in _PROMPTS[role] if name in model_prompts]

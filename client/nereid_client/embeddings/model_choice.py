@@ -67,13 +67,7 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _create_pooling_models(backend: PoolingBackend, control: ModelControl | None) -> PoolingModels:
-    """Return the object that finds and calls the pooling models of a backend.
-
-    Args:
-        backend: calls the models.
-        control: loads a model when a request needs it, if a file describes several models. None if
-            the server loads its models at the start.
-    """
+    """Return the object that finds and calls the pooling models of a backend."""
     if control is None:
         return PoolingModels(backend)
     return PoolingModels(ControlledPooling(backend, control), control.pooling_targets, control)
@@ -138,10 +132,6 @@ def _has_only_other_names(target: PoolingTarget, name: str | None) -> bool:
 
     Without a file that describes several models, `target.names` is empty, and the model itself
     reports its name.
-
-    Args:
-        target: the model in the model repository.
-        name: the requested name. None if any name is suitable.
     """
     return bool(target.names) and name is not None and name not in target.names
 
@@ -151,9 +141,6 @@ def _problem_to_report(problems: Sequence[ApiError]) -> ApiError:
 
     A temporary problem, such as a model that does not answer, is preferred, because the client can
     then try again. A model that is not served (status 404) is a permanent problem.
-
-    Args:
-        problems: at least one problem of a model.
     """
     temporary_problems = [problem for problem in problems if problem.status != 404]
     return (temporary_problems or problems)[0]
@@ -213,12 +200,7 @@ async def _find_context_with_adapter(request: Request, adapter: str) -> Context 
 
 
 async def _is_unloaded_on_live_server(context: Context, control: ModelControl | None) -> bool:
-    """Return True if the server answers, but a language model is not loaded.
-
-    Args:
-        context: the context of the language model.
-        control: loads and unloads models. None if all models are always loaded.
-    """
+    """Return True if the server answers, but a language model is not loaded."""
     if control is None or await control.is_loaded(context.settings.ensemble):
         return False
     return await context.backend.is_live()
@@ -231,11 +213,6 @@ async def _wrong_model_error(
 
     The status is 400 if the name belongs to a model of another kind, and 404 if the name is
     unknown.
-
-    Args:
-        request: the HTTP request.
-        name: the name of the model in the request.
-        suitable_names: the names of the models that can answer the request.
     """
     served_models = await _served_models(request)
     suitable = " or ".join(map(repr, suitable_names))
@@ -257,13 +234,7 @@ async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
 
 
 def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[str, str]]) -> str:
-    """Return the error message for a request that names an unknown or unsuitable model.
-
-    Args:
-        name: the name of the model in the request.
-        suitable: the names of the models that can answer the request.
-        served: maps the name of each served model to its description and main route.
-    """
+    """Return the error message for a request that names an unknown or unsuitable model."""
     remedy = f"Use {suitable} for this request, or leave model out."
     if name not in served:
         return f"The model {name!r} does not exist. {remedy}"
@@ -343,8 +314,6 @@ def _check_texts_are_unicode(inputs: ModelInputs, options: Mapping[str, Any]) ->
     r"""Check that all texts are valid Unicode, both in the input tensors and in the options.
 
     A JSON text such as "\ud800" contains half of a surrogate pair, which UTF-8 cannot encode.
-
-    Raises: ApiError 400.
     """
     for values in inputs.tensors.values():
         if values and isinstance(values[0], str):  # then all values are texts
@@ -365,10 +334,6 @@ def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendE
     """Return the error with the name of the tensor replaced by the name of the request field.
 
     Example: "texts: element 1: has 13 tokens" becomes "input: element 1: has 13 tokens".
-
-    Args:
-        error: the error of the backend. An error that names no tensor is returned unchanged.
-        fields: maps the name of each tensor to the name of its request field.
     """
     first_word = re.split(r"\W", error.message, maxsplit=1)[0]
     if first_word not in fields:

@@ -289,11 +289,6 @@ def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
 
     Example: a gRPC error with the code INVALID_ARGUMENT and the message "[INVALID_ARGUMENT] texts:
     must not be empty" returns BackendError("INVALID_ARGUMENT", "texts: must not be empty").
-
-    Args:
-        error: the error of the gRPC call.
-        model: the name of the model in the model repository.
-        url: host:port of the Triton server's gRPC endpoint.
     """
     code: str = error.code().name
     message = error.details() or code

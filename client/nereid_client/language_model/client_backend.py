@@ -103,12 +103,7 @@ class ClientBackend:
             self._count_tokens(list(usages.values()), client)
 
     def _count_tokens(self, usages: Sequence[Usage], client: Client) -> None:
-        """Add the tokens of a request to the client's limits and metrics.
-
-        Args:
-            usages: the token counts of each choice.
-            client: the client that sent the request.
-        """
+        """Add the tokens of a request to the client's limits and metrics."""
         # Every choice reports the tokens of the prompt, but these tokens are counted only once.
         num_prompt = max((usage["prompt_tokens"] for usage in usages), default=0)
         num_generated = sum(usage["completion_tokens"] for usage in usages)

@@ -81,10 +81,7 @@ class FillInMiddle:
         return self._format.prompt(prefix, suffix)
 
     async def _find_format(self, request_id: str) -> MarkerFormat:
-        """Return the first format whose markers are all special tokens of the tokenizer.
-
-        Raises: ApiError 400.
-        """
+        """Return the first format whose markers are all special tokens of the tokenizer."""
         for form in FORMATS:
             if await self._has_tokens(form.markers, request_id):
                 return form

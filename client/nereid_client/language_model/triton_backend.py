@@ -155,8 +155,6 @@ class TritonBackend:
 
         The request generates no text. Its parameters select what the model does, and the output
         tensor `state` contains the answer.
-
-        Raises: BackendError.
         """
         request = infer_request(self._executor, request_id, _NO_PROMPT, [_STATE])
         for name, value in parameters.items():
@@ -173,8 +171,6 @@ class TritonBackend:
 
         The executor model is decoupled: it may send any number of responses. A request to such a
         model needs a stream, even if there is only one response.
-
-        Raises: BackendError.
         """
         stream = self._calls.stream(request)
         try:

@@ -267,12 +267,6 @@ class AdmissionControl:
         """Admit a new request and return None, or return an error if a limit rejects the request.
 
         If None is returned, the caller must call `self._gate.leave` at the end of the request.
-
-        Args:
-            client: the client that sent the request.
-            throttle: limits the client's requests to an overloaded server. None if the server has
-                not rejected any of them.
-            now: the current time of time.monotonic().
         """
         # Several frontend processes can share the counters of running requests. During the
         # transaction, no other process can admit a request between the check of the limit and the
@@ -304,17 +298,9 @@ class AdmissionControl:
     def _observe_rejections(self, key: tuple[str, str], send: Send, started: float) -> Send:
         """Wrap `send` in a function that also records rejections by the server.
 
-        A throttle stores the rejections of one client and path. If there are many, the throttle
-        limits the further requests.
-
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
         call a model send such a response. In Anthropic's API, the status is 529. The throttle
         repeats the error message in the body when it rejects later requests.
-
-        Args:
-            key: the key of the throttle.
-            send: sends a message to the client.
-            started: the time at which the request was admitted.
         """
         # The header Retry-After of a rejection whose body has not arrived yet, or None.
         retry_after: str | None = None
@@ -333,14 +319,7 @@ class AdmissionControl:
     def _record_rejection(
         self, key: tuple[str, str], body: bytes, retry_after: str, started: float
     ) -> None:
-        """Record a rejection in the throttle `key`. Do nothing if the body is not an error object.
-
-        Args:
-            key: the key of the throttle, which limits the requests to an overloaded server.
-            body: the body of the response that rejected the request.
-            retry_after: the value of the response's header Retry-After.
-            started: the time at which the request was admitted.
-        """
+        """Record a rejection in the throttle `key`, unless the body is not an error object."""
         try:
             text = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):

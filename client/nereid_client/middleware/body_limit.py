@@ -103,9 +103,6 @@ class BodyLimit:
     def _count_bytes(self, message: Message, body: "_ReceivedBody") -> None:
         """Count the bytes of a message, and check that the body does not exceed the limits.
 
-        Mutates: body, whose attributes `num_bytes` and `is_complete` are updated, and the total of
-            all bodies. The bytes are not added if they exceed a limit.
-
         Raises: ApiError 413 if the body is too large, 429 if all bodies together are too large.
         """
         num_bytes = len(message.get("body", b""))
@@ -131,11 +128,7 @@ class BodyLimit:
         return self._too_large_error(size=digits[:_MAX_DIGITS])
 
     def _too_large_error(self, size: str) -> ApiError:
-        """Return the error for a body that is too large.
-
-        Args:
-            size: the number of bytes for the error message, such as "900" or "more than 500".
-        """
+        """Return the error for a body that is too large."""
         return ApiError(
             413,
             f"The request body has {size} bytes, but the limit is {self._max_bytes} "

@@ -289,10 +289,7 @@ class KeyFile:
             _log.warning("The frontend has read %d API keys from %s", count, self._path)
 
     def _load(self) -> None:
-        """Read the key file. If a client was in the file before, keep its `Client` object.
-
-        Raises: SettingsError.
-        """
+        """Read the key file. If a client was in the file before, keep its `Client` object."""
         entries = read_key_file(self._path)
         self._clients = {
             name: self._clients.get(name) or Client(name, usages=self._usages) for name in entries
@@ -332,15 +329,7 @@ def read_key_file(path: Path) -> dict[str, KeyEntry]:
 
 
 def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
-    """Return the validated table of one client.
-
-    Args:
-        name: the name of the client.
-        table: the client's table in the key file.
-        path: the path of the key file, for the error.
-
-    Raises: SettingsError that names the wrong key of the table, or the wrong name of the client.
-    """
+    """Return the validated table of one client."""
     # A client without a name could do everything that the key in the setting api_key allows. Two
     # names that differ only after the limit would be one client in the fair scheduling of requests.
     if not 1 <= len(name) <= _MAX_SHARE_LENGTH:

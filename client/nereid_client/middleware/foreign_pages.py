@@ -49,12 +49,7 @@ class ForeignPages:
         await error_response(error, scope)(scope, receive, send)
 
     def _is_allowed(self, method: str, headers: Headers) -> bool:
-        """Return whether a request may be answered.
-
-        Args:
-            method: the HTTP method.
-            headers: the headers of the request.
-        """
+        """Return whether a request may be answered."""
         if method in ("GET", "HEAD", "OPTIONS") or "*" in self._origins:
             return True
         is_foreign = headers.get("sec-fetch-site") in _OTHER_ORIGINS

@@ -222,9 +222,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
         While a response is being generated, its next parts are added to the unsent bytes. The
         middleware Timeouts then decides whether the client still reads.
-
-        Args:
-            num_unsent_before: the number of unsent bytes when the timer was started.
         """
         self._unread_timer = None
         is_generating = self._running is not None and self._running.response_started
@@ -264,11 +261,6 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
     uvicorn 0.54 sends chunks if a response has no Content-Length, for example a stream. Without
     chunks and Content-Length, the response ends when uvicorn closes the connection. uvicorn closes
     each connection with HTTP/1.0 after the response.
-
-    Args:
-        cycle: uvicorn's object that sends the response. It must not have sent anything yet.
-
-    Mutates: cycle.
     """
     send = cycle.send
     cycle.chunked_encoding = False  # None lets uvicorn choose

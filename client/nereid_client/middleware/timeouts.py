@@ -95,12 +95,6 @@ class Timeouts:
         expire because the client does not read the response, or `running` makes it expire because
         another request aborts this request. If the client does not read, uvicorn closes the
         connection, and no error is sent.
-
-        Args:
-            limit: the time limit of the request.
-            response: sends the response, and records how much of it the client has received.
-            scope: the scope of the request. `state.running_request` is added to it.
-            receive: receives the request.
         """
         state = scope.setdefault("state", {})
         request_id = state.get("request_id", "")
@@ -222,11 +216,7 @@ class _ObservedResponse:
         self._record(message)
 
     def _record(self, message: Message) -> None:
-        """Update the state of the response after `message` has been sent.
-
-        The state describes whether the response has started, whether the response is a stream, and
-        whether the response has ended. For a stream, the body of the last message is also stored.
-        """
+        """Update the state of the response after `message` has been sent."""
         if message["type"] == "http.response.start":
             self._has_started = True
             media_type = Headers(raw=message["headers"]).get("content-type", "")
@@ -288,8 +278,6 @@ class _UnreadWatch:
         """End the request if sending a message takes too long. Otherwise, set the timer again.
 
         Do nothing if the timeout has already expired for another reason.
-
-        Mutates: `is_unread` and the timeout of the request, or `_timer`.
         """
         now = self._loop.time()
         unsent_since = self._response.unsent_since

@@ -88,12 +88,7 @@ class Traces:
 
 
 def _store_traceparent(scope: Scope, traceparent: str) -> None:
-    """Store the trace context of the current request for gRPC calls and log records.
-
-    Args:
-        scope: the ASGI scope of the request, which gets the id of the trace for log records.
-        traceparent: the W3C header of this name. "" if there is no trace.
-    """
+    """Store the trace context of the current request for gRPC calls and log records."""
     current_traceparent.set(traceparent)
     if traceparent:
         scope["state"]["trace_id"] = traceparent.split("-")[1]

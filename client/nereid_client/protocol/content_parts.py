@@ -67,16 +67,7 @@ def content_part(value: object, field: str, place: str) -> dict[str, str]:
 
 
 def _content_of(part: dict[str, Any], name: str, field: str, place: str) -> str:
-    """Return the value of the key `name` in a content part: a text, or the URL of an image.
-
-    Args:
-        part: the content part.
-        name: "text", "image" or "image_url".
-        field: the request field that contains the part, such as "input", for the error's `param`.
-        place: the path of the part in the request, such as "input[2]", for the error message.
-
-    Raises: FieldError if the value is not a string.
-    """
+    """Return the value of the key `name` in a content part: a text, or the URL of an image."""
     content = part[name]
     if name == "image_url" and isinstance(content, dict):
         content = content.get("url")  # the object is OpenAI's format

@@ -107,8 +107,6 @@ def _grammar_of(tool: CustomTool, place: str) -> tuple[_Grammar | None, str]:
     In chat completions, the field `format` contains an object `grammar` with the fields `syntax`
     and `definition`. In the Responses API, `format` itself contains these fields. Each API accepts
     both forms. If any text is allowed, the grammar is None.
-
-    Raises: FieldError if the format is wrong.
     """
     format_place = f"{place}.format"
     if tool.format is None:

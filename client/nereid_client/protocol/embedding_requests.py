@@ -329,8 +329,6 @@ def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the content part of each item in Cohere's field `inputs`.
 
     Example: [{"content": [{"type": "text", "text": "a"}]}] returns [{"type": "text", "text": "a"}].
-
-    Raises: FieldError if a member does not have exactly one content part.
     """
     parts = []
     for index, member in enumerate(inputs):

@@ -96,14 +96,7 @@ class RequestLimits:
             self._check_prompt(prompt, is_truncated=is_truncated)
 
     def _check_prompt(self, prompt: object, *, is_truncated: bool) -> None:
-        """Check the length of one prompt, which is a text or a list of token ids.
-
-        Args:
-            prompt: the prompt. A value of another type is not checked here.
-            is_truncated: whether the server truncates a list of token ids that is too long.
-
-        Raises: ApiError 400 with the code context_length_exceeded.
-        """
+        """Check the length of one prompt, which is a text or a list of token ids."""
         # Each character has at least one byte, so a text with too many characters also has too many
         # bytes. Counting the bytes would require an encoded copy of the text, so the tokenizer
         # model checks their exact number.

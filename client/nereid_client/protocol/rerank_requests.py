@@ -284,10 +284,7 @@ def _unwrap_list_of_one(value: object) -> object:
 
 
 def _texts_of(field: str, value: object) -> list[str]:
-    """Convert the value of a field to a list of texts. The value is one text or a list of texts.
-
-    Raises: FieldError if the value has another type.
-    """
+    """Convert the value of a field to a list of texts. The value is one text or a list of texts."""
     if isinstance(value, list):
         return [text_of(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
     return [text_of(value, field, field)]
@@ -321,10 +318,7 @@ def _pair_inputs(
 
 
 def _documents_of(field: str, value: object) -> list[Document]:
-    """Convert the value of a field to a list of documents. The value is one document or a list.
-
-    Raises: FieldError if the value has another type.
-    """
+    """Convert the value of a field to a list of documents. The value is one document or a list."""
     if isinstance(value, list):
         return [_document_of(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
     return [_document_of(value, field, field)]
@@ -334,13 +328,6 @@ def _document_of(value: object, field: str, place: str) -> Document:
     """Convert a value to a document: a text, or an image as `{"image": ...}`.
 
     Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
-
-    Args:
-        value: a text, a content part, or a list of one content part.
-        field: the name of the request field that contains the value, such as "documents".
-        place: the path of the value for the error message, such as "documents[2]".
-
-    Raises: FieldError if the value has another form, or contains both a text and an image.
     """
     part = _unwrap_list_of_one(value)
     if isinstance(part, dict) and isinstance(part.get("content"), list):  # vLLM's format

@@ -190,10 +190,7 @@ def _to_chat_tool(tool: FunctionTool | CustomTool) -> Json:
 
 
 def _read_tool(tool: Json, place: str) -> FunctionTool | CustomTool:
-    """Validate a function or a custom tool.
-
-    Raises: FieldError if the tool has another type, or if a field of the tool is wrong.
-    """
+    """Validate a function or a custom tool."""
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         raise FieldError(

@@ -78,10 +78,7 @@ class BackgroundResponse:
         return num_text_bytes + num_event_bytes
 
     def _wake_readers(self) -> None:
-        """Wake all generators of `follow`.
-
-        Mutates: `_changed`, which is set, and replaced by a new event for the next change.
-        """
+        """Wake all generators of `follow`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -230,12 +227,7 @@ class Responses:
 
 
 def _last_events(builder: ResponseBuilder, bug: BaseException | None) -> list[Json]:
-    """End an unfinished response, and return the events that describe the end.
-
-    Args:
-        builder: the response.
-        bug: the exception that ended the task. None if the task was cancelled.
-    """
+    """End an unfinished response, and return the events that describe the end."""
     if bug is None:
         return builder.cancel()
     error = ApiError(

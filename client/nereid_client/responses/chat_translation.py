@@ -73,10 +73,7 @@ def messages_of(instructions: str | None, items: Sequence[Json]) -> list[Json]:
 
 
 def _without_cut_calls(items: Sequence[Json]) -> list[Json]:
-    """Return the items without the calls that were cut off, and without the outputs of these calls.
-
-    `_is_cut` describes which calls were cut off.
-    """
+    """Return the items without the calls that were cut off and the outputs of these calls."""
     ids_of_outputs = {item["call_id"] for item in items if item["type"] in CALL_OF_OUTPUT}
     # Maps the id of a call to the result of `_is_cut`. Two calls can have the same id. An output
     # belongs to the last call before the output, so a later call replaces the entry.
@@ -102,21 +99,13 @@ def _is_cut(call: Json, *, has_output: bool) -> bool:
 
     Example: a call with the status "incomplete" and the arguments '{"a": 1' returns True. With the
     arguments '{"a": 1}', the result is False if the conversation contains the output of the call.
-
-    Args:
-        call: a function_call or custom_tool_call item.
-        has_output: whether the conversation contains the output of the call.
     """
     has_run = has_output and _has_complete_arguments(call)
     return call["status"] != "completed" and not has_run
 
 
 def _has_complete_arguments(call: Json) -> bool:
-    """Return whether the arguments of a call are JSON. The input of a custom tool may be any text.
-
-    Args:
-        call: a function_call or custom_tool_call item.
-    """
+    """Return whether a call's arguments are JSON. The input of a custom tool may be any text."""
     if call["type"] == "custom_tool_call":
         return True
     try:
@@ -150,8 +139,6 @@ class _ChatBuilder:
         Args:
             with_empty: names of fields, such as "content". Example: reasoning comes before content,
                 so reasoning cannot be added to a message that already has content.
-
-        Mutates: messages.
         """
         if self.messages:
             last = self.messages[-1]
@@ -183,8 +170,6 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
     Example: an item of the user with two text parts "a" and "b" appends {"role": "user",
     "content": "ab"}. The parts of a message with images are not joined.
-
-    Mutates: chat.
     """
     role, parts = item["role"], item["content"]
     if any(part["type"] == "input_image" for part in parts):
@@ -203,8 +188,6 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
     If the assistant's last message already has a text and no tool calls, the text becomes a new
     message. After tool calls, the text is added to the message with the calls. A new message would
     come between the calls and their outputs, and chat templates do not accept this order.
-
-    Mutates: chat.
     """
     last = chat.messages[-1] if chat.messages else {}
     if last.get("tool_calls"):
@@ -237,10 +220,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
-    """Add a call of a function or of a custom tool to the current assistant message.
-
-    Mutates: chat.
-    """
+    """Add a call of a function or of a custom tool to the current assistant message."""
     name = chat_name(item.get("namespace"), item["name"])
     call = {"id": item["call_id"]}
     if item["type"] == "custom_tool_call":

@@ -95,12 +95,6 @@ def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> Api
     """Return an ApiError 400 for a wrong value inside the field `input`.
 
     Example of a message: 'input[0].role must be one of user, assistant, but the request has "tool"'
-
-    Args:
-        place: the path of the value, such as "input[0].role".
-        requirement: the end of the sentence "PLACE must be ...".
-        value: the value.
-        remedy: a sentence that is appended to the message.
     """
     message = f"{place} must be {requirement}, but the request has {shown(value)}"
     return ApiError(400, f"{message}. {remedy}" if remedy else message, param=place)
@@ -111,8 +105,6 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
     Example: {"role": "user", "content": "Hi"} returns {"id": "msg_...", "type": "message",
     "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hi"}]}.
-
-    Raises: ApiError.
     """
     kind = item.get("type")
     if not kind and "role" in item:
@@ -128,10 +120,7 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Return the stored item with the id that an `item_reference` contains.
-
-    Raises: ApiError 404 if no stored response has such an item.
-    """
+    """Return the stored item with the id that an `item_reference` contains."""
     item_id = _string(item, "id", place)
     stored_item = find(item_id)
     if stored_item is None:
@@ -146,10 +135,7 @@ def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _message(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a message item.
-
-    Raises: ApiError 400 if a field is wrong.
-    """
+    """Return the fields of a message item."""
     role = item.get("role")
     if role not in _ROLES:
         raise _wrong(
@@ -192,10 +178,7 @@ def _user_part(part: object, place: str) -> Json:
 
 
 def _call(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a function_call item.
-
-    Raises: ApiError 400 if a field is wrong.
-    """
+    """Return the fields of a function_call item."""
     arguments = _string(item, "arguments", place, may_be_empty=True)
     status = _status(item, place)
     if arguments and status == "completed":
@@ -204,10 +187,7 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _custom_call(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a custom_tool_call item. The input of the tool may be any text.
-
-    Raises: ApiError 400 if a field is wrong.
-    """
+    """Return the fields of a custom_tool_call item. The input of the tool may be any text."""
     text = _string(item, "input", place, may_be_empty=True)
     return {**_call_names(item, place), "input": text, "status": _status(item, place)}
 
@@ -216,8 +196,6 @@ def _call_names(item: Mapping[str, Any], place: str) -> Json:
     """Return the fields that identify a call and the called tool.
 
     Example: {"call_id": "a", "name": "read", "namespace": "files"}.
-
-    Raises: ApiError 400 if a field is wrong.
     """
     fields = {
         "call_id": _string(item, "call_id", place),
@@ -244,12 +222,8 @@ def _check_json(text: str, place: str) -> None:
 def _call_output(item: Mapping[str, Any], place: str) -> Json:
     """Return the fields of a function_call_output or custom_tool_call_output item.
 
-    The item contains the result of a call.
-
     Example: {"call_id": "a", "output": "5"} returns {"call_id": "a", "output": "5", "status":
     "completed"}.
-
-    Raises: ApiError 400 if a field is wrong.
     """
     output = item.get("output")
     if not isinstance(output, str):  # a list of content parts
@@ -266,10 +240,7 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _reasoning(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a reasoning item.
-
-    Raises: ApiError 400 if a field is wrong, or if the reasoning is encrypted.
-    """
+    """Return the fields of a reasoning item."""
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))
     has_text = bool(content or summary)
@@ -323,13 +294,6 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     """Return the texts of the parts in a list. If `content` is None, return an empty list.
 
     Example: [{"type": "text", "text": "a"}] returns ["a"].
-
-    Args:
-        content: the list in the request, or None.
-        place: the path of the list, such as "input[0].content".
-        kinds: the types that a part may have. An error message names the first type.
-
-    Raises: ApiError 400 if a part is wrong.
     """
     if content is None:
         return []

@@ -272,10 +272,6 @@ def _tokens_of_text(text: bytes, tokens: Sequence[bytes]) -> tuple[int, int]:
     the text. All tokens then belong to the text.
 
     Example: the text b"Hello" and the tokens [b"<m>", b"Hel", b"lo", b" you"] return (1, 3).
-
-    Args:
-        text: the text, which is not empty.
-        tokens: the bytes of each token.
     """
     first_byte = b"".join(tokens).find(text)
     if first_byte < 0:

@@ -175,8 +175,6 @@ class ResponseBuilder:
         instead of their joined name. If the function replaces a custom tool, the item is a call of
         the custom tool.
 
-        Mutates: `_num_calls`, the number of calls that have started.
-
         Raises: BackendError if the tool call with this index has ended.
         """
         call_index = piece["index"]  # the number of the call among the calls of the response

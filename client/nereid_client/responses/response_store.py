@@ -306,11 +306,7 @@ class Store:
 
     @contextmanager
     def _changes(self) -> Iterator[None]:
-        """Run the `with` block in a transaction. Convert an error of the database to an ApiError.
-
-        Raises: ApiError 507 if the database cannot be changed, for example because the disk is
-            full.
-        """
+        """Run the `with` block in a transaction. Convert a database error to an ApiError."""
         try:
             with self._database.transaction():
                 yield
@@ -344,11 +340,7 @@ class Store:
             )
 
     def _totals(self, *, only_running: bool = False) -> tuple[int, int]:
-        """Return the number of responses in the store, and their total size in bytes.
-
-        Args:
-            only_running: whether responses that have ended are left out.
-        """
+        """Return the number of responses in the store, and their total size in bytes."""
         condition = "WHERE is_running" if only_running else ""
         count, num_bytes = self._database.rows(
             f"SELECT TOTAL(count), TOTAL(num_bytes) FROM totals {condition}"
@@ -357,10 +349,6 @@ class Store:
 
     def _delete_oldest_until_free(self, num_bytes: int, num_responses: int = 0) -> bool:
         """Make space in the store: delete the oldest of the responses that have ended.
-
-        Args:
-            num_bytes: the bytes that must be free.
-            num_responses: the number of responses that will be added.
 
         Returns: False if the store cannot have enough free space, because running responses
             are never deleted.

@@ -69,10 +69,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Json:
 
 
 async def _find(request: Request, batch_id: str) -> Batch:
-    """Return the batch with this id. Clients can find only their own batches.
-
-    Raises: ApiError 404.
-    """
+    """Return the batch with this id. Clients can find only their own batches."""
     store = batches_of(request).store
     batch = await asyncio.to_thread(store.find, batch_id, current_client.get().name)
     if batch is None:

@@ -78,20 +78,14 @@ async def _whole_response(
     options: CompletionOptions,
     generations: Sequence[Generation],
 ) -> Response:
-    """Generate all choices, and return the completion as one JSON object.
-
-    Raises: BackendError if a generation fails, Disconnected if the client closes the connection.
-    """
+    """Generate all choices, and return the completion as one JSON object."""
     work = _generate_all(context_of(request).backend, generations)
     totals = await sse.unless_disconnected(request.receive, work)
     return JSONResponse(completion(frame, options, totals))
 
 
 async def _echoed_prompts(request: Request, body: CompletionRequest) -> list[str]:
-    """For each prompt, return the text at the start of its choices: the prompt, or "" without echo.
-
-    Raises: BackendError if a token id of a prompt is not in the vocabulary.
-    """
+    """Return the text that each prompt's choices start with: the prompt, or "" without echo."""
     if not body.echo:
         return [""] * len(body.prompt)
     return [await _text_of(request, prompt) for prompt in body.prompt]
@@ -136,8 +130,6 @@ async def _fill_in_middle_prompt(request: Request, prompt: Prompt, suffix: str |
     suffix, or if the prompt consists of token ids, return the prompt unchanged.
 
     Example: "a = " and the suffix " + 1" return "<fim_prefix>a = <fim_suffix> + 1<fim_middle>".
-
-    Raises: ApiError 400 if the tokenizer has no markers for filling in the middle.
     """
     if not suffix or not isinstance(prompt, str):
         return prompt
@@ -151,9 +143,6 @@ async def _generations(request: Request, body: CompletionRequest) -> list[Genera
 
     If the body has a suffix, each prompt asks the model to fill the gap before the suffix. For such
     a prompt, the tokenizer must first report its special tokens.
-
-    Raises: ApiError 400 if a prompt is not valid Unicode, or if the tokenizer has no special tokens
-        for a suffix.
     """
     request_id = unique_request_id(request)
     prompts = [await _fill_in_middle_prompt(request, prompt, body.suffix) for prompt in body.prompt]

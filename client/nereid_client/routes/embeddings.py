@@ -82,10 +82,6 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     Otherwise, `embeddings` is an object with one list for each type, such as
     {"float": [[0.5]], "int8": [[127]]}.
 
-    Args:
-        request: the request.
-        version: the version of the API, "1" or "2".
-
     Raises: ApiError 400 if the model does not compute one vector for each text, or if `max_tokens`
         is smaller than the model's limit, because the server truncates texts only to this limit.
     """
@@ -158,12 +154,7 @@ async def tei_embed_sparse(request: Request) -> Response:
 
 
 async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
-    """Read a request in TEI's format, call the embedding model, and return the output tensors.
-
-    Args:
-        request: the HTTP request.
-        kind: the kind of output: "dense", "sparse" or "multi_vector".
-    """
+    """Read a request in TEI's format, call the embedding model, and return the output tensors."""
     body = await read_request(request, TeiEmbedRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, kind)

@@ -34,10 +34,7 @@ async def upload_file(request: Request) -> Json:
 
 
 async def _read_upload(request: Request, upload: Upload) -> StoredFile:
-    """Read the form in a request. Store the file from the form, and return the stored file.
-
-    Raises: ApiError if the form is wrong, or if the file cannot be stored.
-    """
+    """Read the form in a request. Store the file from the form, and return the stored file."""
     form = FormReader(request.headers.get("content-type", ""), upload.write)
     await _receive(request, form)
     fields = validate(UploadForm, _upload_fields(form.fields))
@@ -100,10 +97,7 @@ async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
 
 
 async def _receive(request: Request, form: FormReader) -> None:
-    """Read the form in the body of a request.
-
-    Raises: ApiError if the form is wrong, the file cannot be stored or the client stops sending.
-    """
+    """Read the form in the body of a request."""
     limit_s = context_of(request).settings.receive_timeout_s
     stream = request.stream()
     try:
@@ -139,8 +133,6 @@ def _upload_fields(fields: dict[str, str]) -> Json:
 
     Example: {"expires_after[anchor]": "created_at"} returns {"expires_after": {"anchor":
     "created_at"}}.
-
-    Raises: ApiError 400 if the form has the same field as a text and as an object.
     """
     parsed: Json = {}
     for name, text in fields.items():

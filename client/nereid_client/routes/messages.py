@@ -85,12 +85,6 @@ async def _events(
 
     The first delta is used twice: the opening events contain its token counts, because Anthropic's
     API sends them before the content, and `add` returns the events for its content.
-
-    Args:
-        request: the HTTP request, whose path decides the format of an error.
-        builder: builds the message.
-        first: the first delta, or None if there is none.
-        rest: the deltas after the first one.
     """
     yield b"".join(map(sse.named_event, builder.opening(first)))
     delta = first

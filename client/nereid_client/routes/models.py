@@ -73,8 +73,6 @@ def _page(names: Sequence[str], query: _PageQuery) -> tuple[Sequence[str], bool]
     """Return the names on a page, and whether there are more names in the direction of the query.
 
     Example: for the names "a", "b" and "c", the query `before_id=c&limit=1` returns (["b"], True).
-
-    Raises: ApiError 404 if there is no model with the name `after_id` or `before_id`.
     """
     for param, name in (("after_id", query.after_id), ("before_id", query.before_id)):
         if name is not None and name not in names:

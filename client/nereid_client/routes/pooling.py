@@ -102,10 +102,7 @@ def _output_kind(served: ServedModel, task: str | None) -> str:
 
 
 async def _classify(request: Request, served: ServedModel, body: VectorsRequest) -> PoolingOutputs:
-    """Call a model that can classify (a classifier or a reranker), and return its outputs.
-
-    Raises: ApiError 400 if the inputs are not texts.
-    """
+    """Call a model that can classify (a classifier or a reranker), and return its outputs."""
     if set(body.input.tensors) != {"texts"}:
         raise ApiError(
             400,

@@ -93,10 +93,7 @@ async def _rerank(request: Request, default_format: str) -> Response:
 
 
 async def _read_body_and_query_parameter(request: Request) -> RerankRequest:
-    """Read and validate a request body. A query parameter can also set the field `format`.
-
-    Raises: ApiError 400 that names the first wrong field.
-    """
+    """Read and validate a request body. A query parameter can also set the field `format`."""
     fields = await read_body(request)
     if fields.get("format") is None and "format" in request.query_params:
         fields["format"] = request.query_params["format"]
@@ -104,11 +101,7 @@ async def _read_body_and_query_parameter(request: Request) -> RerankRequest:
 
 
 async def _score(request: Request, served: ServedModel, body: RerankRequest) -> PoolingOutputs:
-    """Return the score of each document. The model `served` computes the scores.
-
-    Raises: ApiError 400 if the model cannot compute scores, or if the request truncates texts to
-        fewer tokens than the model's limit. The server truncates texts only to this limit.
-    """
+    """Return the score of each document. The model `served` computes the scores."""
     for name in ("max_tokens_per_doc", "max_tokens_per_query"):
         # 0 means that the client sets no limit, as in vLLM, whose default is 0.
         refuse_truncation_below_model_limit(served, name, getattr(body, name) or None)
@@ -141,13 +134,6 @@ def _response_body(
 
     In the formats of SGLang and TEI, the body is only the list of results. In the formats of Jina
     and Cohere, the body is an object with the results, the model and the usage.
-
-    Args:
-        response_format: "sglang", "tei", "cohere" or "jina".
-        ranked: the documents, sorted by descending score.
-        outputs: the outputs of the model, which contain the numbers of tokens.
-        served: the model that has computed the scores.
-        request_id: the id of the request.
     """
     if response_format == "sglang":
         return embedding_output.sglang_results(ranked)

@@ -243,10 +243,7 @@ def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
 
 
 def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
-    """Return whether the response to this request will be stored.
-
-    Raises: ApiError 400 if the request requires a stored response, but the store is turned off.
-    """
+    """Return whether the response to this request will be stored."""
     for name in ("store", "background"):
         if getattr(responses_request, name) and not store.is_on:
             raise ApiError(
@@ -260,11 +257,7 @@ def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
 
 
 def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Json]:
-    """Return the items of earlier responses, followed by the items of the new input.
-
-    Raises: ApiError 400 if an item is wrong or the earlier response has not ended, and 404 if the
-        earlier response or a referenced item is not stored.
-    """
+    """Return the items of earlier responses, followed by the items of the new input."""
     previous_id = responses_request.previous_response_id
     earlier_items = [] if previous_id is None else _items_until(previous_id, store)
     items = read_items(responses_request.input, store.find_item)
@@ -273,14 +266,7 @@ def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Jso
 
 
 def _items_until(previous_id: str, store: Store) -> list[Json]:
-    """Return all items of a stored conversation, including the output of its last response.
-
-    Args:
-        previous_id: the id of the last response.
-        store: the stored responses.
-
-    Raises: ApiError 400 if the response has not ended, 404 if it is not stored.
-    """
+    """Return all items of a stored conversation, including the output of its last response."""
     previous = store.find(previous_id)
     if isinstance(previous, BackgroundResponse):
         raise _not_ended_error(previous_id, previous.builder.status)
@@ -345,15 +331,7 @@ async def _stream(
     deltas: AsyncGenerator[Delta],
     store_if_requested: Callable[[], bool],
 ) -> Response:
-    """Return a response as a stream of server-sent events.
-
-    Args:
-        request: the HTTP request.
-        builder: builds the response.
-        deltas: the deltas of the backend.
-        store_if_requested: stores the finished response if the request asks for it, and returns
-            whether the response was stored.
-    """
+    """Return a response as a stream of server-sent events."""
     merged_deltas = merged(deltas, merge_by_kind)
     # Wait for the first delta before the response starts. If the backend fails before this delta,
     # the response can still have the HTTP status of the error.
@@ -368,15 +346,7 @@ async def _events(
     rest: AsyncGenerator[Delta],
     store_if_requested: Callable[[], bool],
 ) -> AsyncGenerator[bytes]:
-    """Yield a response as server-sent events. If the backend fails, the last event is an error.
-
-    Args:
-        builder: builds the response.
-        first: the first delta, or None if there is none.
-        rest: the deltas after the first one.
-        store_if_requested: stores the finished response if the request asks for it, and returns
-            whether the response was stored.
-    """
+    """Yield a response as server-sent events. If the backend fails, the last event is an error."""
 
     def encode_events(events: list[Json]) -> bytes:
         """Encode events. At the end, store the response, and set `store` in the last event."""

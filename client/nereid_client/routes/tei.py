@@ -67,8 +67,6 @@ def _refuse_aggregation_strategy(body: PredictRequest) -> None:
     """Raise an error if the request has the field aggregation_strategy.
 
     The caller has checked that the served model classifies whole texts, not single tokens.
-
-    Raises: ApiError 400.
     """
     if body.aggregation_strategy is not None:
         raise ApiError(

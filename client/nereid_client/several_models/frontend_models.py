@@ -45,10 +45,7 @@ def create_contexts(
 
 
 def _contexts_of_file(settings: Settings, metrics: RequestMetrics) -> Contexts:
-    """Return the contexts of the language models that the file `settings.models_file` describes.
-
-    Raises: SettingsError if the file is wrong.
-    """
+    """Return the contexts of the language models that the file `settings.models_file` describes."""
     models = read_models_file(Path(settings.models_file), default_settings(os.environ))
     calls = TritonCalls(settings.grpc_url)
     control = ModelControl(models.specs, calls, models.memory_budget)

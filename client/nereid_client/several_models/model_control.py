@@ -214,8 +214,6 @@ class ModelControl:
         The used memory already contains the memory of this model.
 
         Mutates: `state`. If the call is cancelled, `is_loaded` becomes None, which means unknown.
-
-        Raises: BackendError if the model cannot be loaded.
         """
         started = time.monotonic()
         needs_more_memory = not state.is_loaded  # unloaded, or in an unknown state
@@ -242,8 +240,6 @@ class ModelControl:
 
         Mutates: `state`. If the call fails or is cancelled, `is_loaded` becomes None, which means
             unknown.
-
-        Raises: BackendError.
         """
         # From now on, a new request waits for `state.lock` in `_load_for_request`, so the number of
         # running requests can only decrease.
@@ -262,10 +258,6 @@ class ModelControl:
 
         The idle models are unloaded in the order in which their last requests ended. The caller
         must hold `_memory_lock`.
-
-        Args:
-            state: the model that will be loaded.
-            budget: the largest memory of all models together, in bytes.
 
         Raises: BackendError if the models that must stay loaded leave too little memory.
         """
@@ -304,10 +296,7 @@ class ModelControl:
                 await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
 
     async def _unload_idle_models(self) -> None:
-        """Unload each model that has been idle for longer than its setting `idle_unload_s`.
-
-        This method runs until its task is cancelled.
-        """
+        """Unload each model that has been idle for longer than its setting `idle_unload_s`."""
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():

@@ -121,10 +121,6 @@ def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
     """Return the size of the weights in memory, in bytes.
 
     For formats other than safetensors, return the size of the files, which is about the same.
-
-    Args:
-        folder: the folder of the checkpoint, or a GGUF file.
-        settings: the settings of the model, which can change the data type of the weights.
     """
     return int(sum(_file_bytes(path, settings) for path in _weight_files(folder)))
 
@@ -145,12 +141,7 @@ def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:
 
 
 def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> float:
-    """Return how many bytes of memory a tensor needs.
-
-    Args:
-        tensor: the tensor's header in the safetensors file.
-        settings: the settings of the model.
-    """
+    """Return how many bytes of memory a tensor needs."""
     bytes_per_number = _bytes_per_number(tensor["dtype"], len(tensor["shape"]), settings)
     if bytes_per_number is None:  # the tensor has the same size in memory as in the file
         start, end = tensor["data_offsets"]
@@ -166,11 +157,6 @@ def _bytes_per_number(
 
     Return None if a number has the same size in memory as in the file, or if `dtype` is unknown,
     because the model then does not start.
-
-    Args:
-        stored_type: the data type of the tensor in the file, such as "BF16".
-        num_dimensions: the number of dimensions of the tensor. Only matrices are quantized.
-        settings: the settings of the model, of which weight_dtype, dtype and device are used.
     """
     if stored_type not in _CONVERTED_TYPES:  # for example integers, which stay unchanged
         return None

@@ -141,10 +141,7 @@ def read_models_file(
 
 
 def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> ModelsFile:
-    """Read a models.toml file. It has one table for each model and optionally a memory budget.
-
-    Raises: SettingsError that names the file, the table and the reason.
-    """
+    """Read a models.toml file. It has one table for each model and optionally a memory budget."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -159,18 +156,7 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
 
 
 def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
-    """Remove and return the memory budget in bytes. If the file has no budget, return None.
-
-    The budget limits the memory of all loaded models together.
-
-    Mutates: `values`, from which the budget is removed.
-
-    Args:
-        values: the content of the file: the tables of the models, and the budget.
-        path: the path of the file, for the error.
-
-    Raises: SettingsError if the budget is not a size.
-    """
+    """Remove and return the memory budget in bytes. If the file has no budget, return None."""
     budget = values.get(_MEMORY_BUDGET)
     is_model = isinstance(budget, dict)  # a model can have the name memory_budget, too
     if budget is None or is_model:
@@ -185,17 +171,7 @@ def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
 def _read_model(
     name: str, table: object, path: Path, defaults: Mapping[str, Mapping[str, str]]
 ) -> ModelSpec:
-    """Return the model that one table of the file describes.
-
-    Args:
-        name: the name of the table, which is the name of the model.
-        table: the keys and values of the table.
-        path: the path of the file. If a checkpoint has a relative path, the path starts at the
-            folder of the file.
-        defaults: maps a kind of model to settings, which the settings in the table override.
-
-    Raises: SettingsError that names the key with a wrong value.
-    """
+    """Return the model that one table of the file describes."""
     try:
         entry = ModelEntry.model_validate(table)
     except ValidationError as error:
@@ -224,11 +200,7 @@ def _read_model(
 
 
 def _with_estimated_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
-    """Estimate the memory of each model, and set the default KV cache size of language models.
-
-    Raises: SettingsError if a model, or the models that are loaded at the start, need more memory
-        than the budget.
-    """
+    """Estimate the memory of each model, and set the default KV cache size of language models."""
     specs = [_estimate_model(spec, budget, path) for spec in models.specs]
     estimated = ModelsFile(specs, budget)
     _check_memory_at_start(estimated, budget, path)
@@ -236,10 +208,7 @@ def _with_estimated_memory(models: ModelsFile, budget: int, path: Path) -> Model
 
 
 def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
-    """Check that the models that are loaded at the start fit into the memory budget together.
-
-    Raises: SettingsError that names the memory of each of these models.
-    """
+    """Check that the models that are loaded at the start fit into the memory budget together."""
     memories = {spec.name: spec.memory for spec in models.specs_at_start if spec.memory}
     total = sum(memory.total for memory in memories.values())
     if total > budget:
@@ -256,8 +225,6 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
     If the model is a language model and its settings contain no size of the KV cache, the default
     size is added.
-
-    Raises: SettingsError if the model alone needs more memory than the budget.
     """
     settings = dict(spec.settings)
     if spec.kind == "llm" and not settings.get("kv_cache_memory"):
@@ -276,10 +243,7 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 
 
 def _check_request_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that each name in a request selects at most one model or adapter.
-
-    Raises: SettingsError that names the file at `path` and the repeated name.
-    """
+    """Check that each name in a request selects at most one model or adapter."""
     names = [
         name
         for spec in specs
@@ -296,8 +260,6 @@ def _check_repository_names(specs: list[ModelSpec], path: Path) -> None:
     In the model repository, each model has a name such as "org-chat" for "org/chat". The steps of a
     language model are also models: "org-chat-tokenizer", "org-chat-executor" and
     "org-chat-postprocessor".
-
-    Raises: SettingsError that names the file at `path`.
     """
     names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if _first_repeated(names) is not None:

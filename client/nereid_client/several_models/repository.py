@@ -52,15 +52,7 @@ def _copy(
 def _changed_config(
     path: Path, name: str, settings: Mapping[str, str], steps: Mapping[str, str]
 ) -> str:
-    """Return the text of a config.pbtxt after changing the name and the settings of its model.
-
-    Args:
-        path: the path of the original config.pbtxt.
-        name: the new name of the model.
-        settings: the new settings. If the mapping is empty, the settings do not change.
-        steps: maps the old name of each model that the model calls to the new name. Only an
-            ensemble calls other models.
-    """
+    """Return the text of a config.pbtxt after changing the name and the settings of its model."""
     # These imports take a quarter of a second. `nereid serve` without --config never runs this
     # function, so the modules are imported only here.
     from google.protobuf import text_format

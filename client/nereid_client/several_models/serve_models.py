@@ -116,8 +116,6 @@ class ServedModels:
         Examples: "max_model_len" is a setting of a language model. "MAX_MODEL_LEN" is refused,
         because the names are in lower case. "openai_port" is refused, because it is a setting of
         the frontend.
-
-        Raises: CliError that names the setting.
         """
         for name in spec.entry.settings:
             variable = f"{PREFIXES[spec.kind]}{name}".upper()

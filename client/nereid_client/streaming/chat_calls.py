@@ -81,10 +81,6 @@ def _custom_piece(piece: ToolCallPiece, text: str) -> Json:
 
     OpenAI's library for Python declares no type for such a piece. This format is the one of a whole
     call, so that the library merges the pieces to a whole call.
-
-    Args:
-        piece: the piece of the function call that the model has written.
-        text: the new text of the input.
     """
     return _identified(piece, "custom", _named(piece, {"input": text}))
 
@@ -95,13 +91,7 @@ def _named(piece: ToolCallPiece, fields: Json) -> Json:
 
 
 def _identified(piece: ToolCallPiece, kind: str, fields: Json) -> Json:
-    """Return a piece with the index of its call. The first piece also has the id and the type.
-
-    Args:
-        piece: the piece that the backend has sent.
-        kind: the type of the call, and the key of `fields`: "function" or "custom".
-        fields: the name of the tool, if present, and the new text.
-    """
+    """Return a piece with the index of its call. The first piece also has the id and the type."""
     call: Json = {"index": piece["index"], kind: fields}
     if "id" in piece:
         call |= {"id": piece["id"], "type": kind}

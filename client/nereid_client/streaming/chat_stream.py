@@ -89,11 +89,6 @@ class _ChatChunks(ChunkBuilder[Delta]):
 
         The fields are the log-probabilities and the ids of the new tokens. If the delta contains
         the token ids or log-probabilities of the prompt, the chunk contains them, too.
-
-        Args:
-            index: the index of the choice.
-            message_delta: the new parts of the message, as returned by `_message_delta`.
-            delta: the delta that contains the tokens.
         """
         choice = _choice(index, message_delta)
         if delta.get("logprobs"):
@@ -108,10 +103,6 @@ class _ChatChunks(ChunkBuilder[Delta]):
         The new parts are reasoning, content and pieces of tool calls, converted to OpenAI's format.
 
         Example: {"reasoning": "Hm"} returns {"reasoning": "Hm", "reasoning_content": "Hm"}.
-
-        Args:
-            index: the index of the choice.
-            delta: the delta of the choice.
         """
         added: Json = {}
         if reasoning := delta.get("reasoning"):
@@ -189,8 +180,6 @@ def _prompt_token_fields(delta: Delta) -> Json:
     """Return the prompt's token ids and log-probabilities in vLLM's format.
 
     Each of these fields is present only if `delta` contains its value.
-
-    The fields have the names and the format of vLLM.
     """
     fields: Json = {}
     if "prompt_token_ids" in delta:

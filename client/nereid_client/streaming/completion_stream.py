@@ -85,11 +85,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def add(self, item: PromptDelta) -> list[Json]:
-        """Return a list with the chunk for a delta. If the chunk would be empty, the list is empty.
-
-        Args:
-            item: the index of a prompt, and a delta for one of the choices of this prompt.
-        """
+        """Return a list with the chunk for a delta. Return an empty list for an empty chunk."""
         prompt, delta = item
         self.record_usage_and_end(prompt, delta)
         number = self.choice_number_of(prompt, delta)
@@ -212,13 +208,6 @@ def _whole_logprobs(
 
     The field describes the tokens of the text: first the tokens of the prompt, if the text begins
     with the prompt, and then the generated tokens, unless only the prompt is requested.
-
-    Args:
-        frame: decides whether a token is named by its id.
-        options: decide whether only the prompt is requested.
-        echoed_prompt: the text of the prompt if the choice begins with this text, and else "".
-        prompt_total: the delta that reports the tokens and log-probabilities of the prompt.
-        total: the sum of the deltas of this choice.
     """
     builder = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echoed_prompt=echoed_prompt)
     parts = []
@@ -250,13 +239,7 @@ def _usage_without_dropped_tokens(options: CompletionOptions, total: Delta) -> U
 
 
 def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta) -> Json:
-    """Return the fields with token ids. If the request does not ask for token ids, return {}.
-
-    Args:
-        options: the options that decide what the choice contains.
-        prompt_delta: the delta that reports the token ids of the prompt, if any delta does.
-        delta: the delta with the generated token ids.
-    """
+    """Return the fields with token ids. If the request does not ask for token ids, return {}."""
     if not options.token_ids:
         return {}
     fields: Json = {}

@@ -87,8 +87,6 @@ class InputDecoder:
 
         Such a part is an incomplete escape such as `\u00`, or a quotation mark that may end the
         arguments.
-
-        Mutates: `_unread`, from which the decoded text is removed.
         """
         decoded: list[str] = []
         text, at = self._unread, 0  # `at` is the index of the next character in the unread text

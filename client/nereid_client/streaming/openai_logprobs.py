@@ -221,11 +221,6 @@ class CompletionLogprobs:
 
         The text is first expected directly after the previous token, at `_next_position`.
         `_recent_text` contains only the text of the choice from the position `_recent_start` on.
-
-        Args:
-            piece: the text of the token.
-            is_last: whether the text of the choice is complete. Otherwise, a piece that can still
-                arrive at the expected index counts as found.
         """
         expected_index = self._next_position - self._recent_start
         arrived = self._recent_text[expected_index : expected_index + len(piece)]
@@ -268,8 +263,6 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
 
 def _without_added_space(piece: str, text: str) -> str:
     """Return the first token's text, without the spaces that some tokenizers put before it.
-
-    Some tokenizers put a space before the first token, but the text does not have this space.
 
     Examples: " ab" and the text "ab cd" return "ab". " ab" and the text " ab cd" return " ab".
     """

@@ -351,9 +351,6 @@ def _descendants(keep: Collection[int] = ()) -> list[int]:
 
     Direct children that have ended are reaped, which removes them from the kernel's list of
     processes. Only the parent of a process can reap it.
-
-    Args:
-        keep: ids of processes that are left out, with their descendants.
     """
     children = _children_by_parent()
     running: list[int] = []

@@ -149,10 +149,7 @@ class MemoryWatch:
         self._kill_for_restart(largest, f"only {available // _MIB} MiB of memory are available")
 
     def _kill_for_restart(self, process: ProcessMemory, reason: str) -> None:
-        """Kill a process, and print the reason. The parent process then starts it again.
-
-        Mutates: `_check_due`, and `_over_since`, from which the process is removed.
-        """
+        """Kill a process, and print the reason. The parent process then starts it again."""
         self._complain(
             f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
             f"of memory and is restarted, because {reason}"
@@ -211,12 +208,6 @@ def _container_memory(
 
     Version 1 of control groups has no special value for "no limit". The limit is then a number that
     is larger than the memory of any machine.
-
-    Args:
-        folder: the folder of the control group.
-        limit_file: the name of the file with the limit.
-        used_file: the name of the file with the used bytes.
-        freeable: the entry of memory.stat with the used bytes that the kernel can free at once.
     """
     try:
         # Outside of a container, the file with the limit does not exist. With version 2 of control

@@ -119,10 +119,7 @@ def _has_model(repository: Path, kind: str) -> bool:
 
 
 def _pooling_model(flag: str, checkpoint: str, repository: Path) -> PoolingModel:
-    """Return the pooling model that `flag` selects. `checkpoint` is the value of the flag.
-
-    Raises: CliError if the path is not a checkpoint, or if the model repository lacks the model.
-    """
+    """Return the pooling model that `flag` selects. `checkpoint` is the value of the flag."""
     kind = _FLAGS[flag].kind
     if not _has_model(repository, kind):
         raise CliError(

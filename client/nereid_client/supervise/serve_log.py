@@ -38,10 +38,7 @@ def open_log(path: Path, log_format: str) -> Iterator[IO[str]]:
 
 
 def _open_file(path: Path) -> IO[str]:
-    """Open a log file for writing. Create its folder if necessary.
-
-    Raises: CliError if the file cannot be written.
-    """
+    """Open a log file for writing. Create its folder if necessary."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The mode "w" deletes the lines of earlier servers. `_open_in_append_mode` adds the flag
@@ -65,11 +62,7 @@ def _open_in_append_mode(path: str, flags: int) -> int:
 
 
 def _standard_output(*, is_json: bool) -> IO[str]:
-    """Return a log on standard output. Lines that are also printed as messages are omitted.
-
-    Args:
-        is_json: whether the log and the messages of `nereid serve` are JSON objects.
-    """
+    """Return a log on standard output. Lines that are also printed as messages are omitted."""
     if is_json:
         set_line_format(functools.partial(to_json_line, source="nereid"))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper

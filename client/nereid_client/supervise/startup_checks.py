@@ -96,8 +96,6 @@ def _check_checkpoint(path: Path) -> None:
     """Check that a path is a GGUF file, or a folder with a complete Hugging Face checkpoint.
 
     Such a folder has config.json and *.safetensors files, of which none is damaged or missing.
-
-    Raises: CliError.
     """
     if not path.exists():
         raise CliError(
@@ -115,10 +113,7 @@ def _check_checkpoint(path: Path) -> None:
 
 
 def _check_checkpoint_files(folder: Path) -> None:
-    """Check that a folder contains the files of a checkpoint, and that the files are complete.
-
-    Raises: CliError.
-    """
+    """Check that a folder contains the files of a checkpoint, and that the files are complete."""
     if not (folder / "config.json").is_file():
         raise CliError(
             f"the folder {folder} has no config.json. Give the folder of a Hugging Face checkpoint."
@@ -136,10 +131,7 @@ def _check_checkpoint_files(folder: Path) -> None:
 
 
 def _check_json(path: Path) -> None:
-    """If a file exists, check that it contains a JSON object.
-
-    Raises: CliError.
-    """
+    """If a file exists, check that it contains a JSON object."""
     try:
         if path.is_file() and not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             raise ValueError("it is not a JSON object")

@@ -162,8 +162,6 @@ class StubWatch:
 def _model_of(arguments: list[str]) -> str:
     """Return the name of the model that a stub process runs.
 
-    The command line of the stub contains the path of the model.
-
     Example: ["stub", "/repository/llm/1/model.py"] returns "llm". A dead stub has no command line.
     """
     return Path(*arguments[1:2]).parent.parent.name or "a model"

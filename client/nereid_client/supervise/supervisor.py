@@ -80,10 +80,7 @@ class Supervisor:
                 self._end_all()
 
     def _run(self, log: IO[str]) -> int:
-        """Run the programs. Stop after a signal, or if a failed program must not be restarted.
-
-        Returns: the exit code of `nereid serve`.
-        """
+        """Run the programs. Stop after a signal, or if a failed program must not be restarted."""
         self._start_programs(log)
         while not self._stop.wait(_TICK_S):
             self._memory.check()
@@ -98,10 +95,7 @@ class Supervisor:
         return 0
 
     def _start_programs(self, log: IO[str]) -> None:
-        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server.
-
-        Raises: CliError if a program cannot be started.
-        """
+        """Start the Triton server, the frontend, the warm-up and, if needed, the fork server."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -149,8 +143,6 @@ class Supervisor:
         """If all models have answered, end the warm-up, and print that the server is ready.
 
         Otherwise, print from time to time what the server is waiting for.
-
-        Mutates: `_warm_up`, which is None after the warm-up.
         """
         warm_up = self._warm_up
         if warm_up is None:  # all models have answered
@@ -165,15 +157,7 @@ class Supervisor:
             say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s so far)")
 
     def _end_warm_up(self, curls: list[str], elapsed_s: float) -> None:
-        """Print that all models answer. After the first start, also start the hang detection.
-
-        Mutates: `_warm_up`, which becomes None, `_is_announced`, which becomes True, and
-            `_server.stubs`, which observes the processes of the server's Python models.
-
-        Args:
-            curls: for each model, a shell command that sends a request to the model.
-            elapsed_s: the seconds since the start or the restart.
-        """
+        """Print that all models answer. After the first start, also start the hang detection."""
         self._warm_up = None
         # While a model is loading, its stub may end because the model rejects a setting. From now
         # on, all models are loaded, so a stub that disappears has failed.
@@ -320,10 +304,7 @@ class Supervisor:
         return 1
 
     def _print_output(self, failure: str, child: ChildProcess) -> None:
-        """Print why a program failed, and print the last lines of its output.
-
-        The reason for the failure is printed before and after these lines.
-        """
+        """Print why a program failed, and print the last lines of its output."""
         complain(f"nereid serve: {failure}. The last lines of its output are:")
         for line in (*child.last_lines, *child.error_lines):
             # The server logs a traceback as one line, in which \\n replaces each line end.
@@ -331,12 +312,7 @@ class Supervisor:
         complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")
 
     def _announce(self, curls: list[str], elapsed_s: float) -> None:
-        """Print the models, the addresses, and example commands.
-
-        Args:
-            curls: for each model, a shell command that sends a request to the model.
-            elapsed_s: the seconds since the start.
-        """
+        """Print the models, the addresses, and example commands."""
         name = self._plan.frontend.model
         say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
         for model in self._plan.pooling_models:

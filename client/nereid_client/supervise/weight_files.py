@@ -70,11 +70,7 @@ def _first_damage(files: Sequence[Path]) -> str | None:
 
 
 def _damage_of_file(path: Path) -> str | None:
-    """Describe the damage to one safetensors file. Return None if the file is intact.
-
-    The file begins with the length of its header, followed by the header, which contains the
-    positions of the tensors. The end of the last tensor must be the end of the file.
-    """
+    """Describe the damage to one safetensors file. Return None if the file is intact."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

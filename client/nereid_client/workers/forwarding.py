@@ -165,12 +165,6 @@ class _WorkerResponse:
 async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) -> _WorkerResponse:
     """Send the method, path and headers of `request`, with the given body, to another worker.
 
-    Args:
-        place: the number of this worker, and the folder with the sockets of all workers.
-        worker: the number of the other worker.
-        request: the request of the client.
-        body: the body to send.
-
     Returns: the response, whose status and headers have arrived.
 
     Raises: ApiError 503 if the other worker has ended.

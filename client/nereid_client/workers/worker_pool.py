@@ -123,10 +123,7 @@ class WorkerPool:
             return self._run_on_port(actual_port)
 
     def _run_on_port(self, port: int) -> int:
-        """Run the workers with a new folder that they share, and delete the folder at the end.
-
-        Returns: the exit code of the frontend, as described by `run`.
-        """
+        """Run the workers with a new folder that they share, and delete the folder at the end."""
         _delete_abandoned_folders()
         prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
         with (
@@ -140,14 +137,7 @@ class WorkerPool:
                 self._end_all()
 
     def _run_in_folder(self, folder: Path, port: int) -> int:
-        """Run the workers. Stop after a signal, or after a failure that a restart cannot repair.
-
-        Args:
-            folder: an empty folder, which all workers share.
-            port: the port on which all workers listen.
-
-        Returns: the exit code of the frontend, as described by `run`.
-        """
+        """Run the workers. Stop after a signal, or after a failure that a restart cannot repair."""
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]

@@ -71,10 +71,7 @@ async def drop_sessions(
 
 
 def _select_model(request: Request, model: str | None) -> None:
-    """Store the context of the language model `model` in `request.state.context`.
-
-    Raises: ApiError 404 if there is no such model.
-    """
+    """Store the context of the language model `model` in `request.state.context`."""
     context = find_context(request, model)
     if context is None:
         raise ApiError(

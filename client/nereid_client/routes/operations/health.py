@@ -38,12 +38,7 @@ async def version() -> dict[str, str]:
 
 
 def _response(problem: str | None, num_requests: int | None = None) -> JSONResponse:
-    """Return a response with the status 200, or with the status 503 if `problem` is given.
-
-    Args:
-        problem: the value of the field `status` in the body of a 503. None means the status 200.
-        num_requests: the value of the field `num_requests`. None means no such field.
-    """
+    """Return a response with the status 200, or with the status 503 if `problem` is given."""
     counts = {} if num_requests is None else {"num_requests": num_requests}
     if problem is None:
         return JSONResponse({"status": "ok", **counts})

@@ -40,10 +40,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def _server_page(url: str, request_metrics: RequestMetrics) -> str:
-    """Return the metrics of the Triton server, or "" if the server does not answer.
-
-    Mutates: request_metrics. One of the frontend's metrics reports whether the server has answered.
-    """
+    """Return the metrics of the Triton server, or "" if the server does not answer."""
     answer = await asyncio.to_thread(fetch, url, _TIMEOUT_S)
     is_up = answer.status == 200
     request_metrics.set_server_metrics_up(is_up=is_up)

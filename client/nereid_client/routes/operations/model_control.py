@@ -39,11 +39,7 @@ async def unload_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
-    """Return the object that loads models, and the `ModelSpec` of the model named `model_id`.
-
-    Raises: ApiError: 403 if the client may not load and unload models, 404 if no model has this
-        name.
-    """
+    """Return the object that loads models, and the `ModelSpec` of the model named `model_id`."""
     control = _control_of(request)
     for spec in control.specs:
         if model_id in spec.names:
@@ -58,10 +54,7 @@ def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
 
 
 def _control_of(request: Request) -> ModelControl:
-    """Return the object that loads and unloads models.
-
-    Raises: ApiError 403 if there is no such object, or if the client may not use it.
-    """
+    """Return the object that loads and unloads models."""
     control = contexts_of(request).control
     if control is None:
         raise ApiError(

@@ -110,13 +110,6 @@ def _check_weight_updates_allowed(request: Request, action: str, *, code: str) -
     """Check that clients may change the weights and the LoRA adapters of the language model.
 
     In spite of its name, the setting `allow_lora_updates` allows these two kinds of changes.
-
-    Args:
-        request: the HTTP request.
-        action: a phrase for the error message, such as "replace weights".
-        code: the code of the error.
-
-    Raises: ApiError 403 if `allow_lora_updates` is false.
     """
     if not context_of(request).settings.allow_lora_updates:
         raise ApiError(

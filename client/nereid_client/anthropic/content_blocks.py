@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 _TEXT_ONLY = "the served model reads text only"
 _REFUSED_BLOCKS = {
-    "image": "only messages of the user may contain images",
+    "image": "only messages of the user and results of tools may contain images",
     "document": f"{_TEXT_ONLY}; send the document's text in a text block",
     "video": "only /v1/chat/completions reads videos; send frames as image blocks",
     "audio": "only /v1/chat/completions reads audio; send a transcript in a text block",
@@ -69,7 +69,7 @@ class _ToolUseBlock(_Block):
 
 
 class _ToolResultBlock(_Block):
-    """The result of a tool call. The function `_read_block` converts `content` to text blocks."""
+    """The result of a tool call. The function `_read_block` converts `content` to blocks."""
 
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: Any = None
@@ -92,6 +92,7 @@ class _Turn:
 
 
 _TEXT_ONLY_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock}
+_RESULT_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock, "image": _ImageBlock}
 _BLOCKS: dict[str, dict[str, type[_Block]]] = {
     "user": {"text": _TextBlock, "image": _ImageBlock, "tool_result": _ToolResultBlock},
     "assistant": {
@@ -192,9 +193,8 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
     if isinstance(block, _ImageBlock):
         _ = _image_url(block, place)  # only a check: raises a FieldError if the source is wrong
     if isinstance(block, _ToolResultBlock):
-        # The content of a tool result is a string or a list of blocks. Images are refused, because
-        # the chat message for a tool result can contain only text.
-        content = _read_blocks(block.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
+        # The content of a tool result is a string or a list of blocks.
+        content = _read_blocks(block.content or "", f"{place}.content", _RESULT_BLOCKS)
         return block.model_copy(update={"content": content})
     return block
 
@@ -302,14 +302,14 @@ def _tool_message(result: _ToolResultBlock, function_names: Mapping[str, str]) -
         )
     return {
         "role": "tool",
-        "content": _result_text(result),
+        "content": _result_content(result),
         "tool_call_id": result.tool_use_id,
         "name": function_names[result.tool_use_id],
     }
 
 
 def _text_and_image_parts(blocks: Sequence[_Block]) -> list[Json]:
-    """Convert the text and image blocks of a user's message to content parts of a chat message."""
+    """Convert the text and image blocks of a message or a tool result to chat content parts."""
     parts: list[Json] = []
     for block in blocks:
         if isinstance(block, _ImageBlock):
@@ -340,10 +340,14 @@ def _image_url(block: _ImageBlock, place: str) -> str:
     )
 
 
-def _result_text(block: _ToolResultBlock) -> str:
-    """Return the text of a tool's result. If the tool failed, the text starts with "Error: ".
+def _result_content(block: _ToolResultBlock) -> str | list[Json]:
+    """Return the text of a tool's result, or its content parts if the result contains images.
 
-    Chat templates have no field for the failure of a tool.
+    If the tool failed, the content starts with "Error: ", because chat templates have no field for
+    the failure of a tool.
     """
+    if any(isinstance(each, _ImageBlock) for each in block.content):
+        parts = _text_and_image_parts(block.content)
+        return [{"type": "text", "text": "Error: "}, *parts] if block.is_error else parts
     text = _join_text_blocks(block.content)
     return f"Error: {text}" if block.is_error else text

@@ -126,7 +126,7 @@ class _ChatBuilder:
     def __init__(self) -> None:
         self.messages: list[Json] = []
 
-    def append(self, role: str, content: str, **more: str) -> None:
+    def append(self, role: str, content: str | list[Json], **more: str) -> None:
         """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
@@ -171,15 +171,11 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
     Example: an item of the user with two text parts "a" and "b" appends {"role": "user",
     "content": "ab"}. The parts of a message with images are not joined.
     """
-    role, parts = item["role"], item["content"]
-    if any(part["type"] == "input_image" for part in parts):
-        chat.messages.append({"role": role, "content": [_chat_part(part) for part in parts]})
-        return
-    text = "".join(part["text"] for part in parts)
-    if role != "assistant":
-        chat.append(role, text)
-        return
-    _add_assistant_text(chat, text)
+    role, content = item["role"], _chat_content(item["content"])
+    if role == "assistant" and isinstance(content, str):
+        _add_assistant_text(chat, content)
+    else:
+        chat.append(role, content)
 
 
 def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
@@ -200,8 +196,15 @@ def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
         message["content"].append(text)
 
 
+def _chat_content(parts: Sequence[Json]) -> str | list[Json]:
+    """Return the joined text of content parts. If there are images, return converted parts."""
+    if any(part["type"] == "input_image" for part in parts):
+        return [_chat_part(part) for part in parts]
+    return "".join(part["text"] for part in parts)
+
+
 def _chat_part(part: Json) -> Json:
-    """Convert one content part of a user's message to the format of chat completions."""
+    """Convert one content part with a text or an image to the format of chat completions."""
     if part["type"] == "input_image":
         return {
             "type": "image_url",
@@ -233,9 +236,9 @@ def _add_call(chat: _ChatBuilder, item: Json) -> None:
 def _add_call_output(chat: _ChatBuilder, item: Json) -> None:
     """Append a tool message with the output of a function or of a custom tool."""
     output = item["output"]
-    text = output if isinstance(output, str) else "".join(part["text"] for part in output)
+    content = output if isinstance(output, str) else _chat_content(output)
     name = {"name": item["name"]} if "name" in item else {}
-    chat.append("tool", text, tool_call_id=item["call_id"], **name)
+    chat.append("tool", content, tool_call_id=item["call_id"], **name)
 
 
 _ADD_ITEM = {

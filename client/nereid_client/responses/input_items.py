@@ -164,7 +164,7 @@ def _message_content(content: object, role: str, place: str) -> list[Json]:
 
 
 def _user_part(part: object, place: str) -> Json:
-    """Return one content part of a user's message: a text or an image.
+    """Return one content part of a user's message or of a tool's output: a text or an image.
 
     Example: {"type": "input_image", "image_url": "data:image/png;base64,iVBO"} is returned with
     "detail": "auto".
@@ -226,9 +226,8 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
     "completed"}.
     """
     output = item.get("output")
-    if not isinstance(output, str):  # a list of content parts
-        texts = _texts(output, f"{place}.output")
-        output = [{"type": "input_text", "text": text} for text in texts]
+    if not isinstance(output, str):  # a list of texts and images, as in a message of the user
+        output = _message_content(output, "user", f"{place}.output")
     fields: Json = {
         "call_id": _string(item, "call_id", place),
         "output": output,
@@ -285,7 +284,9 @@ def _text(part: object, place: str) -> str:
     if kind == "refusal":
         return _string(part, "refusal", place, may_be_empty=True)
     if kind not in _TEXTS:
-        remedy = _REMEDIES.get(str(kind), "Only messages of the user may contain images.")
+        remedy = _REMEDIES.get(
+            str(kind), "Only messages of the user and outputs of tools may contain images."
+        )
         raise _wrong(f"{place}.type", "input_text, output_text, text or refusal", kind, remedy)
     return _string(part, "text", place, may_be_empty=True)
 

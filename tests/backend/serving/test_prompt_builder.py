@@ -105,6 +105,40 @@ def test_a_template_that_renders_only_lists_of_parts_gets_lists():
     assert continued == "user: a;assistant: bc"
 
 
+def chat_with_image(role):
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+    return [{"role": "user", "content": "Hi"}, {"role": role, "content": parts}]
+
+
+PARTS = (
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% endif %}"
+    "{{ part.text }}{% endfor %}"
+)
+
+
+def test_an_image_in_a_tool_result_is_rendered():
+    renderer = renderer_of("{% for m in messages %}{{ m.role }}: " + PARTS + ";{% endfor %}")
+    assert renderer.render(chat_with_image("tool")) == "user: Hi;tool: <image>a;"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ m.content }}",
+        "{{ m.content + '' }}",
+        "{{ m.content | tojson }}",
+        "{% for part in m.content %}{{ part.text }}{% endfor %}",
+    ],
+)
+def test_an_image_is_refused_in_a_role_in_which_the_template_does_not_render_it(text):
+    renderer = renderer_of(
+        "{% for m in messages %}"
+        f"{{% if m.role == 'user' %}}{PARTS}{{% else %}}{text}{{% endif %}}{{% endfor %}}"
+    )
+    with pytest.raises(RequestError, match=r"role tool .* type image, .* role user\."):
+        renderer.render(chat_with_image("tool"))
+
+
 @pytest.mark.parametrize(
     "text", ["{{ m.content }}", "{{ m.content + '' }}", "{{ m.content | tojson }}"]
 )

@@ -128,13 +128,25 @@ def test_an_image_without_a_url_or_data_is_refused(source):
     )
 
 
-@pytest.mark.parametrize("kind", ["image", "document", "search_result"])
+@pytest.mark.parametrize("is_error", [False, True])
+def test_an_image_in_a_tool_result_becomes_an_image_part(is_error):
+    image = {"type": "image", "source": {"type": "url", "url": "data:x"}}
+    result = {**RESULT, "content": [*blocks("Seen"), image], "is_error": is_error}
+    turns = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+    message = translate(messages=turns)["messages"][-1]
+    assert message["role"] == "tool"
+    *error, text, part = message["content"]
+    assert error == ([{"type": "text", "text": "Error: "}] if is_error else [])
+    assert text == {"type": "text", "text": "Seen"}
+    assert part == {"type": "image_url", "image_url": {"url": "data:x"}}
+
+
+@pytest.mark.parametrize("kind", ["document", "search_result"])
 def test_blocks_that_are_not_text_are_refused_by_name(kind):
     block = {"type": kind, "source": {}}
     place = "messages[0].content[1]"
     message = refusal(messages=[{"role": "user", "content": [*blocks("Look"), block]}])
-    if kind != "image":
-        assert message.startswith(f"{place} has the type {kind}, which is not supported: ")
+    assert message.startswith(f"{place} has the type {kind}, which is not supported: ")
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
     turns = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
     assert refusal(messages=turns).startswith(

@@ -523,6 +523,19 @@ async def test_items_of_one_turn_are_one_message(respond, backend):
     ]
 
 
+async def test_the_output_of_a_tool_may_contain_images(respond, backend):
+    output = [
+        {"type": "input_text", "text": "seen"},
+        {"type": "input_image", "image_url": "data:x"},
+    ]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    await respond([call, {"type": "function_call_output", "call_id": "c", "output": output}])
+    assert passed_on(backend)["messages"][-1]["content"] == [
+        {"type": "text", "text": "seen"},
+        {"type": "image_url", "image_url": {"url": "data:x", "detail": "auto"}},
+    ]
+
+
 async def test_what_opens_the_conversation_is_one_system_message(respond, backend):
     items = [
         {"role": "developer", "content": "b"},

@@ -236,6 +236,7 @@ class ChatTemplateRenderer:
         some templates render only a text in messages of certain roles, see `_roles_of_text`.
         """
         if any(isinstance(each.get("content"), list) for each in messages):
+            self._check_media_roles(template, messages)
             roles_of_text = self._roles_of_text[template]
         elif template in self._templates_for_parts:
             roles_of_text = frozenset()
@@ -277,6 +278,49 @@ class ChatTemplateRenderer:
         with_parts = rendered(as_parts(_TEST_TEXT))
         renders_parts = _TEST_TEXT in with_parts and not _PRINTED_PART.search(with_parts)
         return not renders_parts and _TEST_TEXT in rendered(_TEST_TEXT)
+
+    def _check_media_roles(
+        self, template: "RequestTemplate", messages: list[dict[str, Any]]
+    ) -> None:
+        """Raise a RequestError if the template leaves out the media of a message.
+
+        Some templates render images only in messages of the user, and leave out or print the image
+        parts of other messages, such as the result of a tool.
+        """
+        used = {
+            (each["role"], part["type"])
+            for each in messages
+            if isinstance(each.get("content"), list) and each["role"] in _CHATS_BY_ROLE
+            for part in each["content"]
+        }
+        for role, kind in sorted(used - {(role, "text") for role in _CHATS_BY_ROLE}):
+            # If the template renders no placeholders at all, the processor inserts them.
+            if self._renders_medium(template, "user", kind) and not self._renders_medium(
+                template, role, kind
+            ):
+                raise RequestError(
+                    f"messages: a message of the role {role} has a content part of the type "
+                    f"{kind}, but the checkpoint's chat template does not render such parts in "
+                    f"messages of this role. Send the {kind} in a message of the role user."
+                )
+
+    def _renders_medium(self, template: "RequestTemplate", role: str, kind: str) -> bool:
+        """Return whether a template renders a placeholder for a medium in a message of `role`.
+
+        Return True if the template renders no message of this role in the test chat, because
+        nothing is known then. `kind` is "image", "video" or "audio".
+        """
+        *earlier, message = _CHATS_BY_ROLE[role]
+
+        def rendered(content: object) -> str:
+            chat = [*earlier, {**message, "content": content}, _USER_WITH_PARTS]
+            return self._rendered_test(template, chat, _TOOLS)
+
+        text_parts = as_parts(_TEST_TEXT)
+        with_medium = rendered([{"type": kind}, *text_parts])
+        if not with_medium:
+            return not rendered(_TEST_TEXT)
+        return with_medium != rendered(text_parts) and not _PRINTED_PART.search(with_medium)
 
     @cached_property
     def _replacements(self) -> "dict[RequestTemplate, dict[str, str]]":

@@ -68,7 +68,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nereid_parsers.format import Format, Messages
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.checked_format import (
     CheckedFormat,
@@ -161,26 +160,14 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    # For a few templates, the analysis cannot infer how the model writes its output. quarantine.py
-    # contains descriptions of the output for these templates.
-    return _analyze(prober, known_format=find_quarantined(jinja_source))
-
-
-def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
-    """Infer the format of a model's output. If `known_format` is not None, only check this format.
-
-    Mutates: `prober.form`, the form in which the template expects messages. `prober` also stores
-    the comparisons and the open questions, which are copied into the result.
-
-    Args:
-        prober: Renders test conversations with the template.
-        known_format: The declared format of a template whose format cannot be inferred, or None.
-    """
-    prober.form = _find_content_form(prober)
+    prober.form = prober.find_content_form()
     call_form = prober.find_call_form()  # None if the template renders no tool calls.
     if call_form is not None:
         prober.form = call_form
     turn = find_model_turn(prober)  # The text around the model's answers.
+    # For a few templates, the analysis cannot infer how the model writes its output. quarantine.py
+    # contains descriptions of the output for these templates.
+    known_format = find_quarantined(jinja_source)
     if known_format is None:
         checked = _infer_format(turn)
     else:
@@ -194,22 +181,6 @@ def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAn
     )
 
 
-def _find_content_form(prober: Prober) -> InputForm:
-    """Return the form in which the template expects the content, such as a string or a list.
-
-    If the template renders the content in no form, return the present form of the prober.
-
-    Mutates: `prober.undecided`, to which a sentence for the report is then appended.
-    """
-    content_form = prober.find_content_form()
-    if content_form is not None:
-        return content_form
-    # Only one conversation has been rendered until now, so there is at most one error message.
-    why = next(iter(prober.refusals.values()), "the rendering does not contain the content")
-    prober.undecided.append(f"The template does not render plain content: {why}")
-    return prober.form
-
-
 def _infer_format(turn: ModelTurn) -> CheckedFormat:
     """Infer the format of a model's output from rendered conversations, and check the format.
 
@@ -219,10 +190,6 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     parser parses rendered messages with this format.
 
     Mutates: `turn.prober`, which stores the comparisons and the open questions for the report.
-
-    Args:
-        turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations.
     """
     reasoning = find_reasoning(turn)
     content = find_content_markers(turn, reasoning)
@@ -244,66 +211,25 @@ def _check_known_format(
 
     Mutates: `turn.prober`. The comparisons of renderings and the reason for the declaration are
     added to the report.
-
-    Args:
-        turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations.
-        known_format: The declared format, with the model and the reason for the declaration.
-        has_calls: Whether the template renders tool calls.
     """
-    turn.prober.record_undecided(
+    turn.prober.undecided.append(
         f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
-    tools = _findings_about_declared_calls(turn, has_calls=has_calls)
+    renderer = CallRenderer(turn)
+    render_one_call(renderer)  # Only records the comparison T1.
+    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call.
+    form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
+    tools = ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
     end_markers = find_content_markers(turn, reasoning).end_markers
-    fmt = _with_turn_ends(known_format.make_format(), end_markers)
+    fmt = known_format.make_format(end_markers)
     turn_with_ends = replace(turn, end_markers=end_markers)
     # `wrapper` is None, because `fmt` already declares the markers around the content.
     return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
 
 
-def _findings_about_declared_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Return findings about tool calls whose format is declared in quarantine.py, not inferred.
-
-    The findings state only whether the template renders tool calls, and whether it renders several
-    tool calls in a message.
-
-    Mutates: `turn.prober`. The comparisons T1 (one tool call) and T2 (two tool calls) are recorded
-    for the report.
-
-    Args:
-        turn: The text around the model's answers in the renderings.
-        has_calls: Whether the template renders tool calls.
-    """
-    renderer = CallRenderer(turn)
-    render_one_call(renderer)  # Only records the comparison T1.
-    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call.
-    form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
-    return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
-
-
-def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
-    """Add the markers that end an assistant message, such as `<|im_end|>`, to a copy of `fmt`.
-
-    If the layout of the format is `Messages`, the layout already declares some of the markers, so
-    only the other markers are added. A format with another layout is returned unchanged.
-    """
-    if not isinstance(fmt.layout, Messages):
-        return fmt
-    message_ends = fmt.layout.ends
-    return replace(fmt, ends=tuple(end for end in end_markers if end not in message_ends))
-
-
 def _supported_features(findings: Findings, form: InputForm) -> Supports:
-    """Return which features a template supports, such as several tool calls in one message.
-
-    Args:
-        findings: The findings about reasoning and tool calls. They state, for example, whether the
-            template renders several tool calls in a message.
-        form: The form in which the template expects messages. For example, the arguments of a tool
-            call are an object or a JSON string.
-    """
+    """Return which features a template supports, such as several tool calls in one message."""
     reasoning = findings.reasoning
     tools = findings.tools
     return Supports(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError
-from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.format import Format, Sections, Source, Wrapper
+from nereid_parsers.template.content import stripped_markers
 from nereid_parsers.template.marker_lengths import check_marker_lengths
 from nereid_parsers.template.model_turn import ModelTurn, header_after_result, turn_markers
 from nereid_parsers.template.parse_renderings import ONE_CALL_PROOFS, Proof, parse_renderings
@@ -51,61 +52,37 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
 
     Mutates: `turn.prober.undecided`. A sentence for the report is appended for each message that
     was parsed wrongly, and for findings that contradict each other.
-
-    Args:
-        turn: The text around the model's answers in rendered conversations.
-        findings: The findings of all comparisons.
     """
     undecided = turn.prober.undecided
     checked = _check_findings(turn, findings)
-    wrong_call = _wrongly_parsed_call(checked.proofs)
-    if wrong_call is not None:
+    wrong_calls = [
+        proof for proof in checked.proofs if proof.name in ONE_CALL_PROOFS and proof.differs
+    ]
+    if wrong_calls:
         undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {wrong_call.text!r}."
+            f"that the template renders as {wrong_calls[0].text!r}."
         )
-        checked = _check_findings(turn, _without_calls(findings))
-    undecided += [_describe_wrong_parts(proof) for proof in checked.proofs if proof.differs]
+        # The headers inside the output were inferred without the format of tool calls. So they are
+        # correct even if that format is wrong, and the parser must remove them.
+        without_calls = ToolFindings(inner_headers=findings.tools.inner_headers)
+        checked = _check_findings(turn, findings._replace(tools=without_calls))
+    for proof in checked.proofs:
+        if proof.differs:
+            undecided.append(
+                f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} "
+                f"differ. The template renders the message as {proof.text!r}."
+            )
     return checked
-
-
-def _without_calls(findings: Findings) -> Findings:
-    """Return a copy of the findings without the format of tool calls.
-
-    The headers inside the output are kept. They were inferred without the format of tool calls, so
-    they are correct even if that format is wrong, and the parser must remove them.
-    """
-    return findings._replace(tools=ToolFindings(inner_headers=findings.tools.inner_headers))
 
 
 def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """Parse rendered messages with a `Format`. Return the `Format` together with the results.
 
-    Args:
-        fmt: The format.
-        turn: The text around the model's answers. `turn.prober` renders the messages.
-        findings: The findings about the template. They show which messages the template renders.
+    `findings` shows which messages the template renders.
     """
     proofs = parse_renderings(fmt, turn, findings.reasoning, findings.tools)
     return CheckedFormat(findings, fmt, proofs)
-
-
-def _wrongly_parsed_call(proofs: list[Proof]) -> Proof | None:
-    """Return the message with one tool call, or None if this message was parsed correctly.
-
-    A proof is a rendered message that was parsed to check the format. The result is also None if
-    no message with one tool call was rendered.
-    """
-    wrong_calls = [proof for proof in proofs if proof.name in ONE_CALL_PROOFS and proof.differs]
-    return wrong_calls[0] if wrong_calls else None
-
-
-def _describe_wrong_parts(proof: Proof) -> str:
-    """Return sentences for the report that name the wrongly parsed parts of a message."""
-    return (
-        f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
-        f"The template renders the message as {proof.text!r}."
-    )
 
 
 def _check_findings(turn: ModelTurn, findings: Findings) -> CheckedFormat:
@@ -114,10 +91,6 @@ def _check_findings(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     If the findings contradict each other, the result is a format in which all output is content.
 
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
-
-    Args:
-        turn: The text around the model's answers in rendered conversations.
-        findings: The findings of all comparisons.
 
     Raises:
         LimitError: A marker of the format is too long.
@@ -140,10 +113,10 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
         FormatError: The findings contradict each other.
         LimitError: A marker of the format is too long.
     """
-    reasoning = findings.reasoning.part  # The declared markers of reasoning, or None.
     tools = findings.tools.part  # The declared form of tool calls, or None.
+    reasoning = findings.reasoning.part  # The declared markers of reasoning, or None.
     # In a prompt that ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer.
-    turn_starts = turn_markers(turn, reasoning_markers=_markers_without_space(reasoning))
+    turn_starts = turn_markers(turn, reasoning_markers=stripped_markers(reasoning))
     fmt = Format(
         "inferred",
         Sections(reasoning=reasoning, content=findings.wrapper, tools=tools),
@@ -155,17 +128,6 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
     return fmt
 
 
-def _markers_without_space(reasoning: Reasoning | None) -> list[str]:
-    r"""Return the markers of reasoning, such as `<think>`, without the white space around them.
-
-    >>> _markers_without_space(Reasoning("<think>", "</think>\n"))
-    ['<think>', '</think>']
-    """
-    if reasoning is None:
-        return []
-    return [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
-
-
 def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
     """Return the texts between messages, such as `<|end|>`, that the parser must remove.
 
@@ -175,11 +137,8 @@ def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
         inner headers    `<|assistant|>` opens a message. Some models write this header inside their
                          output, for example between the content and a tool call.
 
-    Args:
-        turn: The text around the model's answers. `turn.end_markers` are the markers that end a
-            turn with content.
-        findings: The findings. `findings.tools.end_markers` are the markers that end a turn with
-            tool calls.
+    The end markers in `turn` end a turn with content, and the end markers in `findings.tools` end a
+    turn with tool calls.
     """
     ends = [
         *turn.end_markers,

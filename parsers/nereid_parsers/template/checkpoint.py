@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nereid_parsers.errors import FormatError, NereidParsersError
 from nereid_parsers.format import Format, Sections, Source
@@ -83,40 +81,24 @@ def format_for_checkpoint(
     if name is not None:
         return ChosenFormat(get_format(name), "chosen", f"The user chose the format {name!r}.")
     if reasoning is not None and tools is not None:
-        return _format_of_both_names(reasoning, tools)
+        fmt = get_format(reasoning=reasoning, tools=tools)
+        why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
+        return ChosenFormat(fmt, "chosen", why)
     text = read_checkpoint(path)
     if chat_template is not None:
         text = dataclasses.replace(text, template=chat_template)
     file_format = _format_of_files(text)
     if reasoning is not None:
         named = get_format(reasoning=reasoning)
-        return _combine_with_files(named, reasoning, file_format, _prefer_named_reasoning)
+        return _combine_with_files(named, reasoning, file_format, is_reasoning_chosen=True)
     if tools is not None:
         named = get_format(tools=tools)
-        return _combine_with_files(named, tools, file_format, _prefer_named_tools)
+        return _combine_with_files(named, tools, file_format, is_reasoning_chosen=False)
     return file_format
 
 
-def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
-    """Combine the reasoning markers of one format with the tool call syntax of another format.
-
-    Args:
-        reasoning: The name of the format whose reasoning markers are used.
-        tools: The name of the format whose tool call syntax is used.
-
-    Raises:
-        FormatError: A name is unknown.
-    """
-    fmt = get_format(reasoning=reasoning, tools=tools)
-    why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
-    return ChosenFormat(fmt, "chosen", why)
-
-
 def _combine_with_files(
-    named: Format,
-    name: str,
-    from_files: ChosenFormat,
-    combine_sections: Callable[[Sections, Sections], Sections],
+    named: Format, name: str, from_files: ChosenFormat, *, is_reasoning_chosen: bool
 ) -> ChosenFormat:
     """Combine the format that the user chose and the format from the files of the checkpoint.
 
@@ -124,70 +106,41 @@ def _combine_with_files(
     how tool calls are written. Only formats whose layout is `Sections` can be combined, because the
     layout `Messages` has no separate parts. If a layout is `Messages`, the result is `named`.
 
+    The content and the tool calls are those of `named`, or those of the files if `named` lacks
+    them. The end markers (`ends`) of both formats are the texts that the parser removes because
+    they end a turn. The texts that open a turn (`turn`) are those of the files, because the
+    template of the checkpoint writes them.
+
     Args:
         named: The registered format that the user chose.
         name: The name of this format, as the user wrote it.
         from_files: The format from the files of the checkpoint, and the reason for this format.
-        combine_sections: The function that combines the layouts of the two formats.
+        is_reasoning_chosen: Whether the user chose `named` for the reasoning. The reasoning is then
+            that of `named`, even if `named` declares no reasoning. Otherwise, the reasoning of the
+            files is preferred.
     """
     why = f"The user chose the format {name!r}."
     file_format = from_files.format
-    if not isinstance(named.layout, Sections) or not isinstance(file_format.layout, Sections):
+    sections, file_sections = named.layout, file_format.layout
+    if not isinstance(sections, Sections) or not isinstance(file_sections, Sections):
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(named, "chosen", why)
-    sections = combine_sections(named.layout, file_format.layout)
-    combined = _join_formats(named, file_format, sections)
+    reasoning = sections.reasoning
+    if not is_reasoning_chosen:
+        reasoning = file_sections.reasoning or reasoning
+    combined = Format(
+        f"{named.name}+{file_format.name}",
+        Sections(
+            reasoning=reasoning,
+            content=sections.content or file_sections.content,
+            tools=sections.tools or file_sections.tools,
+        ),
+        ends=(*named.ends, *file_format.ends),
+        turn=file_format.turn,
+        sources=(*named.sources, *file_format.sources),
+    )
     why += f" The source of the other parts: {from_files.why}"
     return ChosenFormat(combined, "chosen", why, from_files.analysis)
-
-
-def _join_formats(named: Format, from_files: Format, sections: Sections) -> Format:
-    """Join the names, end markers and sources of two formats, and use `sections` as the layout.
-
-    The end markers (`ends`) are the texts that the parser removes because they end a turn. The
-    texts that open a turn (`turn`) are those of `from_files`, because the template of the
-    checkpoint writes them.
-
-    Args:
-        named: The registered format that the user named.
-        from_files: The format from the files of the checkpoint.
-        sections: The combined layout of the two formats, which declares the reasoning, the content
-            and the tool calls.
-    """
-    return Format(
-        f"{named.name}+{from_files.name}",
-        sections,
-        ends=(*named.ends, *from_files.ends),
-        turn=from_files.turn,
-        sources=(*named.sources, *from_files.sources),
-    )
-
-
-def _prefer_named_reasoning(named: Sections, from_files: Sections) -> Sections:
-    """Combine the layouts of two formats. The user selected `named` as the format of reasoning.
-
-    The reasoning part is that of `named`, even if `named` declares no reasoning. Each of the parts
-    `content` and `tools` is that of `named`, or that of `from_files` if `named` lacks the part.
-    """
-    return Sections(
-        reasoning=named.reasoning,
-        content=named.content or from_files.content,
-        tools=named.tools or from_files.tools,
-    )
-
-
-def _prefer_named_tools(named: Sections, from_files: Sections) -> Sections:
-    """Combine the layouts of two formats. The user selected `named` as the format of tool calls.
-
-    Each of the parts `content` and `tools` is that of `named`, or that of `from_files` if `named`
-    lacks the part. The reasoning part is that of `from_files`, or that of `named` if `from_files`
-    declares no reasoning, because the user did not choose the reasoning part of `named`.
-    """
-    return Sections(
-        reasoning=from_files.reasoning or named.reasoning,
-        content=named.content or from_files.content,
-        tools=named.tools or from_files.tools,
-    )
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
@@ -199,59 +152,30 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
         the chat template    The format is inferred from the renderings of the template.
         no source            All output is treated as content.
 
-    If a source exists but cannot be used, the attribute `why` of the result contains the reason.
+    If a source exists but cannot be used, the attribute `why` of the result contains the reason. If
+    there is no source, a warning is logged.
     """
-    if text.response_template is None:
-        return _format_of_template(text, problems=[])
-    try:
-        return _declared_format(text.response_template)
-    except FormatError as error:
-        problem = _sentence(f"The response_template cannot be used: {error}")
-        return _format_of_template(text, [problem])
-
-
-def _format_of_template(text: CheckpointText, problems: list[str]) -> ChosenFormat:
-    """Infer the `Format` of the model's output from the chat template of a checkpoint.
-
-    If the template is missing or cannot be analysed, return a format in which all output is
-    content.
-
-    Args:
-        text: The chat template and the tokens of the checkpoint.
-        problems: Sentences that state why other sources of the format cannot be used. They are
-            copied into the attribute `why` of the result.
-    """
+    problems = []  # Sentences that state why a source cannot be used.
+    if text.response_template is not None:
+        try:
+            declared = format_of_response_template(text.response_template)
+        except FormatError as error:
+            problems.append(_sentence(f"The response_template cannot be used: {error}"))
+        else:
+            why = "The response_template in tokenizer_config.json declares the format."
+            return ChosenFormat(declared, "response_template", why)
     if text.template is None:
-        return _plain_format([*problems, "The checkpoint has no chat template."])
-    try:
-        analysis = analyze_checkpoint_template(
-            text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
-        )
-    except NereidParsersError as error:
-        problem = _sentence(f"The chat template cannot be analysed: {error}")
-        return _plain_format([*problems, problem])
-    why = " ".join([*problems, "The format was inferred from the chat template."])
-    return ChosenFormat(analysis.format, "template", why, analysis)
-
-
-def _declared_format(response_template: dict[str, Any]) -> ChosenFormat:
-    """Return the `Format` that the `response_template` of a checkpoint describes.
-
-    Raises:
-        FormatError: The declaration is invalid.
-    """
-    fmt = format_of_response_template(response_template)
-    why = "The response_template in tokenizer_config.json declares the format."
-    return ChosenFormat(fmt, "response_template", why)
-
-
-def _plain_format(problems: list[str]) -> ChosenFormat:
-    """Return a `Format` that treats all output as content, and log a warning.
-
-    Args:
-        problems: Sentences that state why the format could not be read from the files of the
-            checkpoint. The warning and the attribute `why` of the result contain these sentences.
-    """
+        problems.append("The checkpoint has no chat template.")
+    else:
+        try:
+            analysis = analyze_checkpoint_template(
+                text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
+            )
+        except NereidParsersError as error:
+            problems.append(_sentence(f"The chat template cannot be analysed: {error}"))
+        else:
+            why = " ".join([*problems, "The format was inferred from the chat template."])
+            return ChosenFormat(analysis.format, "template", why, analysis)
     why = " ".join([*problems, "So all output is returned as plain content."])
     log.warning("The chat format is unknown. Tool calls and reasoning will not be parsed. %s", why)
     plain = Format(

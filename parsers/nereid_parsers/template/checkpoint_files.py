@@ -69,13 +69,9 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
 
     The files are, in this order: the .jinja files, chat_template.json, tokenizer_config.json.
 
-    Args:
-        path: The folder of the checkpoint.
-        config: The content of tokenizer_config.json.
-
-    Returns:
-        The value in the file. Usually, it is the source of the only template, a dict of names and
-        sources, or a list of objects with a name and a source. None if there are no templates.
+    The result is the value in the file. Usually, it is the source of the only template, a dict of
+    names and sources, or a list of objects with a name and a source. The result is None if there
+    are no templates.
 
     Raises:
         FormatError: chat_template.json is not a valid JSON file, even if it is not used, or a file
@@ -114,39 +110,21 @@ def _select_template(templates: object) -> str | None:
     >>> _select_template([{"name": "default", "template": "source of one"}])
     'source of one'
 
-    Args:
-        templates: A value from the files of a checkpoint. It is the source of the only template, a
-            dict of names and sources, or a list of objects with a name and a source.
-
-    Returns:
-        The source, or None if `templates` is another value or contains no template.
+    The result is None if `templates`, a value from the files of a checkpoint, has another form or
+    contains no template.
     """
     if isinstance(templates, str):
         return templates  # The checkpoint has only one template.
-    source_by_name = _sources_by_name(templates)
-    for name in ("tool_use", "default", *source_by_name):
-        if name in source_by_name:
-            source = source_by_name[name]
+    if isinstance(templates, list):
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        templates = {entry.get("name"): entry.get("template") for entry in entries}
+    if not isinstance(templates, dict):
+        return None
+    for name in ("tool_use", "default", *templates):
+        if name in templates:
+            source = templates[name]
             return source if isinstance(source, str) else None
     return None
-
-
-def _sources_by_name(templates: object) -> dict[object, object]:
-    """Convert the chat templates of a checkpoint to a dict of names and sources.
-
-    >>> _sources_by_name([{"name": "default", "template": "source of one"}])
-    {'default': 'source of one'}
-
-    Args:
-        templates: A dict of names and sources, or a list of objects with a name and a source. The
-            result is {} for any other value.
-    """
-    if isinstance(templates, dict):
-        return templates
-    if not isinstance(templates, list):
-        return {}
-    entries = [entry for entry in templates if isinstance(entry, dict)]
-    return {entry.get("name"): entry.get("template") for entry in entries}
 
 
 def _token_text(value: object) -> str:
@@ -165,12 +143,9 @@ def _token_text(value: object) -> str:
 def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
     """Return the texts of the tokens that were added to the vocabulary of the tokenizer.
 
-    Example: {"added_tokens_decoder": {"7": {"content": "<tool_call>"}}} gives {"<tool_call>"}.
-
-    Args:
-        config: The content of tokenizer_config.json.
-        path: The folder of the checkpoint. If `config` does not contain the added tokens, they are
-            read from the file tokenizer.json in this folder.
+    Example: {"added_tokens_decoder": {"7": {"content": "<tool_call>"}}} gives {"<tool_call>"}. If
+    `config`, the content of tokenizer_config.json, does not contain the added tokens, they are read
+    from the file tokenizer.json in the folder `path`.
     """
     token_by_id = config.get("added_tokens_decoder")
     if isinstance(token_by_id, dict):

@@ -208,7 +208,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     """
     if reasoning is None:
         return text
-    reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
+    reasoning_markers = stripped_markers(reasoning)
     # The white space at the end of the closing marker belongs to the marker. Any further white
     # space belongs to the content.
     space_after_close = reasoning.close[len(reasoning.close.rstrip()) :]
@@ -216,6 +216,17 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
         rest = after_marker.removeprefix(space_after_close)
     return rest
+
+
+def stripped_markers(reasoning: Reasoning | None) -> list[str]:
+    r"""Return the markers of reasoning, such as `<think>`, without the white space around them.
+
+    >>> stripped_markers(Reasoning("<think>", "</think>\n")), stripped_markers(None)
+    (['<think>', '</think>'], [])
+    """
+    if reasoning is None:
+        return []
+    return [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
 
 
 def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:

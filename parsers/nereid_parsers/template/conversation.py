@@ -222,9 +222,6 @@ class InputForm:
     def _call_with_result(self) -> list[dict[str, Any]]:
         """Return two messages: the assistant calls a tool, and the tool returns a result.
 
-        The tool calls of a conversation are numbered from 0, because some templates render the
-        number. This tool call is the first of the conversation, so it has the number 0.
-
         >>> [message["role"] for message in InputForm()._call_with_result()]
         ['assistant', 'tool']
         """
@@ -262,16 +259,12 @@ class InputForm:
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
         """Return an assistant message as a dict, in the form that the template expects.
 
-        The attribute `reasoning` of the form is the place of the reasoning. In this example, the
-        template reads reasoning from the field "thinking":
+        In this example, the template reads reasoning from the field "thinking":
 
         >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
         {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
 
-        Args:
-            answer: The content, the reasoning and the tool calls of the message.
-            first_number: The number of the first tool call in `answer`. The tool calls of a
-                conversation are numbered, because some templates render the number.
+        The tool calls of `answer` are numbered from `first_number`.
         """
         if answer.reasoning and self.reasoning == BLOCKS:
             return _message_of_blocks(answer)  # The blocks contain the tool calls, too.
@@ -301,17 +294,10 @@ class InputForm:
             # The field `content` is "" or None, or is omitted, see `empty_content`.
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
-            message.update(dict.fromkeys(self._reasoning_fields(), answer.reasoning))
+            is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
+            names = REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
+            message.update(dict.fromkeys(names, answer.reasoning))
         return message
-
-    def _reasoning_fields(self) -> tuple[str, ...]:
-        """Return the names of the message fields in which the template expects the reasoning.
-
-        >>> InputForm(reasoning="thinking")._reasoning_fields()
-        ('thinking',)
-        """
-        is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
-        return REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
         """Return a tool call as a dict, in the form that the template expects.
@@ -323,11 +309,6 @@ class InputForm:
         {'name': 'f', 'arguments': '{"a": 1}'}
         >>> InputForm()._tool_call(call, 0)
         {'id': 'zq7id0000', 'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}
-
-        Args:
-            call: The name and the arguments.
-            number: The number of the tool call in the conversation. The id contains the number. A
-                flat tool call has no id.
         """
         arguments: Any = dict(call.arguments)
         if self.arguments == "text":
@@ -340,8 +321,6 @@ class InputForm:
 
 def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
     """Return the `content` of an assistant message as a list: first the reasoning, then the text.
-
-    Some templates read reasoning only from such a list.
 
     >>> _content_with_thinking(AssistantMessage("Hello.", reasoning="A greeting."))
     [{'type': 'thinking', 'thinking': 'A greeting.'}, {'type': 'text', 'text': 'Hello.'}]

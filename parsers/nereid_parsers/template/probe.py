@@ -57,7 +57,7 @@ class Prober:
         refusals: The error messages of the template, by the conversation that failed to render.
         comparisons: The comparisons that were recorded for the report.
         undecided: Sentences for the report. Each sentence states what could not be inferred, and
-            the reason.
+            the reason. The report shows the sentences under the heading "Not decided".
     """
 
     template: CompiledTemplate
@@ -79,15 +79,8 @@ class Prober:
 
         In the text, placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool
         calls, so that numbers and ids cause no difference between two renderings. The text is
-        cached.
-
-        Args:
-            conversation: The conversation.
-            form: The form in which the template expects the messages. For example, `content` is a
-                string or a list. None means the attribute `form` of the prober.
-
-        Returns:
-            The text, or None if the template raises an error for this conversation.
+        cached. The result is None if the template raises an error for this conversation. `form` is
+        the form of the messages; None means the attribute `form` of the prober.
         """
         used_form = form or self.form
         key = (conversation, used_form)
@@ -121,11 +114,6 @@ class Prober:
         """Return the template variables for a conversation, such as `messages` and `tools`.
 
         Example: {"messages": [..], "tools": None, "bos_token": "<s>", "enable_thinking": False, ..}
-
-        Args:
-            conversation: The conversation.
-            form: The form in which the template expects the messages. For example, `content` is a
-                string or a list.
         """
         # Some templates fail without tools. For these templates, `form.always_tools` is true.
         has_tools = conversation.tools or form.always_tools
@@ -187,36 +175,28 @@ class Prober:
         """Record a conclusion that the analysis has drawn without comparing two renderings.
 
         The report shows the conclusion as the finding of a comparison of two equal conversations.
-
-        Args:
-            name: The label of the finding, such as "R4 source".
-            finding: The conclusion of the analysis, as a sentence.
         """
         question = Conversation()
         self.record(name, UNCHANGED, left=question, right=question, finding=finding)
 
-    def record_undecided(self, sentence: str) -> None:
-        """Add to `undecided` a sentence that states what could not be inferred, and why.
-
-        The report shows the sentence under the heading "Not decided".
-        """
-        self.undecided.append(sentence)
-
     # ---- the form of the input -------------------------------------------------------------------
 
-    def find_content_form(self) -> InputForm | None:
+    def find_content_form(self) -> InputForm:
         """Return a form of the content, such as a string or a list, that the template can render.
 
         The method renders a question and an answer in all possible forms. The result is the first
-        form for which the rendered text contains the question and the answer. It is None if all
-        forms fail.
+        form for which the rendered text contains the question and the answer. If all forms fail,
+        the result is the attribute `form`, and a sentence with the reason is added to `undecided`.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
             text = self.render(conversation, form) or ""
             if CONTENT_TEXT in text and USER_TEXT in text:
                 return form
-        return None
+        # Only one conversation has been rendered until now, so there is at most one error message.
+        why = next(iter(self.refusals.values()), "the rendering does not contain the content")
+        self.undecided.append(f"The template does not render plain content: {why}")
+        return self.form
 
     def find_call_form(self) -> InputForm | None:
         """Find a form of the input for which the template renders a complete tool call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nereid_parsers.format import Format, Messages, Route, Sections, Source, Stage
+from nereid_parsers.format import Format, Messages, Source
 from nereid_parsers.formats.registry import get_format
 
 
@@ -22,19 +22,25 @@ class QuarantineEntry:
         reason: The reason why comparisons of renderings cannot infer the format.
         matches: A function that takes the source of a template, and returns whether this entry
             declares the format of the template.
-        make_layout: A function that returns the layout of the format. The layout declares how a
-            message is divided into reasoning, content and tool calls.
+        format_name: The name of the registered format whose layout declares how a message is
+            divided into reasoning, content and tool calls.
     """
 
     model: str
     reason: str
     matches: Callable[[str], bool]
-    make_layout: Callable[[], Messages | Sections]
+    format_name: str
 
-    def make_format(self) -> Format:
-        """Return the declared format."""
-        source = Source(f"recognised in its chat template: {self.model}")
-        return Format("recognised", self.make_layout(), sources=(source,))
+    def make_format(self, end_markers: tuple[str, ...]) -> Format:
+        """Return the declared format, with the inferred markers that end an assistant message."""
+        layout = get_format(self.format_name).layout
+        assert isinstance(layout, Messages)
+        return Format(
+            "recognised",
+            layout,
+            ends=tuple(end for end in end_markers if end not in layout.ends),
+            sources=(Source(f"recognised in its chat template: {self.model}"),),
+        )
 
 
 def writes_harmony(source: str) -> bool:
@@ -42,9 +48,6 @@ def writes_harmony(source: str) -> bool:
 
     In Harmony, each message has a channel. Example: `<|channel|>analysis<|message|>` starts a
     message in the channel `analysis`.
-
-    Args:
-        source: The source of the template.
     """
     return "<|channel|>analysis" in source and "<|message|>" in source
 
@@ -57,9 +60,6 @@ def writes_recipient_lines(source: str) -> bool:
 
     The two known templates of this kind are recognised by strings in their source, because their
     renderings do not show the format. Any other template with these strings is recognised, too.
-
-    Args:
-        source: The source of the template.
     """
     # One template writes `>>>all` in one expression: `'>>>' ~ 'all'`.
     writes_one_expression = ">>>all" in source.replace("' ~ '", "")
@@ -70,32 +70,13 @@ def writes_recipient_lines(source: str) -> bool:
     return writes_one_expression or writes_two_expressions
 
 
-def _harmony_layout() -> Messages:
-    """Return the `layout` of the registered format `gpt_oss`."""
-    layout = get_format("gpt_oss").layout
-    assert isinstance(layout, Messages)
-    return layout
-
-
-def _recipient_lines_layout() -> Messages:
-    r"""Return the layout of messages such as ">>>all\nHello", which start with a recipient.
-
-    A message with the recipient `all` is content. Any other recipient is the name of a function.
-    """
-    return Messages(
-        start=">>>",
-        header_end="\n",
-        routes=(Route(Stage.CONTENT, "all"), Route(Stage.CALLS, "{name}")),
-    )
-
-
 QUARANTINE = (
     QuarantineEntry(
         model="openai/gpt-oss-20b, openai/gpt-oss-120b",
         reason="The channel of a message depends on the whole conversation, and the recipient of "
         "a call is written in one of two places. A rendering shows only one of them.",
         matches=writes_harmony,
-        make_layout=_harmony_layout,
+        format_name="gpt_oss",
     ),
     QuarantineEntry(
         model="meetkai/functionary-medium-v3.2, functionary-small-v3.2",
@@ -103,7 +84,7 @@ QUARANTINE = (
         "'all'. The generation prompt opens the first message, so that the first message is "
         "rendered differently from the messages after it.",
         matches=writes_recipient_lines,
-        make_layout=_recipient_lines_layout,
+        format_name="functionary_v3_2",
     ),
 )
 

@@ -140,7 +140,7 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
     pair = _markers_of_reasoning(turn, texts)
     is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
     if is_marker_missing:
-        turn.prober.record_undecided(
+        turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
             f"between {texts.before!r} and {texts.after_reasoning!r}."
         )
@@ -333,7 +333,7 @@ def find_interruption(
         return ()  # The message is not rendered, or the template writes the closing marker.
     interruption, _ = first_two(markers(before_call))
     if not interruption:
-        turn.prober.record_undecided(
+        turn.prober.undecided.append(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )

@@ -137,7 +137,7 @@ def find_tools(
     if inference.call_format is None:
         return findings
     if _is_name_repeated_after_call(inference.call_format):
-        turn.prober.record_undecided(
+        turn.prober.undecided.append(
             "The format of the calls could not be inferred: the text after a call repeats the name "
             f"of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
         )
@@ -146,7 +146,7 @@ def find_tools(
     try:
         section = _tool_section(inference.call_format)
     except FormatError as error:
-        turn.prober.record_undecided(f"The tool section is invalid: {error}")
+        turn.prober.undecided.append(f"The tool section is invalid: {error}")
         return findings
     section = add_call_without_arguments(section, inference.call_format, texts.no_arguments)
     # Related models may write tool calls with other markers. `add_family_variants` adds
@@ -166,7 +166,7 @@ def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
     if not offers_tools(prober):
         return ToolFindings()
     section = guess_tool_section(renderer)
-    prober.record_undecided(describe_unrendered_calls(section))
+    prober.undecided.append(describe_unrendered_calls(section))
     return ToolFindings(part=section)
 
 

@@ -12,28 +12,34 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Brackets that rarely occur in other text. Some templates write markers such as `◁think▷`.
+_OPEN_BRACKETS = "◁«《【〔〖｟⟦⟨⟪"
+_CLOSE_BRACKETS = "▷»》】〕〗｠⟧⟩⟫"
+_IN_BRACKETS = f"[{_OPEN_BRACKETS}][^{_OPEN_BRACKETS}{_CLOSE_BRACKETS}\n]*[{_CLOSE_BRACKETS}]"
 # The alternatives match, in order: `<...>`, `[[...]]`, `[/...]`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`,
 # `◁...▷`, a code fence, a word, one white-space character, and any other character.
 _TOKEN = re.compile(
     r"<[^<>\s][^<>\n]*>?|\[\[/?[^\W\d]\w*\]\]|\[/\w+\]|\[/?[A-Z][A-Z_ ]*\]"
-    r"|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷|```|\w+|\s|.",
+    r"|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]|" + _IN_BRACKETS + r"|```|\w+|\s|.",
     re.DOTALL,
 )
 # Matches a marker, such as `<think>` or `[TOOL_CALLS]`. Unlike `_TOKEN`, this expression does not
 # match an unclosed `<tag` or a short `[A]`, because these texts are not markers.
 MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[\[/?[^\W\d]\w*\]\]|\[/\w+\]|\[/?[A-Z][A-Z_ ]{2,}\]"
-    r"|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷"
+    r"|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]|" + _IN_BRACKETS
 )
 # Each rule derives a closing marker from an opening marker. The first string is a regular
 # expression that matches the opening marker. The second string is the closing marker.
 _CLOSING_RULES = (
     (r"<(?![/|｜])(.*)", r"</\1"),  # `<think>` and `</think>`
+    (r"<([^\s/|｜]+)\s.*>", r"</\1>"),  # `<think mode="deep">` and `</think>`
     (r"<\|(.*)(?<!\|)>", r"<\1|>"),  # `<|channel>` and `<channel|>`
     (r"(\[\[?)(?!\[)(.*)", r"\1/\2"),  # `[THINK]` and `[/THINK]`, `[[x]]` and `[[/x]]`
     (r"\[\|(.*)", r"[|/\1"),  # `[|think|]` and `[|/think|]`
     (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
     (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`
+    (rf"([{_OPEN_BRACKETS}])(?!/)(.*)", r"\1/\2"),  # `◁think▷` and `◁/think▷`
 )
 # Each rule derives an opening marker from a closing marker. The first string is a regular
 # expression that matches the closing marker. The second string is the opening marker.
@@ -45,7 +51,7 @@ _OPENING_RULES = (
 # marker, `<|END_THINKING|>`.
 _OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
-    ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
+    ("prefix", "suffix"), ("open", "close"),
 )  # fmt: skip
 _CLOSE_OPEN_WORDS = tuple((close_word, open_word) for open_word, close_word in _OPEN_CLOSE_WORDS)
 

@@ -29,10 +29,11 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 
-# These characters replace the number and the id of each tool call in a rendering. Otherwise, two
+# These characters replace the number and the id of each tool call in a rendering. No text contains
+# these characters, because Unicode reserves them for internal use. Without the replacement, two
 # renderings would also differ in these numbers and ids.
-COUNTER_MARK = "\ue010"
-ID_MARK = "\ue011"
+COUNTER_MARK = "\ufdd0"
+ID_MARK = "\ufdd1"
 # The value of `Comparison.changed` if the two compared conversations are equal.
 UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
@@ -93,7 +94,7 @@ class Prober:
 
         If the template fails because a variable is undefined, the method sets this variable to ""
         and renders the conversation again. In the result, placeholders replace the numbers and ids
-        of tool calls. Example: `zqFirstTool:1 id=zq7id0001` becomes `zqFirstTool:\ue010 id=\ue011`.
+        of tool calls. Example: `zqFirstTool:1 id=zq7id0001` becomes `zqFirstTool:\ufdd0 id=\ufdd1`.
 
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
@@ -240,7 +241,7 @@ def _mask_numbers_and_ids(text: str, form: InputForm) -> str:
     the number 1.
 
     >>> _mask_numbers_and_ids("zqFirstTool:1 id=zq7id0001", InputForm())
-    'zqFirstTool:\ue010 id=\ue011'
+    'zqFirstTool:\ufdd0 id=\ufdd1'
     """
     text = _NUMBER_AFTER_NAME.sub(rf"\1\2{COUNTER_MARK}", text)
     return text if form.ids == "numbered" else _CALL_ID.sub(ID_MARK, text)
@@ -251,7 +252,7 @@ def restore_numbers_and_ids(text: str) -> str:
 
     COUNTER_MARK becomes the number 0, and ID_MARK becomes the id of the first tool call.
 
-    >>> restore_numbers_and_ids("zqFirstTool:\ue010 id=\ue011")
+    >>> restore_numbers_and_ids("zqFirstTool:\ufdd0 id=\ufdd1")
     'zqFirstTool:0 id=zq7id0000'
     """
     return text.replace(COUNTER_MARK, "0").replace(ID_MARK, _FIRST_CALL_ID)

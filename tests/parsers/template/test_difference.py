@@ -34,12 +34,17 @@ def test_words_are_kept_whole():
         ("<|inner_prefix|>", "<|inner_suffix|>"),
         ("<|channel>", "<channel|>"),
         ("◁think▷", "◁/think▷"),
+        ("【思考】", "【/思考】"),
     ],
 )
 def test_opening_and_closing_spellings_match(opened, closed):
     assert markers(f"a{opened}b{closed}c") == [opened, closed]
     assert closed in closing_spellings(opened)
-    assert opened in opening_spellings(closed) or "◁" in opened
+    assert opened in opening_spellings(closed)
+
+
+def test_a_closing_tag_does_not_repeat_the_attributes():
+    assert "</think>" in closing_spellings('<think mode="deep">')
 
 
 def test_only_a_marker_replaces_the_first_marker_of_an_opening_text():

@@ -177,6 +177,27 @@ def test_numbers_are_read_if_a_template_writes_quotes_around_strings_only():
 
 
 @pytest.mark.parametrize(
+    "marker", ["«%s»", "｟%s｠", "【%s】", "<|%s|>"], ids=["angle", "round", "lenticular", "ascii"]
+)
+@pytest.mark.parametrize("around_call", ["(call)%s(/call)", "\ue010%s\ue011"])
+def test_markers_may_consist_of_characters_that_are_not_ascii(marker, around_call):
+    text = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+        "{{ '(ROLE)'.replace('ROLE', m.role) + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+        "{{ '(/ROLE)'.replace('ROLE', m.role) }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '(assistant)' }}{% endif %}"
+    ).replace("CALL", around_call % "{{ c.function | tojson }}")
+    written = f"Hi.{around_call}(/assistant)" % '{"name": "f", "arguments": {}}'
+    for word in ("ROLE", "/ROLE", "assistant", "/assistant", "call", "/call"):
+        text, written = (part.replace(f"({word})", marker % word) for part in (text, written))
+    analysis = analyze_template(text)
+    assert analysis.undecided == ()
+    message = parse(written, format=analysis.format)
+    assert (message.content, [call.name for call in message.tool_calls]) == ("Hi.", ["f"])
+
+
+@pytest.mark.parametrize(
     ("name", "key", "written", "value"),
     [
         ("json_in_tags", "text", r'"a\n\"b\" \u00e9 C:\\d"', 'a\n"b" é C:\\d'),

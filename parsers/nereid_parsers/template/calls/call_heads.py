@@ -168,7 +168,7 @@ def _split_text_before_name(text: str) -> _TextBeforeName:
 def has_number_or_id(text: str) -> bool:
     r"""Return whether `text` contains the placeholder of a tool call's number or id.
 
-    >>> has_number_or_id('<call id="\ue011">'), has_number_or_id("<call>")
+    >>> has_number_or_id('<call id="\ufdd1">'), has_number_or_id("<call>")
     (True, False)
     """
     return COUNTER_MARK in text or ID_MARK in text
@@ -177,13 +177,11 @@ def has_number_or_id(text: str) -> bool:
 def pattern_of_text(rendered: str) -> str:
     r"""Put fields in the place of the name, the number and the id in the text of a tool call.
 
-    The result is a pattern with the fields `{name}`, `{number}` and `{id}`. In this example,
-    "\ue010" is the placeholder character for the number of the tool call:
-
+    The result is a pattern with the fields `{name}`, `{number}` and `{id}`.
     The fields replace the name FIRST_TOOL and the placeholder characters for the number and the id.
-    In this example, "\ue010" is the placeholder for the number of the tool call:
+    In this example, "\ufdd0" is the placeholder for the number of the tool call:
 
-    >>> pattern_of_text(f'<call n="\ue010" name="{FIRST_TOOL}">')
+    >>> pattern_of_text(f'<call n="\ufdd0" name="{FIRST_TOOL}">')
     '<call n="{number}" name="{name}">'
     """
     pattern = escape_braces(rendered)

@@ -144,13 +144,13 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     r"""Replace the number of each tool call, such as `0` in `0 zqFirstTool`, with a placeholder.
 
     Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". The
-    placeholder COUNTER_MARK ("\ue010") replaces these digits, so that two tool calls differ only in
+    placeholder COUNTER_MARK ("\ufdd0") replaces these digits, so that two tool calls differ only in
     their names and arguments. Markup such as `<h1>` may contain other digits. Therefore, a digit is
     replaced only if it has the same distance (gap) from the function's name in each tool call.
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
-    '\ue010 zqFirstTool'
+    '\ufdd0 zqFirstTool'
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
@@ -218,7 +218,7 @@ def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     this distance is no digit, the text remains unchanged.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
-    '\ue010 zqFirstTool, \ue010 zqSecondTool'
+    '\ufdd0 zqFirstTool, \ufdd0 zqSecondTool'
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
         name_start = text.find(name)
@@ -237,7 +237,7 @@ def _mask_digit(text: str, index: int) -> str:
     Return `text` unchanged if the character is no digit, or if the index is outside the text.
 
     >>> _mask_digit("0 zqFirstTool", 0)
-    '\ue010 zqFirstTool'
+    '\ufdd0 zqFirstTool'
     """
     is_outside = not 0 <= index < len(text)
     if is_outside or not text[index].isdigit():

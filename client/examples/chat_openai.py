@@ -29,12 +29,17 @@ def main() -> None:
     )
     usage = None
     finish_reason = None
+    is_reasoning = False
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
             finish_reason = choice.finish_reason or finish_reason
             # OpenAI's types do not contain the field `reasoning`; open-source servers added it.
-            sys.stderr.write(getattr(choice.delta, "reasoning", None) or "")
+            reasoning = getattr(choice.delta, "reasoning", None) or ""
+            if is_reasoning and not reasoning:
+                sys.stderr.write("\n")
+            is_reasoning = bool(reasoning)
+            sys.stderr.write(reasoning)
             sys.stdout.write(choice.delta.content or "")
             sys.stdout.flush()
     sys.stdout.write("\n")

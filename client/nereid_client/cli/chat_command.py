@@ -169,7 +169,7 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
         with send(f"{url}/v1/chat/completions", body) as response:
             _print_response(events_of(response), answer)
     except KeyboardInterrupt:  # closing the connection aborts the request
-        say(f"{_NORMAL_STYLE} [stopped]")
+        say(" [stopped]")
     except CliError as error:
         complain(f"{error}")
         return False
@@ -178,28 +178,35 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
 
 
 def _print_response(events: Iterator[Json], answer: list[str]) -> None:
-    """Print a response while it arrives. In a terminal, reasoning is printed in a dim colour.
+    """Print a response while it arrives. The content starts on a new line after the reasoning.
+
+    In a terminal, reasoning is printed in a dim colour.
 
     Mutates: answer. Each piece of the content is appended after it is printed, so that `answer` is
         complete even if the user stops the response.
     """
-    is_dim = False  # whether the terminal prints in the dim colour now
+    dim, normal = (_DIM_STYLE, _NORMAL_STYLE) if sys.stdout.isatty() else ("", "")
+    is_reasoning = False  # whether the last piece was reasoning
     deltas = (choice["delta"] for event in events for choice in event["choices"])
-    for delta in deltas:
-        _print_call_pieces(delta.get("tool_calls") or ())
-        if reasoning := delta.get("reasoning"):
-            if not is_dim and sys.stdout.isatty():
-                sys.stdout.write(_DIM_STYLE)
-                is_dim = True
-            write_model_text(reasoning)
-        if content := delta.get("content"):
-            if is_dim:
-                sys.stdout.write(f"{_NORMAL_STYLE}\n")
-                is_dim = False
-            write_model_text(content)
-            answer.append(content)
-        sys.stdout.flush()
-    say(_NORMAL_STYLE if is_dim else "")
+    try:
+        for delta in deltas:
+            _print_call_pieces(delta.get("tool_calls") or ())
+            if reasoning := delta.get("reasoning"):
+                if not is_reasoning:
+                    sys.stdout.write(dim)
+                    is_reasoning = True
+                write_model_text(reasoning)
+            if content := delta.get("content"):
+                if is_reasoning:
+                    sys.stdout.write(f"{normal}\n")
+                    is_reasoning = False
+                write_model_text(content)
+                answer.append(content)
+            sys.stdout.flush()
+    finally:
+        if is_reasoning:
+            sys.stdout.write(normal)
+    say()
 
 
 def _print_call_pieces(pieces: Sequence[Json]) -> None:

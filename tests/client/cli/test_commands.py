@@ -300,6 +300,27 @@ def test_a_connection_that_ends_during_an_answer_is_an_error_of_one_line(capsys,
         assert main(["bench", "--requests", "1", "--json", "--model", "m", "--url", url]) == 1
 
 
+_REASONING = b'data: {"choices": [{"delta": {"reasoning": "4."}}]}\n\n'
+
+
+def test_the_answer_begins_on_a_new_line_after_the_reasoning(capsys, monkeypatch):
+    stream = _REASONING + _REASONING + _CHUNK + b"data: [DONE]\n\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+    with raw_server(b"HTTP/1.1 200 OK\r\n\r\n" + stream) as url:
+        assert main(["chat", "--model", "m", "--url", url]) == 0
+    assert capsys.readouterr().out == "4.4.\nhel\n"
+
+
+def test_a_terminal_is_not_dim_after_an_error_in_the_reasoning(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    chunk = b"%x\r\n%s\r\n" % (len(_REASONING), _REASONING)
+    response = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk
+    with raw_server(response) as url:
+        assert main(["chat", "--model", "m", "--url", url]) == 1
+    assert capsys.readouterr().out == "\x1b[2m4.\x1b[0m"
+
+
 @pytest.mark.parametrize(
     ("response", "message"),
     [

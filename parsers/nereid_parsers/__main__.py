@@ -26,7 +26,7 @@ from nereid_parsers.events import (
 from nereid_parsers.format import LENIENT, STRICT, Format
 from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
-from nereid_parsers.stream.trace_writer import Trace
+from nereid_parsers.stream.text_writer import Trace
 from nereid_parsers.template import command as template_command
 from nereid_parsers.template.report import Paint
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.call_reader import CallReader
-from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.expected_call import CallStarts
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
@@ -31,14 +29,8 @@ class BetweenCallsReader:
         "_buffer", "_call_reader", "_calls_must_come_first", "_section", "_starts", "_text_writer",
     )  # fmt: skip
 
-    def __init__(self, context: ReaderContext, calls: CallReader, writer: CallWriter) -> None:
-        """Create a reader for the text after a tool call, such as `, ` or `</tool_calls>`.
-
-        Args:
-            context: The format, the text and the writers, which all readers share.
-            calls: The reader of tool calls.
-            writer: The writer of tool calls.
-        """
+    def __init__(self, context: ReaderContext, calls: CallReader) -> None:
+        """Create a reader for the text after a tool call, such as `, ` or `</tool_calls>`."""
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
@@ -47,7 +39,7 @@ class BetweenCallsReader:
         # The part of the message between markers such as `<tool_calls>` and `</tool_calls>`.
         self._section = calls.section
         # Decides which forms of a tool call may come next in the text.
-        self._starts = CallStarts(context.format.calls, writer)
+        self._starts = calls.starts
 
     def read(self) -> State | None:
         """Read white space, and then a marker such as `</tool_calls>` or a separator such as `, `.
@@ -57,8 +49,7 @@ class BetweenCallsReader:
             separator between two tool calls    `, `             BETWEEN_CALLS
             other text, which stays unread      `{"name"`        CALL_START or CONTENT
 
-        Returns:
-            The next state, or None if more text is required.
+        Return the next state, or None if more text is required.
         """
         buffer = self._buffer
         whitespace_end = skip_whitespace(buffer.text, buffer.pos)
@@ -66,10 +57,15 @@ class BetweenCallsReader:
         if not buffer.has_unread():
             return None
         # Each result is a position, or one of the negative constants NEED_MORE and NO_MATCH.
-        close_end = self._match_section_close()
+        # No separator can precede the first tool call.
+        close_end = separator_end = NO_MATCH
+        if self._section.is_open:
+            is_empty = self._is_after_opening_marker()
+            close_end = self._section.match_close(buffer, is_empty=is_empty)
         if close_end >= 0:
             return self._end_section(buffer.text[buffer.pos : close_end])
-        separator_end = self._match_separator()
+        if self._call_reader.has_calls():
+            separator_end = self._section.match_separator(buffer)
         if NEED_MORE in (close_end, separator_end):
             # At the end of the message, an incomplete marker such as `</ca` cannot be content.
             return self._call_reader.drop_incomplete_marker() if buffer.is_final else None
@@ -78,15 +74,6 @@ class BetweenCallsReader:
             return State.BETWEEN_CALLS
         return self._select_state_for_text()
 
-    def _match_section_close(self) -> int:
-        """Test whether the unread text starts with the marker after all tool calls (`</calls>`).
-
-        Return the position after the marker, NEED_MORE or NO_MATCH.
-        """
-        if not self._section.is_open:
-            return NO_MATCH
-        return self._section.match_close(self._buffer, is_empty=self._is_after_opening_marker())
-
     def _is_after_opening_marker(self) -> bool:
         """Return True after the opening marker `<tool_calls>`, until the first tool call starts.
 
@@ -94,16 +81,6 @@ class BetweenCallsReader:
         if no tool call follows. Between two tool calls, no text is pending.
         """
         return bool(self._text_writer.pending_text)
-
-    def _match_separator(self) -> int:
-        """Test whether the unread text starts with the separator between tool calls, such as `, `.
-
-        Return the position after the separator, NEED_MORE or NO_MATCH. No separator can precede the
-        first tool call.
-        """
-        if not self._call_reader.has_calls():
-            return NO_MATCH
-        return self._section.match_separator(self._buffer)
 
     def _select_state_for_text(self) -> State:
         """Return CALL_START if the unread text may be a tool call, otherwise CONTENT.

@@ -57,10 +57,7 @@ def match_closing_marker(
         ` `               IncompleteMarker(prefix=""), because a marker may follow the space
         `Hello`           None
 
-    Args:
-        markers: The closing markers, in the order in which the model writes them.
-        text: The text that has arrived.
-        pos: The position after the body of the tool call, or after the last closing marker.
+    `pos` is the position after the body of the tool call, or after the last closing marker.
     """
     start = skip_whitespace(text, pos)
     match = _match_first_marker(markers, text, start)
@@ -73,12 +70,7 @@ def match_closing_marker(
 def _match_first_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Match the text at `pos` with each of the `markers`, and return the first match.
-
-    Examples for the markers `</f>` and `</call>`, and `pos=0`: the text `</call>` gives
-    `ClosingMarker(7, later_markers=())`, and `</c` gives `IncompleteMarker("</c")`. If no marker
-    matches, the result is None.
-    """
+    """Match the text at `pos` with each of the `markers`, and return the first match, or None."""
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
         if end == NEED_MORE:

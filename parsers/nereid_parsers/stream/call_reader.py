@@ -10,7 +10,6 @@ from nereid_parsers.stream.call_markers import (
     match_closing_marker,
 )
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_whitespace
@@ -46,11 +45,12 @@ class CallReader:
 
     Attributes:
         section: The tool section, which is the part of a message that contains all tool calls.
+        starts: Decides which forms of a tool call may start at a position.
     """
 
     __slots__ = (
         "_buffer", "_call", "_call_writer", "_calls_must_come_first", "_closing_markers",
-        "_expected", "_format", "_starts", "_text_writer", "section",
+        "_expected", "_format", "_text_writer", "section", "starts",
     )  # fmt: skip
 
     # The current tool call, or the last tool call if none is open. This attribute is set when the
@@ -61,19 +61,14 @@ class CallReader:
     _expected: ExpectedCall
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
-        """Create a reader of tool calls, such as `<tool_call>{"name": "f"}</tool_call>`.
-
-        Args:
-            context: The format, the buffer with the text, and the writer of reasoning and content.
-            writer: The writer that converts the tool calls into events.
-        """
+        """Create a reader of tool calls, such as `<tool_call>{"name": "f"}</tool_call>`."""
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_writer = writer
         self._format = context.format
         # If true, all text after the start of the content is content, even `<call>` after `Hi`.
         self._calls_must_come_first = context.calls_must_come_first
-        self._starts = CallStarts(context.format.calls, writer)  # Its methods give `_expected`.
+        self.starts = CallStarts(context.format.calls, writer)  # Its methods give `_expected`.
         self.section = CallSection(context.format.tools)
         # The markers, such as `</tool_call>`, that may still follow the last tool call.
         self._closing_markers: tuple[str, ...] = ()
@@ -95,22 +90,19 @@ class CallReader:
 
         The marker stays unread, because `read_start` reads the marker. Return the state CALL_START.
         """
-        return self.expect(self._starts.at_marker(marker))
+        return self.expect(self.starts.at_marker(marker))
 
     def open_call_at_head(self, marker: str) -> State | None:
         """Prepare to read a tool call whose opening marker the model has omitted.
 
         Example: the model writes `<function=f>` instead of `<tool_call><function=f>`. The text
-        stays unread, because `read_start` reads the header.
+        stays unread, because `read_start` reads the header. `marker` is the first fixed text of the
+        header, for example `<function=`.
 
-        Args:
-            marker: The first fixed text of the tool call's header, for example `<function=`.
-
-        Returns:
-            The state CALL_START. None if no tool call can start here, so that the caller writes
-            `marker` as content.
+        Return the state CALL_START. Return None if no tool call can start here, so that the caller
+        writes `marker` as content.
         """
-        expected = self._starts.at_head(marker)
+        expected = self.starts.at_head(marker)
         return None if expected is None else self.expect(expected)
 
     def open_unmarked_call(self, opening: str) -> State | None:
@@ -120,7 +112,7 @@ class CallReader:
         writes `opening` as content.
         """
         has_content = self._text_writer.has_content
-        expected = self._starts.at_unmarked_opening(opening, has_content)
+        expected = self.starts.at_unmarked_opening(opening, has_content)
         return None if expected is None else self.expect(expected)
 
     def expect(self, expected: ExpectedCall) -> State:
@@ -199,17 +191,18 @@ class CallReader:
     def has_tag_in_unwritten_text(self) -> bool:
         """Return whether the unwritten text contains a tag, such as `<tool_call>`.
 
-        The message has ended inside a tool call. The unwritten text consists of the pending text
-        and the unread text. No client can use a part of a tool call with a tag, so the caller
-        removes such a text. Examples: the result is True for `<tool_call>{"na`. The result is False
-        for `{"na`, which may be content.
+        The message has ended inside a tool call or a message header. The unwritten text consists of
+        the pending text and the unread text. No client can use a part of a tool call with a tag, so
+        the caller removes such a text. Examples: the result is True for `<tool_call>{"na`. The
+        result is False for `{"na`, which may be content.
         """
         return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
 
     def drop_unwritten_text(self) -> State:
         """Discard all text that has not been written to the output. Return the state CONTENT.
 
-        The message has ended, and this text is an incomplete tool call, such as `<tool_call>{"na`.
+        The message has ended, and this text is an incomplete tool call, such as `<tool_call>{"na`,
+        or an incomplete message header.
         """
         self._text_writer.drop_pending()
         self._text_writer.drop_markup(self._buffer.take_unread())
@@ -227,8 +220,7 @@ class CallReader:
             `<tool_call>{`           None, because more text is required
             `<tool_call> is a tag`   CONTENT or CONTENT_ONLY, because no tool call starts
 
-        Returns:
-            The next state, or None if more text is required.
+        Return the next state, or None if more text is required.
         """
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
@@ -243,20 +235,15 @@ class CallReader:
         text is removed, because no client can use the text. Otherwise the opening marker is written
         as content, for example in `<tool_call> is a tag`. Return the next state.
         """
-        if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
+        # Inside a tool section, a tool call may lack its opening marker, so `{` alone is
+        # incomplete, too.
+        is_cut_off = self._buffer.is_final and self._expected.is_incomplete(
+            self._buffer, includes_unmarked=self.section.is_open
+        )
+        if is_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
-
-    def _is_start_cut_off(self) -> bool:
-        """Return whether the message ends before a tool call has started, as in `<tool_call>{`.
-
-        Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
-        section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
-        """
-        if not self._buffer.is_final:
-            return False
-        return self._expected.is_incomplete(self._buffer, includes_unmarked=self.section.is_open)
 
     def _read_head(self, match: MatchedCall) -> State:
         """Read the matched start of a tool call, and create the reader for its arguments.
@@ -299,14 +286,13 @@ class CallReader:
             `{"name": "f", "arguments": {"a": [}}`   BROKEN_CALL: the arguments are not valid JSON
             `{"x": 1}`                               CONTENT: the text has no name
 
-        Returns:
-            The next state, or None if the body continues.
+        Return the next state, or None if the body continues.
         """
         match self._call.read():
             case None:
                 return None
             case Outcome.ENDED:
-                return self._end_call(self._call.variant)
+                return self._end_call()
             case Outcome.BROKEN:
                 return State.BROKEN_CALL
             case Outcome.NO_CALL:
@@ -318,21 +304,15 @@ class CallReader:
         The rest of the arguments is written unchanged. Example: in `{"a": x}</call>`, `x` is not
         valid, and `x}` is the rest. Return the next state, or None if the marker has not arrived.
         """
-        call = self._call
-        has_ended = call.write_invalid_rest()
-        return self._end_call(call.variant) if has_ended else None
+        return self._end_call() if self._call.write_invalid_rest() else None
 
-    def _end_call(self, variant: CompiledCall) -> State:
+    def _end_call(self) -> State:
         """Record that the arguments of a tool call have ended. Return the next state.
 
-        Args:
-            variant: The declaration of the tool call. It contains the closing markers that may
-                follow, such as `</tool_call>`.
-
-        Returns:
-            CALL_END, in which the closing markers are read. If the tool call is a whole message,
-            the result is CONTENT, because the marker that ends a message is read in this state.
+        The next state is CALL_END, in which the closing markers are read. If the tool call is a
+        whole message, the next state is CONTENT, in which the marker that ends a message is read.
         """
+        variant = self._call.variant
         self._text_writer.end_traced_call()  # The trace function receives the tool call's text.
         self._text_writer.treat_call_as_marker()  # Blank lines after a tool call are removed.
         self._closing_markers = variant.closing_markers  # Only used in the state CALL_END.
@@ -356,8 +336,7 @@ class CallReader:
             `</ca`        None            The rest of the marker may still arrive. At the end of the
                                           message, `</ca` is removed.
 
-        Returns:
-            The next state, or None if more text is required.
+        Return the next state, or None if more text is required.
         """
         buffer = self._buffer
         # Remove the white space from the buffer now. Otherwise, the search for a marker would read
@@ -391,11 +370,8 @@ class CallReader:
     def _start_second_object(self) -> State | None:
         """If a second JSON object follows, as in `<call>{..}{..}</call>`, start another tool call.
 
-        The first object has been read, so the unread text is `{..}</call>`. The second object is
-        another tool call.
-
-        Returns:
-            The state in which the second object is read, or None if there is no second object.
+        The first object has been read, so the unread text is `{..}</call>`. Return the state in
+        which the second object is read, or None if there is no second object.
         """
         variant = self._call.variant
         is_closed = not self._closing_markers  # After `</call>`, no second object can follow.
@@ -416,21 +392,15 @@ class CallReader:
         If a quote is missing in the arguments, as in `{"a": "x}</call>`, the tool call ends before
         the closing marker, and the marker is read again. Any other tool call that has started ends
         with incomplete arguments, such as `{"a": 1`.
-        """
-        call = self._call
-        has_ended_at_marker = call.end_at_marker_in_arguments()
-        if has_ended_at_marker:
-            return self._end_call(call.variant)
-        has_ended = call.finish()
-        return State.CONTENT if has_ended else self._give_up_body()
 
-    def _give_up_body(self) -> State:
-        """Remove the text of an incomplete tool call, or write the text as content.
-
-        The message has ended before the tool call started. An incomplete text with a tag, such as
-        `<call>{"na`, is removed, because no client can use the text. Any other text, such as
-        `{"na`, is written as content. Return the next state.
+        If no tool call has started, an incomplete text with a tag, such as `<call>{"na`, is
+        removed, because no client can use the text. Any other text, such as `{"na`, is written as
+        content.
         """
+        if self._call.end_at_marker_in_arguments():
+            return self._end_call()
+        if self._call.finish():
+            return State.CONTENT
         is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()

@@ -127,16 +127,13 @@ class CallWriter:
         """Start a call of the tool `name` and return True. If the text is content, return False.
 
         The policy may discard a call of an unknown function. The call then starts, but no events
-        are appended for it.
+        are appended for it. If the text is content, the caller must write it as content.
 
         Args:
             name: The name of the function.
             call_id: The id that the model wrote, or "".
             is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
                 call. If not, and if the function is not offered, the text is content.
-
-        Returns:
-            False if the text is content. The caller must then write the text as content.
         """
         treatment = self._treatment_of(name, is_confirmed=is_confirmed)
         if treatment is UnknownTool.CONTENT:
@@ -211,9 +208,8 @@ class CallWriter:
     def end(self, fault: str | None = None) -> None:
         """End the open tool call, and append its remaining events.
 
-        Args:
-            fault: A description of the error in the text of the tool call, or None. The last event
-                contains this description.
+        `fault` is a description of the error in the text of the tool call, or None. The last event
+        contains this description.
         """
         self.is_open = False
         if self._call.is_discarded:
@@ -241,10 +237,7 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the event for the end of a tool call, with the stored descriptions of deviations.
-
-        Then delete these descriptions.
-        """
+        """Append the end event with the stored deviations, and delete the deviations."""
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
         self.clear_deviations()

@@ -73,7 +73,14 @@ class CompiledCall:
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(escape_braces(call.open) + call.head)
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
-        self._tags = _compile_tags(call, section, self._head_pattern)
+        self._tags: CompiledTags | None = None
+        if isinstance(call.body, TaggedArguments):
+            self._tags = CompiledTags(
+                call.body,
+                self._head_pattern,
+                stop_markers=_stop_markers(call, section),
+                markers_between_calls=_markers_between_calls(call, section),
+            )
         # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
         self._body_start = _compile_body_start(call) if self._tags is None else self._tags
 
@@ -104,8 +111,7 @@ class CompiledCall:
             `<call>sum`     NEED_MORE, because the body may follow
             `<call>sum is`  NO_MATCH, because a body starts with `{`
 
-        Returns:
-            The matched header, NEED_MORE or NO_MATCH.
+        Return the matched header, NEED_MORE or NO_MATCH.
         """
         return match_limited_head(self._match_head, text, pos, is_final)
 
@@ -128,10 +134,7 @@ class CompiledCall:
         The first characters of the text decide. Examples for tool calls in a JSON array: `[{` gives
         None, `[` gives NEED_MORE, because `{` may follow, and `[1` gives NO_MATCH.
 
-        Args:
-            text: The text that has arrived.
-            head_end: The end of the header. White space may follow.
-            is_final: Whether no more text follows.
+        `head_end` is the end of the header. White space may follow.
         """
         pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
@@ -199,17 +202,9 @@ def match_limited_head(
 
     The text that must match consists of the header and the start of the body. An incomplete header
     is matched again whenever more text arrives, so the parsing time would not be linear without
-    this limit. Example: `<call>` and 3,000 line breaks do not start a tool call.
-
-    Args:
-        match_head: A function with the other arguments and the result of this function. It matches
-            a header of any length.
-        text: The text that has arrived.
-        pos: The position of the header.
-        is_final: Whether no more text follows.
-
-    Returns:
-        The matched header, NEED_MORE or NO_MATCH.
+    this limit. Example: `<call>` and 3,000 line breaks do not start a tool call. `match_head` has
+    the other arguments and the result of this function, and matches a header of any length.
+    Return the matched header, NEED_MORE or NO_MATCH.
     """
     if len(text) - pos <= MAX_HEAD_CHARS:
         return match_head(text, pos, is_final)
@@ -233,26 +228,6 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
-
-
-def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """If the arguments are enclosed in tags, as in `<p=city>Paris</p>`, compile these tags.
-
-    Return None if the format writes arguments in another way, for example as JSON.
-
-    Args:
-        call: The declaration of the tool call.
-        section: The declaration of the markers around all tool calls, such as `<calls>`.
-        head: The pattern of the tool call's opening marker and header, such as `<call><f={name}>`.
-    """
-    if not isinstance(call.body, TaggedArguments):
-        return None
-    return CompiledTags(
-        call.body,
-        head,
-        stop_markers=_stop_markers(call, section),
-        markers_between_calls=_markers_between_calls(call, section),
-    )
 
 
 def _stop_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
@@ -329,18 +304,15 @@ def _compile_body_start(call: Call) -> _BodyStart:
 
 
 def _starts_with_one(regex: str) -> _BodyStart:
-    """Return a `_BodyStart` that recognises a body by the first character of the body.
-
-    `regex` is the regex of this character.
-    """
+    """Return a `_BodyStart` whose first character matches `regex`."""
     return _BodyStart(re.compile(regex), incomplete=re.compile(_NEVER))
 
 
 def _starts_with_two(first: str, second: str) -> _BodyStart:
-    """Return a `_BodyStart` that recognises a body by the first two characters of the body.
+    """Return a `_BodyStart` whose first two characters match the regexes `first` and `second`.
 
-    `first` and `second` are the regexes of these characters. White space may separate the two
-    characters. At the end of the text, the first character alone is an incomplete start.
+    White space may separate the two characters. At the end of the text, the first character alone
+    is an incomplete start.
     """
     return _BodyStart(re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z"))
 

@@ -54,12 +54,18 @@ class CompiledCalls:
         """
         # A tool call without a marker starts with one of these texts, for example `{`.
         unmarked_openings = [text for variant in self.unmarked for text in variant.body_openings()]
+        long_closing_markers = [
+            marker
+            for variant in self.all
+            for marker in variant.closing_markers
+            if len(marker) >= _MIN_CLOSING_MARKER_CHARS
+        ]
         # If several of these dicts contain the same text, the last of the dicts determines the
         # meaning of the text. The dicts of the opening markers are last, so a text that is both an
         # opening and a closing marker opens a tool call. In content, no tool call can be closed.
         return (
             dict.fromkeys(self.by_header, MarkerKind.CALL_HEAD)
-            | dict.fromkeys(_long_closing_markers(self.all), MarkerKind.CLOSE_CALLS)
+            | dict.fromkeys(long_closing_markers, MarkerKind.CLOSE_CALLS)
             | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
             | dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS)
             | dict.fromkeys(self.by_marker, MarkerKind.OPEN_CALL)
@@ -88,7 +94,11 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    by_marker = _group_by_trigger(_variants_in_content(variants, tools))
+    # If markers enclose all tool calls, as in `<calls><call>..</call></calls>`, a model may omit
+    # `<calls>`, and start with the tool call's own marker `<call>`.
+    has_section = bool(tools.opens)
+    variants_in_content = [v for v in variants if not has_section or v.call.open.strip()]
+    by_marker = _group_by_trigger(variants_in_content)
     by_header = _group_by_trigger(_variants_without_marker(tools))
     for marker in by_marker:  # A text that is both a marker and a header is treated as a marker.
         by_header.pop(marker, None)
@@ -102,20 +112,6 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
         section_opens=tools.opens,
         section_closes=tools.closes,
     )
-
-
-def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the variants of a tool call that can directly follow content.
-
-    A "section" is the text between the markers around all tool calls. If the format declares a
-    section, as in `<calls><call>..</call></calls>`, a model may omit `<calls>`, and start with the
-    tool call's own marker `<call>`. Only tool calls with such a marker are then returned. If the
-    format declares no section, all `variants` are returned.
-    """
-    has_section = bool(tools.opens)
-    if not has_section:
-        return variants
-    return [variant for variant in variants if variant.call.open.strip()]
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
@@ -175,17 +171,3 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
         for spelling in marker_spellings(variant.call.trigger):
             by_trigger[spelling] = (*by_trigger.get(spelling, ()), variant)
     return by_trigger
-
-
-def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
-    """Return the closing markers of tool calls, such as `</call>`, but no short ones, such as `}`.
-
-    A marker is short if it has fewer than `_MIN_CLOSING_MARKER_CHARS` characters. In content, a
-    short text often occurs without closing a tool call.
-    """
-    return [
-        marker
-        for variant in variants
-        for marker in variant.closing_markers
-        if len(marker) >= _MIN_CLOSING_MARKER_CHARS
-    ]

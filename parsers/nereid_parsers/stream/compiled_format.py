@@ -163,15 +163,12 @@ def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, ends: _Kinds) ->
 def _kinds_in_content_only(wrapper: Wrapper | None, ends: _Kinds) -> _Kinds:
     """Return the meaning of each marker that the parser searches for in the state CONTENT_ONLY.
 
-    In this state, the rest of the message is content. Examples of the markers around the content:
+    In this state, the rest of the message is content. `wrapper` is the declaration of the markers
+    around the content, and `ends` are the markers that end a message. Examples of `wrapper`:
 
         markers                   markers in the result
         `<answer>`, `</answer>`   `<answer>`, `</answer>` and `ends`
         `Answer:`, `</answer>`    `</answer>` and `ends`, because words are a part of the content
-
-    Args:
-        wrapper: The markers around the content, or None.
-        ends: The markers that end a message.
     """
     if wrapper is None:
         return ends
@@ -216,17 +213,11 @@ def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[st
     Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`.
     """
     declared_markers = list(reasoning.interrupted_by)
-    if _shares_closing_marker(reasoning, calls):
+    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
+    if not call_closes.isdisjoint(visible_markers(reasoning.closes)):
         # In `<think>Hm<call>..<|end_message|>`, the last marker closes either the reasoning or a
         # tool call. Since `<call>` may be a quotation in the reasoning, the result omits `<call>`.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
     return declared_markers + opening_markers
-
-
-def _shares_closing_marker(reasoning: Reasoning, calls: CompiledCalls) -> bool:
-    """Return whether a marker such as `<|end_message|>` closes both reasoning and tool calls."""
-    reasoning_closes = set(visible_markers(reasoning.closes))
-    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
-    return bool(reasoning_closes & call_closes)

@@ -69,8 +69,7 @@ class CompiledHeader:
             `to=sum<|message|>{`, for a tool call    `Head(end=17, name="sum")`
             `to=sum<|message|>Hi`, for a tool call   NO_MATCH, because arguments start with `{`
 
-        Returns:
-            The matched header, NEED_MORE or NO_MATCH.
+        Return the matched header, NEED_MORE or NO_MATCH.
         """
         return match_limited_head(self._match_head, text, pos, is_final)
 
@@ -95,9 +94,8 @@ class CompiledHeader:
         The text must start with the white space that the format requires, such as `\n` in
         `>>>all\nHi`. If the header belongs to a tool call, the arguments must come next.
 
-        Returns:
-            None if the text may come after the header, and NO_MATCH if not. NEED_MORE if more text
-            is required for the decision.
+        Return None if the text may come after the header, NO_MATCH if not, and NEED_MORE if more
+        text is required for the decision.
         """
         whitespace = self._final_whitespace
         if not text.startswith(whitespace, pos):

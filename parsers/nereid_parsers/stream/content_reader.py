@@ -32,14 +32,7 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the content of a message. The other readers handle most markers.
-
-        Args:
-            context: The format, the text and the writers, which all readers share.
-            calls: The reader of tool calls.
-            headers: The reader of message headers.
-            reasoning: The reader of reasoning.
-        """
+        """Create a reader for the content of a message. The other readers handle most markers."""
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text
@@ -74,8 +67,7 @@ class ContentReader:
             `Hi</tool_call>`  No tool call is open, so the marker has no meaning here. The handler
                               returns None, and the marker is written as content.
 
-        Returns:
-            The next state, or None if more text is required.
+        Return the next state, or None if more text is required.
         """
         text_end, marker = self._format.content_markers.find(self._buffer)
         if text_end > self._buffer.pos:
@@ -84,11 +76,13 @@ class ContentReader:
                 return State.CONTENT_ONLY  # After content, all markers of tool calls are content.
         if not marker:
             return None
-        handle_marker = self._marker_handlers[self._format.content_kinds[marker]]
-        next_state = handle_marker(marker)
-        if next_state is None:  # The marker has no meaning here.
-            return self._write_as_content(marker)
-        return next_state
+        next_state = self._marker_handlers[self._format.content_kinds[marker]](marker)
+        if next_state is not None:
+            return next_state
+        # The marker has no meaning here, so it is content. If tool calls must come first, only
+        # content can follow content.
+        self._text_writer.write_content(self._buffer.take(len(marker)))
+        return State.CONTENT_ONLY if self._calls_must_come_first else State.CONTENT
 
     def _close_calls(self, marker: str) -> State | None:
         """Remove a closing marker that follows a tool call, such as `</call>` or `</calls>`.
@@ -116,15 +110,6 @@ class ContentReader:
         """
         return None if self._text_writer.has_content else self._remove(words)
 
-    def _write_as_content(self, marker: str) -> State:
-        """Write `marker` as content, because the marker has no meaning at the current position.
-
-        Return the next state. If tool calls must come first, only content can follow content, so
-        the next state is CONTENT_ONLY.
-        """
-        self._text_writer.write_content(self._buffer.take(len(marker)))
-        return State.CONTENT_ONLY if self._calls_must_come_first else State.CONTENT
-
     def read_content_only(self) -> State | None:
         """Read the rest of a message that can only be content (state CONTENT_ONLY).
 
@@ -132,9 +117,8 @@ class ContentReader:
         the message are removed. Example: from `Hi <tool_call><|im_end|>`, the text
         `Hi <tool_call>` is written as content, and `<|im_end|>` is removed.
 
-        Returns:
-            None if more text is required, because no such marker has arrived. Otherwise the state
-            CONTENT_ONLY, in which the text after the marker is read.
+        Return the state CONTENT_ONLY, in which the text after the marker is read, or None if no
+        such marker has arrived.
         """
         # This lexer finds only the markers that enclose the content, and the markers that end the
         # message.
@@ -153,9 +137,8 @@ class ContentReader:
         Example: from `Write <tool_call>.<|end|>`, the text `Write <tool_call>.` is written as
         content, and `<|end|>`, which ends the message, is removed.
 
-        Returns:
-            HEADER if the next message starts, CONTENT if the message ends, or None if no marker has
-            arrived.
+        Return HEADER if the next message starts, CONTENT if the message ends, or None if no marker
+        has arrived.
         """
         text_end, marker = self._format.message_markers.find(self._buffer)
         if text_end > self._buffer.pos:
@@ -177,9 +160,8 @@ class ContentReader:
             `<|mess`             The text stays unread and becomes content, because ordinary text
                                  may contain a part of a tag.
 
-        Args:
-            state: The state in which the message has ended. Reasoning has other markers than
-                content.
+        `state` is the state in which the message has ended. Reasoning has other markers than
+        content.
         """
         last_text = self._buffer.unread()
         if not last_text:

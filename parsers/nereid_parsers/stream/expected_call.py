@@ -66,8 +66,12 @@ class ExpectedCall:
                 # More text may complete the match of this variant. The later variants are not tried
                 # yet, because this variant takes precedence.
                 return NEED_MORE
-            if isinstance(match, Head) and _accepts_name(variant, match.name, tools):
-                return MatchedCall(variant, match, self.is_confirmed)
+            if isinstance(match, Head):
+                # If the model has omitted the declared marker of a tool call, only the name of an
+                # offered function shows that the text is a tool call.
+                needs_offered_name = variant.lacks_opening_marker and tools.is_known
+                if not needs_offered_name or match.name in tools:
+                    return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
@@ -75,12 +79,8 @@ class ExpectedCall:
 
         The caller removes such an incomplete start from the output. Examples: at the end of the
         message, `<tool_call>{` gives True, because `"name"` could follow. The text `<tool_call>x`
-        gives False, because no tool call starts with this text.
-
-        Args:
-            buffer: The unread text, after which the message has ended.
-            includes_unmarked: Whether the start of a tool call without a marker also gives True.
-                Example: `{` is the start of the tool call `{"name": "f"}`.
+        gives False, because no tool call starts with this text. The start of a tool call without a
+        marker, such as `{`, gives True only if `includes_unmarked` is true.
         """
         variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
         # The message has ended. `is_final=False` tests whether more text could have completed the
@@ -89,17 +89,6 @@ class ExpectedCall:
             variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
             for variant in variants
         )
-
-
-def _accepts_name(variant: CompiledCall, name: str, tools: Tools) -> bool:
-    """Return whether a text that matches `variant` may be a tool call of the function `name`.
-
-    If the model has omitted the declared marker of a tool call, only the name of an offered
-    function shows that the text is a tool call. If there is a marker, any name is accepted.
-    """
-    if not variant.lacks_opening_marker:
-        return True
-    return not tools.is_known or name in tools
 
 
 class CallStarts:
@@ -113,10 +102,8 @@ class CallStarts:
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
         """Create an object that decides how the tool calls of one message may start.
 
-        Args:
-            variants: The ways in which the model may write a tool call.
-            writer: The writer of the message's tool calls. It contains the tools that the request
-                offers (`tools`), and the number of earlier tool calls (`num_started`).
+        `variants` are the ways in which the model may write a tool call. The writer contains the
+        tools that the request offers, and the number of earlier tool calls.
         """
         self._calls = variants
         self._call_writer = writer
@@ -136,13 +123,8 @@ class CallStarts:
         """Return the tool call that may start with its header, without the opening marker.
 
         Example: the model writes `<invoke name="f">` without the marker `<calls>` before this
-        header.
-
-        Args:
-            marker: The text with which the header starts, for example `<invoke name=`.
-
-        Returns:
-            The tool call, or None if the header is ordinary text.
+        header. `marker` is the start of the header, for example `<invoke name=`. Return None if the
+        header is ordinary text.
         """
         offers_tools = bool(self._call_writer.tools.parameters)
         # Ordinary text does not contain special tokens such as `<|invoke|>`.
@@ -154,32 +136,21 @@ class CallStarts:
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
         """Return the tool call that may start with `opening`, such as `{`, instead of a marker.
 
-        Example: `{` may start the tool call `{"name": "f", "arguments": {}}`.
-
-        Args:
-            opening: The first text of the tool call, for example `{`.
-            has_content: Whether content precedes `opening`.
-
-        Returns:
-            The tool call, or None if `opening` is content.
+        Example: `{` may start the tool call `{"name": "f", "arguments": {}}`. Return None if
+        `opening` is content. `has_content` is true if content precedes `opening`.
         """
         has_calls = self._call_writer.num_started > 0
         is_output_start = not has_content and not has_calls
-        # After content or another tool call, `{` is usually content.
-        may_be_call = is_output_start or self._allows_unmarked_later()
+        offers_tools = bool(self._call_writer.tools.parameters)
+        # After content or another tool call, `{` is usually content. A tool call is recognised only
+        # if the request offers tools, and if the format's tool calls differ from content.
+        may_be_call = is_output_start or (
+            offers_tools and any(v.may_follow_content() for v in self._calls.unmarked)
+        )
         if not may_be_call:
             return None
         # No marker confirms the tool call, so it must name a function that the request offers.
         return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
-
-    def _allows_unmarked_later(self) -> bool:
-        """Return whether a tool call without a marker may follow content or another tool call.
-
-        The request must offer tools, and the format must declare a tool call that can be
-        distinguished from content, for example a JSON object.
-        """
-        offers_tools = bool(self._call_writer.tools.parameters)
-        return offers_tools and any(call.may_follow_content() for call in self._calls.unmarked)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
         """Return the tool call that may follow a tool call without a marker in between, or None.

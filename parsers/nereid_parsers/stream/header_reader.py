@@ -45,8 +45,7 @@ class HeaderReader:
     def read_start_marker(self, marker: str) -> State:
         """Read the start marker of a message, and return the state HEADER.
 
-        The TextWriter stores the marker as pending text. The marker is removed from the output if a
-        header follows.
+        The TextWriter stores the marker as pending text, which is removed if a header follows.
         """
         self._has_read_start_marker = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))
@@ -59,9 +58,8 @@ class HeaderReader:
         the output, the marker is usually in the prompt, so the output starts with the header. If
         the output starts with the marker, only the marker is read now.
 
-        Returns:
-            The state that reads the text of the message. HEADER if only the marker was read. None
-            if more text is required.
+        Return the state that reads the text of the message, HEADER if only the marker was read, or
+        None if more text is required.
         """
         buffer = self._buffer
         is_output_start = not self._has_read_start_marker
@@ -92,32 +90,19 @@ class HeaderReader:
             if head == NEED_MORE:  # Never at the end of the output, where no more text can follow.
                 return None
         # No complete header matches. If the output has ended, the unread text may be an incomplete
-        # header.
-        is_cut_off = buffer.is_final and self._has_header_started()
+        # header, such as `<|channel|>fin`.
+        is_cut_off = buffer.is_final and any(
+            route.has_started(buffer.text, buffer.pos) for route in self._format.routes
+        )
         if is_cut_off:
-            return self._drop_incomplete_header()
+            return self._call_reader.drop_unwritten_text()
         return self._call_reader.treat_as_content(_NO_HEADER)
-
-    def _drop_incomplete_header(self) -> State:
-        """At the end of the output, remove an incomplete message header and the preceding marker.
-
-        Return the next state. Example: of `<|start|>assistant<|channel|>fin`, the marker
-        `<|start|>assistant` is the pending text, and `<|channel|>fin` is unread. Both are removed.
-        """
-        self._text_writer.drop_pending()
-        self._text_writer.drop_markup(self._buffer.take_unread())
-        return State.CONTENT
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Remove a message header and the preceding start marker. Return the next state.
 
         In the next state, the text after the header is read. Example: `<|start|>assistant` and
         `<|channel|>final<|message|>` are removed, and the next state is CONTENT.
-
-        Args:
-            route: The declaration of the header. `route.stage` is the kind of the text after the
-                header: reasoning, content or a tool call.
-            head: The matched header.
         """
         self._text_writer.drop_pending()  # The pending text is the start marker of the message.
         is_call = route.stage is Stage.CALLS
@@ -128,27 +113,13 @@ class HeaderReader:
             # state CONTENT_ONLY.
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
-        return self._call_reader.start_message_call(head) if is_call else _body_state(route)
-
-    def _has_header_started(self) -> bool:
-        """Return whether the unread text starts with the first literal of a header (`<|channel|>`).
-
-        Example: `<|channel|>fin` starts with `<|channel|>`, the first literal of a header.
-        """
-        buffer = self._buffer
-        return any(route.has_started(buffer.text, buffer.pos) for route in self._format.routes)
+        if is_call:
+            return self._call_reader.start_message_call(head)
+        if route.stage is Stage.REASONING:
+            return State.REASONING
+        return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE
 
     def finish(self) -> None:
         """If the output ends directly after a message start marker, remove this marker."""
         if self._text_writer.pending_text:
             self._text_writer.drop_pending()
-
-
-def _body_state(route: CompiledHeader) -> State:
-    """Return the state in which the text after a message header is read.
-
-    The body is reasoning, content in which tool calls may start, or content without tool calls.
-    """
-    if route.stage is Stage.REASONING:
-        return State.REASONING
-    return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE

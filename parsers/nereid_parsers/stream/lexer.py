@@ -78,8 +78,8 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
 def _possible_regexes(longest_first: list[str]) -> list[str]:
     """Return regexes that match a marker, or an incomplete marker at the end of a text.
 
-    The caller uses the first regex that matches. Example: for the markers `<a><b>` and `<a>`, the
-    regexes match, in this order:
+    In `longest_first`, longer markers precede shorter markers. The caller uses the first regex that
+    matches. Example: for the markers `<a><b>` and `<a>`, the regexes match, in this order:
 
         1. `<a><b>`
         2. an incomplete `<a><b>` at the end of the text, for example `<a><`
@@ -88,9 +88,6 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
 
     In the text `x<a><`, the second regex matches, so the lexer waits until `b>` or other text
     arrives. If the third regex preceded the second, the lexer would find `<a>`.
-
-    Args:
-        longest_first: The markers. Longer markers precede shorter markers.
     """
     regexes: list[str] = []
     for marker in longest_first:
@@ -108,15 +105,11 @@ def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
     r"""Return a function that finds the first match of any of the `regexes` in a text.
 
     The function receives a text and the position at which the search starts, and returns the match
-    or None. If there are no markers, the result is None instead of a function.
+    or None. If there are no `markers`, the result is None instead of a function.
 
     Example: for the marker `<a>` and the regexes `<a>` and `(?:<(?:a)?\Z)`, the compiled regex is
-    `(?=[<])(?:<a>|(?:<(?:a)?\Z))`. The look-ahead `(?=[<])` makes the search faster, because the
-    look-ahead rejects most positions with one test of a character.
-
-    Args:
-        markers: The markers. Each match starts with the first character of a marker.
-        regexes: The regexes of the markers, in the order in which they are tried at each position.
+    `(?=[<])(?:<a>|(?:<(?:a)?\Z))`. The look-ahead `(?=[<])` for the first characters of the markers
+    makes the search faster, because it rejects most positions with one test of a character.
     """
     if not markers:
         return None
@@ -168,15 +161,11 @@ class Lexer:
             return len(text), ""
         # A match at the end of the text may become a longer marker when more text arrives: `<` may
         # become `<a>`, and `<a>` may become `<a><b>`. The lexer then waits for more text.
-        is_at_text_end = match.end() == len(text)
-        if is_at_text_end and not buffer.is_final and self._is_proper_prefix(match.group()):
-            return match.start(), ""
-        return match.start(), match.group()
-
-    def _is_proper_prefix(self, text: str) -> bool:
-        """Return whether `text` is the beginning of a marker that is longer than `text`.
-
-        Example: with the markers `<a>` and `<a><b>`, the result is True for `<a` and `<a>`, and
-        False for `<a><b>`.
-        """
-        return any(marker != text and marker.startswith(text) for marker in self._markers)
+        found = match.group()
+        if not buffer.is_final and match.end() == len(text):
+            is_proper_prefix = any(
+                marker != found and marker.startswith(found) for marker in self._markers
+            )
+            if is_proper_prefix:
+                return match.start(), ""
+        return match.start(), found

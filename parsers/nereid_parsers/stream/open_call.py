@@ -100,24 +100,16 @@ class OpenCall:
         was_call_open = self._call_writer.is_open
         start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, start)
+        # The TextWriter receives the text that has just been read: as text of a tool call if a tool
+        # call is open or has ended in this text, otherwise as pending text.
+        has_list_member_ended = self._body_reader.last_call_end is not None
         if self._call_writer.is_open:
             self._trace_as_call(buffer.text[start : buffer.pos])
-        elif self._has_call_ended(was_call_open):
+        elif was_call_open or self._body_reader.status is DONE or has_list_member_ended:
             self._pass_ended_call(start)
         else:
             self._text_writer.store_pending(buffer.text[start : buffer.pos])
         return None if self._body_reader.status is MORE else self._leave_body()
-
-    def _has_call_ended(self, was_call_open: bool) -> bool:
-        """Return whether a tool call has ended in the part of the body that has just been read.
-
-        No tool call is open after this part. `was_call_open` is true if a tool call was open before
-        the part. Example of a part that contains a whole tool call:
-        `[{"name": "f", "arguments": {}}, `.
-        """
-        has_body_ended = self._body_reader.status is DONE
-        has_list_member_ended = self._body_reader.last_call_end is not None
-        return was_call_open or has_body_ended or has_list_member_ended
 
     def _trace_as_call(self, text: str) -> None:
         """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
@@ -187,10 +179,9 @@ class OpenCall:
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
         `</call> Hi` is put back into the buffer, so that the parser reads it again.
 
-        Returns:
-            Whether the tool call has ended. False if the stored arguments do not contain the
-            marker, if the arguments are not stored or are complete, or if the reader has converted
-            the arguments to JSON.
+        Return whether the tool call has ended. It has not ended if the stored arguments do not
+        contain the marker, if the arguments are not stored or are complete, or if the reader has
+        converted the arguments to JSON.
         """
         closing_markers = self.variant.closing_markers
         # In complete arguments, a marker is a part of a value.
@@ -217,8 +208,7 @@ class OpenCall:
         In `{"name": "f", "arguments": {}]`, the arguments are complete, and only the text after
         them is invalid. Then the rest, `]`, is read, but not written, because it is no argument.
 
-        Returns:
-            Whether the tool call has ended, because a marker was found.
+        Return whether the tool call has ended, because a marker was found.
         """
         arguments_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
         if arguments_end > self._buffer.pos:
@@ -244,26 +234,19 @@ class OpenCall:
             `[{"name": "f", "arguments": {}},`    True: the list contains a complete tool call.
             `{"na`                                False: no tool call has started.
 
-        Returns:
-            Whether the text is a tool call. If not, the caller decides whether to remove the text
-            or to write it as content.
+        Return whether the text is a tool call. If not, the caller decides whether to remove the
+        text or to write it as content.
         """
         was_open = self._call_writer.is_open
         self._body_reader.finish()  # This method ends the open tool call, and sets `status`.
-        is_call = was_open or self._contains_complete_call()
+        # The status is now BROKEN, unless a tool call was open, or the body is a list of tool calls
+        # that lacks only its closing bracket, or a tool call without arguments.
+        has_calls = self._call_writer.num_started > 0
+        is_call = was_open or (self._body_reader.status is not BROKEN and has_calls)
         if is_call:
             self._text_writer.end_traced_call()
             self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
         return is_call
-
-    def _contains_complete_call(self) -> bool:
-        """Return whether a complete tool call was found before the message ended.
-
-        `BodyReader.finish` has then set the status BROKEN, unless the body is a list of tool calls
-        that lacks only its closing bracket, or a tool call without arguments.
-        """
-        is_valid = self._body_reader.status is not BROKEN
-        return is_valid and self._call_writer.num_started > 0
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
         """Return whether the message ends before the tool call has started, as in `<call>{"na`.
@@ -275,8 +258,7 @@ class OpenCall:
             `{"na`                False: no marker shows that the text is a tool call.
             `<call>{"na</call>`   False: the text is not cut off, because it has a closing marker.
 
-        Args:
-            section_closes: The markers that close the list of all tool calls, such as `</calls>`.
+        `section_closes` are the markers that close the list of all tool calls, such as `</calls>`.
         """
         text = self._text_writer.pending_text
         closing_markers = (*self.variant.closing_markers, *section_closes)

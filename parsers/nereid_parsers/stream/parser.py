@@ -13,7 +13,7 @@ from nereid_parsers.start_stage import find_start
 from nereid_parsers.stream.call_writer import generate_call_id
 from nereid_parsers.stream.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine
-from nereid_parsers.stream.trace_writer import Trace
+from nereid_parsers.stream.text_writer import Trace
 from nereid_parsers.stream.values.argument_types import Tools
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from nereid_parsers.pattern_syntax import PatternField, split_pattern
+from nereid_parsers.pattern_syntax import split_pattern
 
 # Functions that match a text return one of these constants if the text does not match.
 NEED_MORE: Final = -1  # More text could complete the match.
@@ -85,8 +85,7 @@ class FieldStep:
         because the name may continue. If the message ends after `"sum"`, the name may be
         incomplete, so the result is NO_MATCH.
 
-        Returns:
-            The end of the match, NEED_MORE or NO_MATCH.
+        Return the end of the match, NEED_MORE or NO_MATCH.
         """
         match = self.regex.match(text, pos)
         end = match.end() if match else pos
@@ -247,8 +246,7 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 
     Example: the marker `<|close|>call<|sep|>` also matches `<|close|> call<|sep|>`.
 
-    Returns:
-        The end of the match, NEED_MORE or NO_MATCH.
+    Return the end of the match, NEED_MORE or NO_MATCH.
     """
     source = marker.replace("{", "{{").replace("}", "}}")  # The marker contains no fields.
     match = compile_pattern(source).match(text, pos, is_final=False)
@@ -274,15 +272,10 @@ def compile_pattern(source: str) -> Pattern:
         if isinstance(part, str):
             steps += _literal_steps(part)
         else:
-            next_literal = _literal_at(parts, index + 1)
+            next_part = parts[index + 1] if index + 1 < len(parts) else ""
+            next_literal = next_part if isinstance(next_part, str) else ""
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
-
-
-def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
-    """Return the literal `parts[index]`, or "" if this part is a field or does not exist."""
-    part = parts[index] if index < len(parts) else ""
-    return part if isinstance(part, str) else ""
 
 
 def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
@@ -309,11 +302,8 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     The regex matches all characters that the field may contain, up to the first character of the
     literal. Example: for the field `name` and the literal `<sep>`, the regex excludes `<`. If the
     literal starts with white space, the text ends before white space and the first word of the
-    literal, for example before ` type`.
-
-    Args:
-        name: The name of the field, which decides which characters the field may contain.
-        next_literal: The fixed text after the field in the pattern, or "" if there is none.
+    literal, for example before ` type`. If there is no fixed text after the field, `next_literal`
+    is "".
     """
     if name == _REST_FIELD:
         # The field `{rest}` may contain the first character of the next literal, but not the whole
@@ -333,17 +323,14 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     r"""Return the regex of the field `{rest}`, which matches any text before the next literal.
 
     A model may insert one line break into a header, so the regex also matches a second line of at
-    most `_MAX_WORDS_ON_SECOND_LINE` words. Examples for the literal `<sep>`:
+    most `_MAX_WORDS_ON_SECOND_LINE` words. If `next_literal` is "", the field matches the rest of
+    the line. Examples for the literal `<sep>`:
 
         text                     matched text
         ` to=f<sep>`             ` to=f`
         ` to=f\njson<sep>`       ` to=f\njson`
         ` to=f\nHere is a list`  ` to=f\nHere is `. The literal does not follow, so this text is not
                                  a header.
-
-    Args:
-        next_literal: The fixed text after the field in the pattern. If it is "", the field matches
-            the rest of the line.
     """
     stop = re.escape(next_literal.strip())
     if not stop:

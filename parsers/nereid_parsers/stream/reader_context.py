@@ -28,8 +28,5 @@ class ReaderContext:
 
     @property
     def calls_must_come_first(self) -> bool:
-        """Whether a tool call is recognised only before the content.
-
-        This is the rule `TextRule.CALLS_FIRST` of the policy.
-        """
+        """Whether a tool call is recognised only before the content (`TextRule.CALLS_FIRST`)."""
         return self.policy.text is TextRule.CALLS_FIRST

@@ -44,10 +44,6 @@ class ReasoningReader:
     Each of the methods `read`, `read_inline` and `store_until_closed` handles one state of the
     parser. The method reads text from the buffer, and returns the next state or None.
 
-    The `TextWriter` appends the events. The `CallReader` reports whether tool calls have started,
-    and stores the deviation if a tool call ends the reasoning without a closing marker. The
-    `HeaderReader` reads the marker that starts the next message.
-
     Example: in `<think>Hm</think>Hi`, `open_in_content` removes `<think>` and returns the state
     REASONING. `read` then appends `ReasoningDelta("Hm")`, removes `</think>` and returns CONTENT.
     """
@@ -59,13 +55,7 @@ class ReasoningReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
-        """Create a reader for reasoning, such as `<think>Hm.</think>`.
-
-        Args:
-            context: The format, the buffer with the text, and the writer of reasoning and content.
-            calls: Reads the tool calls that may follow.
-            headers: Reads the message headers that may follow.
-        """
+        """Create a reader for reasoning, such as `<think>Hm.</think>`."""
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
@@ -121,8 +111,7 @@ class ReasoningReader:
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
         is removed. The rest, `Hi`, is content.
 
-        Returns:
-            The next state, or None if no marker has arrived.
+        Return the next state, or None if no marker has arrived.
         """
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
@@ -169,17 +158,15 @@ class ReasoningReader:
     def _read_content_opening(self, marker: str) -> State:
         """Read the opening marker of the content, such as `<response>`, inside the reasoning.
 
-        The marker is a part of the reasoning if the reasoning quotes the marker. Otherwise, the
-        marker ends the reasoning, and is removed. Examples, after a prompt that ends with
-        `<think>`:
+        Such a marker ends the reasoning, and is removed, unless the reasoning quotes the marker.
+        Examples, after a prompt that ends with `<think>`:
 
             `I write <response>`     Text precedes the marker, so the text quotes the marker.
             `<response>Hi`           No text precedes the marker, so the marker ends the reasoning.
             `I write.<|response|>`   Models do not quote special tokens, such as `<|response|>`, so
                                      the marker ends the reasoning.
 
-        Returns:
-            The next state.
+        Return the next state.
         """
         is_quoted = self._text_writer.has_text and not is_special_token(marker)
         if is_quoted:
@@ -206,8 +193,7 @@ class ReasoningReader:
         Example: from `Hm</think>Hi`, `Hm</think>` is written unchanged as content. The closing
         marker ends the reasoning.
 
-        Returns:
-            The next state, or None if more text is required.
+        Return the next state, or None if more text is required.
         """
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
@@ -242,8 +228,7 @@ class ReasoningReader:
         If the policy requires that tool calls come first, a marker inside the reasoning is always
         reasoning.
 
-        Returns:
-            The next state, or None if more text is required.
+        Return the next state, or None if more text is required.
         """
         if self._calls_must_come_first:
             return self._write_marker_as_reasoning(marker)
@@ -259,15 +244,13 @@ class ReasoningReader:
         return self._end_at_call()
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Test whether a tool call starts with `marker`.
+        """Test whether a tool call starts with `marker`, which is the next unread text.
 
-        The next unread text in the buffer is `marker`. All text stays unread. Examples: the marker
-        `<call>` in `<call>{"name"` is the start of a tool call. The marker `<calls>` in
-        `<calls><call>{"name"` precedes all tool calls, so a tool call must start after this marker.
+        All text stays unread. Examples: the marker `<call>` in `<call>{"name"` is the start of a
+        tool call. The marker `<calls>` in `<calls><call>{"name"` precedes all tool calls, so a tool
+        call must start after this marker.
 
-        Returns:
-            The header of the tool call. NEED_MORE if more text may complete the start of a tool
-            call, or NO_MATCH if no tool call follows.
+        Return the header of the tool call, NEED_MORE or NO_MATCH.
         """
         buffer = self._buffer
         calls = self._format.calls
@@ -290,9 +273,8 @@ class ReasoningReader:
         `<think>I write <call>f()</call>.</think>`, the text `<call>f()</call>.` is stored until
         `</think>` has arrived, and is then written as reasoning.
 
-        Returns:
-            The state in which the closing marker is read, or None if no closing marker has arrived.
-            If the message ends before, the parser calls `finish_interrupted`.
+        Return the state in which the closing marker is read, or None if no closing marker has
+        arrived. If the message ends before, the parser calls `finish_interrupted`.
         """
         # If there is no complete marker, the text after `text_end` may be the beginning of a
         # marker.
@@ -345,8 +327,7 @@ class ReasoningReader:
         unread, and the next state is INLINE_REASONING. In `Write <think> first.`, the marker is a
         part of the content.
 
-        Returns:
-            The next state, or None if the marker is a part of the content.
+        Return the next state, or None if the marker is a part of the content.
         """
         if not self._may_open(marker):
             return None
@@ -376,11 +357,8 @@ class ReasoningReader:
         """Handle a closing marker, such as `</think>`, that is found outside the reasoning.
 
         If a marker comes before any content, the marker is removed, because some models write no
-        opening marker:
-        `</think>Hi` becomes `Hi`. A marker after content, as in `Hi</think>`, is usually content.
-
-        Returns:
-            The next state, or None if the marker is a part of the content.
+        opening marker: `</think>Hi` becomes `Hi`. A marker after content, as in `Hi</think>`, is
+        usually content. Return the next state, or None if the marker is a part of the content.
         """
         return self._read_closing(marker) if self._is_superfluous_closing(marker) else None
 

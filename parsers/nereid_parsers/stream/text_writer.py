@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
-from nereid_parsers.stream.trace_writer import CONTENT, MARKUP, REASONING, Trace, TraceWriter
+
+# A function that is called for each piece of a message, in order. The arguments are the
+# classification of the piece, such as "content", and its text. Example: for
+# `Hi<call>{..}</call>`, the function receives `("content", "Hi")`, `("markup", "<call>")`,
+# `("call", "{..}")` and `("markup", "</call>")`.
+Trace = Callable[[str, str], None]
+
+# The classifications of text.
+_REASONING = "reasoning"
+_CONTENT = "content"
+_CALL = "call"
+_MARKUP = "markup"  # Text that no event contains, for example the marker `</think>`.
 
 # Matches the blank lines at the start of a text, but not the indentation of the first visible line.
 _match_blank_lines = re.compile(r"(?:\s*[\r\n])?").match
@@ -33,8 +45,8 @@ class TextWriter:
     """
 
     __slots__ = (
-        "_events", "_last_text_type", "_num_prompt_chars", "_pending_parts", "_removed_whitespace",
-        "_trace", "_whitespace", "has_content", "is_after_marker",
+        "_call_text", "_events", "_last_text_type", "_num_prompt_chars", "_pending_parts",
+        "_removed_whitespace", "_trace", "_whitespace", "has_content", "is_after_marker",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
@@ -43,7 +55,10 @@ class TextWriter:
         The writer does not append the events of tool calls.
         """
         self._events = events
-        self._trace: TraceWriter | None = None
+        self._trace: Trace | None = None
+        # The text of the open tool call that the trace function has not received, because the
+        # parser may read the end of the tool call again, as other text.
+        self._call_text: list[str] = []
         self.has_content = False
         self.is_after_marker = False
         # The class of the last event, or None if a marker or a tool call follows the last event.
@@ -69,14 +84,14 @@ class TextWriter:
 
     def set_trace(self, trace: Trace | None) -> None:
         """From now on, call `trace` with each piece of text and its classification."""
-        self._trace = TraceWriter(trace) if trace is not None else None
+        self._trace = trace
 
     def _classify(self, classification: str, text: str) -> None:
         """Pass `text` and its classification to the trace function. Omit text of the prompt."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
-        if self._trace is not None:
-            self._trace.write(classification, text)
+        if self._trace is not None and text:
+            self._trace(classification, text)
 
     # ---- reasoning and content -------------------------------------------------------------------
 
@@ -95,7 +110,7 @@ class TextWriter:
         if self.is_after_marker:
             ready_text = self._without_blank_lines(ready_text)
         if self._trace is not None:
-            self._trace.write(REASONING, ready_text)
+            self._trace(_REASONING, ready_text)
         self._events.append(ReasoningDelta(ready_text))
         self.is_after_marker = False
         self._last_text_type = ReasoningDelta
@@ -140,7 +155,7 @@ class TextWriter:
         """
         match = _match_blank_lines(text)
         assert match is not None  # The regex also matches the empty text.
-        self._classify(MARKUP, match.group())
+        self._classify(_MARKUP, match.group())
         return text[match.end() :]
 
     def _append_content(self, text: str, fault: str | None = None) -> None:
@@ -156,7 +171,7 @@ class TextWriter:
             fault: The reason for returning text that looked like a marker as content, or None.
         """
         if self._trace is not None:
-            self._trace.write(CONTENT, text)
+            self._trace(_CONTENT, text)
         self._events.append(ContentDelta(self._removed_whitespace + text, fault))
         self._removed_whitespace = ""
         self.has_content = True
@@ -168,7 +183,7 @@ class TextWriter:
 
         A marker is written completely, even if its first characters are the end of the prompt.
         """
-        self._classify(CONTENT, text)
+        self._classify(_CONTENT, text)
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
@@ -188,7 +203,7 @@ class TextWriter:
         lines after the marker are removed, too.
         """
         self.drop_whitespace()
-        self._classify(MARKUP, marker)
+        self._classify(_MARKUP, marker)
         self.is_after_marker = True
 
     def treat_call_as_marker(self) -> None:
@@ -230,7 +245,7 @@ class TextWriter:
         whitespace = self._take_whitespace()
         if self._last_text_type is ContentDelta:
             self._removed_whitespace = whitespace
-        self._classify(MARKUP, whitespace)
+        self._classify(_MARKUP, whitespace)
         self._last_text_type = None
 
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
@@ -254,13 +269,13 @@ class TextWriter:
         # Reasoning always follows an opening marker. This marker may be in the prompt.
         has_markup = self.is_after_marker or is_reasoning or has_calls
         if self.has_text and is_reasoning:
-            self._classify(REASONING, whitespace)
+            self._classify(_REASONING, whitespace)
             self._events.append(ReasoningDelta(whitespace))
         elif self.has_text or not has_markup:
-            self._classify(CONTENT, whitespace)
+            self._classify(_CONTENT, whitespace)
             self._events.append(ContentDelta(whitespace))
         else:
-            self._classify(MARKUP, whitespace)  # Without an event, the white space is removed.
+            self._classify(_MARKUP, whitespace)  # Without an event, the white space is removed.
 
     # ---- pending text --------------------------------------------------------------------------
 
@@ -279,7 +294,7 @@ class TextWriter:
     def drop_pending(self) -> None:
         """Remove the pending text, and the white space before this text, from the output."""
         self.drop_whitespace()
-        self._classify(MARKUP, self.pending_text)
+        self._classify(_MARKUP, self.pending_text)
         self._pending_parts = []
 
     def write_pending(self, text: str, fault: str) -> None:
@@ -314,25 +329,35 @@ class TextWriter:
 
         Args:
             text: The next piece of the tool call, as the model wrote it.
-            may_be_reread: Whether the parser may read the end of the text again, as other text. If
-                so, the trace function receives the text only when `end_traced_call` is called.
+            may_be_reread: Whether the parser may read the end of the tool call again, as other
+                text. If so, the classification of `text` may change, so `text` is stored until
+                `end_traced_call` is called.
         """
         if self._pending_parts:
             self.drop_pending()
         if self._num_prompt_chars:  # The prompt ends with the start of this tool call.
             text = self._without_prompt(text)
-        if self._trace is not None:
-            self._trace.trace_call(text, may_be_reread=may_be_reread)
+        if self._trace is None:
+            return
+        if may_be_reread:
+            self._call_text.append(text)
+        elif text:
+            self._trace(_CALL, text)
 
     def shorten_traced_call(self, num_chars: int) -> None:
-        """Remove the last `num_chars` characters from the stored text of a tool call."""
-        if self._trace is not None:
-            self._trace.shorten_traced_call(num_chars)
+        """Remove the last `num_chars` characters from the stored text of a tool call.
+
+        Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. `num_chars`
+        must be at least 1. If the stored text is shorter than `num_chars`, no text stays stored.
+        """
+        self._call_text = ["".join(self._call_text)[:-num_chars]]
 
     def end_traced_call(self) -> None:
-        """Pass the stored text of the tool call to the trace function."""
-        if self._trace is not None:
-            self._trace.end_traced_call()
+        """Pass the stored text of the tool call to the trace function, and delete this text."""
+        text = "".join(self._call_text)
+        if self._trace is not None and text:
+            self._trace(_CALL, text)
+        self._call_text = []
 
     # ---- the prompt ------------------------------------------------------------------------------
 

@@ -60,8 +60,7 @@ class UnclassifiedReader:
         If the marker closes the reasoning, such as `</think>`, the stored text is reasoning.
         Otherwise the stored text is content. The marker itself stays unread.
 
-        Returns:
-            The state in which the stored text is read again, or None if no marker has arrived.
+        Return the state in which the stored text is read again, or None if no marker has arrived.
         """
         text_end, marker = self._format.content_markers.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(text_end))
@@ -79,11 +78,7 @@ class UnclassifiedReader:
         return self._read_again(is_reasoning=self.is_reasoning_by_default)
 
     def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer. Return the state in which the parser reads it.
-
-        Args:
-            is_reasoning: Whether the stored text is reasoning. If not, the text is content.
-        """
+        """Put the stored text back into the buffer. Return the state in which it is read."""
         self._buffer.push_back("".join(self._stored_text))
         self._stored_text = []
         return self._reasoning_reader.start_opened() if is_reasoning else State.CONTENT

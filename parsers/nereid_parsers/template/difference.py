@@ -155,11 +155,6 @@ def difference(left: str, right: str, split: Split = tokens) -> Difference:
 
     >>> difference("<a>yes</a>", "<a>no</a>")
     Difference(prefix='<a>', left='yes', right='no', suffix='</a>')
-
-    Args:
-        left: The first text.
-        right: The second text.
-        split: A function that splits a text into tokens.
     """
     prefix = common_prefix(left, right, split)
     left_rest = left.removeprefix(prefix)
@@ -286,7 +281,7 @@ def closing_spellings(marker: str) -> list[str]:
     >>> closing_spellings("<|START_THINKING|>")
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    return _apply_rules(_CLOSING_RULES, marker) + _replace_words(_OPEN_CLOSE_WORDS, marker)
+    return _other_spellings(marker, _CLOSING_RULES, _OPEN_CLOSE_WORDS)
 
 
 def opening_spellings(marker: str) -> list[str]:
@@ -299,38 +294,26 @@ def opening_spellings(marker: str) -> list[str]:
     >>> opening_spellings("<|END_THINKING|>")
     ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
     """
-    return _apply_rules(_OPENING_RULES, marker) + _replace_words(_CLOSE_OPEN_WORDS, marker)
+    return _other_spellings(marker, _OPENING_RULES, _CLOSE_OPEN_WORDS)
 
 
-def _replace_words(word_pairs: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    """For each pair whose first word is in `marker`, replace this word with the second word.
+def _other_spellings(
+    marker: str, rules: Iterable[tuple[str, str]], word_pairs: Iterable[tuple[str, str]]
+) -> list[str]:
+    r"""Apply the rules whose regular expressions match the whole `marker`, and then the word pairs.
 
-    >>> _replace_words([("START", "END"), ("open", "close")], "<|START_THINKING|>")
-    ['<|END_THINKING|>']
+    In this example, only the first rule and the first word pair apply:
+
+    >>> rules = [(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")]
+    >>> _other_spellings("<|START|>", rules, [("START", "END"), ("open", "close")])
+    ['</|START|>', '<|END|>']
     """
-    return [marker.replace(word, other) for word, other in word_pairs if word in marker]
-
-
-def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Apply each rule whose regular expression matches the whole `marker`. Return the results.
-
-    A rule derives a closing marker from an opening marker, or an opening marker from a closing
-    marker. In this example, only the first rule matches:
-
-    >>> _apply_rules([(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")], "<think>")
-    ['</think>']
-
-    Args:
-        rules: Pairs of a regular expression and a replacement. `\1` in the replacement is the text
-            that the first group of the regular expression matches.
-        marker: The marker, such as `<think>`.
-    """
-    new_markers = []
+    spellings = []
     for regex, replacement in rules:
         match = re.fullmatch(regex, marker)
         if match is not None:
-            new_markers.append(match.expand(replacement))
-    return new_markers
+            spellings.append(match.expand(replacement))
+    return spellings + [marker.replace(word, other) for word, other in word_pairs if word in marker]
 
 
 def compound_closing(text: str, opening: str) -> str:
@@ -347,23 +330,10 @@ def compound_closing(text: str, opening: str) -> str:
 
     >>> compound_closing("</think>Hello", opening="<think>")
     ''
-
-    Args:
-        text: The text after the content of the block.
-        opening: The markers and words that open the block.
     """
-    continuation = _text_after_first_marker(opening)
+    first_marker = MARKER.match(opening)
+    continuation = opening[first_marker.end() :] if first_marker is not None else ""
     if not markers(continuation):
         return ""
     closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(continuation)}", text)
     return "" if closing is None else closing.group()
-
-
-def _text_after_first_marker(text: str) -> str:
-    """Return the text after the first marker. Return "" if `text` does not start with a marker.
-
-    >>> _text_after_first_marker("<|open|>think<|sep|>")
-    'think<|sep|>'
-    """
-    first_marker = MARKER.match(text)
-    return text[first_marker.end() :] if first_marker is not None else ""

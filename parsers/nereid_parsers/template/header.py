@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
@@ -20,7 +19,6 @@ from nereid_parsers.template.conversation import (
     USER_TEXT,
     AssistantMessage,
     Conversation,
-    Switches,
     conversation_with_calls,
 )
 from nereid_parsers.template.difference import (
@@ -55,72 +53,30 @@ def find_model_turn(prober: Prober) -> ModelTurn:
     Example: the generation prompt is "<|im_start|>assistant\n<think>\n". Rendered messages without
     reasoning contain only the part "<|im_start|>assistant\n", so this part is the header.
 
-    Args:
-        prober: Renders conversations with the template.
-
     Mutates: `prober`, which records the comparison G for the report.
-
-    Returns:
-        The header, the rendered prompts, and the text after the user's question.
     """
-    rendered_prompts = _rendered_prompts(prober)  # One for each setting of the thinking switches.
-    header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
+    rendered_prompts = []  # One for each setting of the thinking switches.
+    for switches in thinking_switches(prober.template, fixed_variables=prober.kwargs):
+        text = prober.render(Conversation(generation_prompt=True, switches=switches))
+        if text is not None:
+            rendered_prompts.append((switches, text))
+    header = _find_header(prober, [text for _, text in rendered_prompts])
     prompts = tuple(
-        GenerationPrompt(prompt.switches, prompt.text, prompt_after_header(prompt.text, header))
-        for prompt in rendered_prompts
+        GenerationPrompt(switches, text, prompt_after_header(text, header))
+        for switches, text in rendered_prompts
     )
+    finding = f"The turn opens with {header!r}."
+    if prompts and prompts[0].after_header:
+        finding += f" The prompt continues with {prompts[0].after_header!r}."
     prober.record(
         "G generation prompt",
         "add_generation_prompt is true.",
         left=_QUESTION,
         right=_PROMPT,
-        finding=_describe_header(header, prompts),
+        finding=finding,
     )
     after_user_message = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
     return ModelTurn(prober, header, prompts, after_user_message=after_user_message)
-
-
-def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
-    """Describe the header of assistant messages, such as `<|assistant|>`, for the report.
-
-    Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
-
-    Args:
-        header: The text that opens an assistant message.
-        prompts: The rendered prompts. The text after the header is taken from the first prompt.
-    """
-    finding = f"The turn opens with {header!r}."
-    text_after_header = prompts[0].after_header if prompts else ""
-    if text_after_header:
-        finding += f" The prompt continues with {text_after_header!r}."
-    return finding
-
-
-class _RenderedPrompt(NamedTuple):
-    """A rendered question. The text ends with a generation prompt, such as `<|assistant|>`.
-
-    Attributes:
-        switches: The setting of the thinking switches, such as enable_thinking=False.
-        text: The whole rendered text.
-    """
-
-    switches: Switches
-    text: str
-
-
-def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
-    """For each thinking setting, such as `enable_thinking=False`, render a question as a prompt.
-
-    A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
-    text at the end of a prompt that opens the model's answer. A setting is omitted if the template
-    fails to render the question with this setting.
-    """
-    prompts = []
-    for switches in thinking_switches(prober.template, fixed_variables=prober.kwargs):
-        text = prober.render(Conversation(generation_prompt=True, switches=switches))
-        if text is not None:
-            prompts.append(_RenderedPrompt(switches, text))
-    return prompts
 
 
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
@@ -133,9 +89,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         after the first step     "<|start|>assistant\n<think></think>\n"
         after the second step    "<|start|>assistant\n"
 
-    Args:
-        prober: Renders conversations with the template.
-        prompts: The rendered prompts, one for each setting of the thinking switches.
+    `prompts` contains the rendered prompts, one for each setting of the thinking switches.
     """
     question = prober.render(_QUESTION) or ""
     question_with_prompt = prober.render(_PROMPT) or question
@@ -147,28 +101,14 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     else:
         # The template ignores `add_generation_prompt`, but may write the header after every
         # question, as in "QUESTION<|end|><|start|>assistant".
-        turn_start = _prefix_of_all(text_after_last(question_with_prompt, USER_TEXT), answers)
-    return _drop_start_of_answer(turn_start, answers, user_header=_user_header(question))
-
-
-def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
-    """Remove the start of the answer: `<|assistant|><think></think>` becomes `<|assistant|>`.
-
-    Three steps remove different texts that follow the header in every answer: an empty block of
-    reasoning, the opening marker of reasoning, and text that a header of this form cannot contain.
-
-    >>> _drop_start_of_answer("<|assistant|><think></think>", [], user_header="<|user|>")
-    '<|assistant|>'
-
-    Args:
-        turn_start: The text with which the model's turn starts in all renderings.
-        answers: The rendered answers, each with the header.
-        user_header: The text that opens a user message, such as `<|user|>`, or "" if it is not
-            known. The header of an assistant message has the same form.
-    """
-    without_block = _drop_empty_block(turn_start)
-    without_marker = _drop_opening_marker(without_block, answers)
-    return _drop_text_after_role(without_marker, user_header)
+        after_question = text_after_last(question_with_prompt, USER_TEXT)
+        prefixes = [common_prefix(after_question, answer) for answer in answers]
+        turn_start = min(prefixes, key=len, default="")
+    # Different texts may follow the header in every answer: an empty block of reasoning, the
+    # opening marker of reasoning, and text that a header of this form cannot contain.
+    turn_start = _drop_empty_block(turn_start)
+    turn_start = _drop_opening_marker(turn_start, answers)
+    return _drop_text_after_role(turn_start, _user_header(question))
 
 
 def _cut_generation_prompt(without_prompt: str, with_prompt: str) -> str:
@@ -180,10 +120,6 @@ def _cut_generation_prompt(without_prompt: str, with_prompt: str) -> str:
 
     >>> _cut_generation_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
     '<|start|>assistant'
-
-    Args:
-        without_prompt: The question, rendered without the generation prompt.
-        with_prompt: The question, rendered with the generation prompt.
     """
     end_without_prompt = text_after_last(without_prompt, USER_TEXT)
     end_with_prompt = text_after_last(with_prompt, USER_TEXT)
@@ -213,11 +149,6 @@ def _prefix_that_all_contain(generation_prompt: str, renderings: Sequence[str]) 
 
     >>> _prefix_that_all_contain("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
-
-    Args:
-        generation_prompt: The text that opens the model's answer at the end of a prompt. It starts
-            with the header of an assistant message.
-        renderings: Rendered answers and the ends of rendered prompts.
     """
     # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
@@ -246,18 +177,6 @@ def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
     max_length = bisect_left(prefix_lengths, True, key=is_missing)
     prefix = "".join(prompt_tokens[:max_length])
     return prefix if prefix.strip() else ""
-
-
-def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:
-    """Return the longest prefix of `text` that is also a prefix of every rendering.
-
-    The result is "" if there are no renderings.
-
-    >>> _prefix_of_all("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
-    '<|a|>'
-    """
-    prefixes = [common_prefix(text, rendering) for rendering in renderings]
-    return min(prefixes, key=len, default="")
 
 
 def _drop_empty_block(turn_start: str) -> str:
@@ -292,33 +211,19 @@ def _drop_opening_marker(turn_start: str, answers: Sequence[str]) -> str:
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
-
-    Args:
-        turn_start: The text with which the model's turn starts in all renderings.
-        answers: The rendered answers, each with the header. Only answers with content are used,
-            because in other answers, the next marker may belong to a tool call.
     """
     last_marker = trailing_marker(turn_start)
     if not last_marker:
         return turn_start
+    # Only answers with content are used, because in other answers, the next marker may belong to a
+    # tool call.
     answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
-    if not any(_closes_after(answer, turn_start, last_marker) for answer in answers_with_content):
+    texts_after = [answer.partition(turn_start.strip())[2] for answer in answers_with_content]
+    closings = tuple(closing_spellings(last_marker))
+    if not any(text.lstrip().startswith(closings) for text in texts_after):
         return turn_start
     before_marker, _, _ = turn_start.rpartition(last_marker)
     return before_marker
-
-
-def _closes_after(answer: str, turn_start: str, opening: str) -> bool:
-    """Return whether a closing marker, such as `</think>`, follows `turn_start` in `answer`.
-
-    The last marker of `turn_start` is `opening`, such as `<think>`. Only a closing marker that
-    belongs to `opening`, such as `</think>`, is accepted.
-
-    >>> _closes_after("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
-    True
-    """
-    _, _, rest = answer.partition(turn_start.strip())
-    return rest.lstrip().startswith(tuple(closing_spellings(opening)))
 
 
 def _user_header(rendered_question: str) -> str:
@@ -329,9 +234,6 @@ def _user_header(rendered_question: str) -> str:
 
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
-
-    Args:
-        rendered_question: A rendered conversation that consists of the user's question.
     """
     before_question, _, _ = rendered_question.rpartition(USER_TEXT)
     # Only the last characters before the question are searched, because earlier text may belong to
@@ -360,26 +262,13 @@ def _drop_text_after_role(turn_start: str, user_header: str) -> str:
     """
     if not user_header:
         return turn_start
-    regex = _regex_for_any_role(user_header)  # `<|start|>\w+\n` for the header `<|start|>user\n`
-    matches = list(re.finditer(regex, turn_start))
+    # The expression accepts any word in place of the role: `<|start|>\w+\n` for the header
+    # `<|start|>user\n`. The role is a word that contains "user" in upper or lower case, such as
+    # "User" or "user_message". Because `_WORDS` contains a capturing group, `split` returns the
+    # words and also the text between the words.
+    pieces = _WORDS.split(user_header)
+    regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
+    matches = list(re.finditer("".join(regexes), turn_start))
     # The last match is the header of the assistant message. Earlier matches are the headers of
     # other messages.
     return turn_start[: matches[-1].end()] if matches else turn_start
-
-
-def _regex_for_any_role(user_header: str) -> str:
-    r"""Convert the header into a regular expression that accepts any word in place of "user".
-
-    The word "user" is the role in the header of a user message. The expression also matches the
-    header of an assistant message, which differs only in the role:
-
-    >>> _regex_for_any_role("<|start|>user:")
-    '<\\|start\\|>\\w+:'
-    """
-    # Because `_WORDS` contains a capturing group, `split` returns the words and also the text
-    # between the words.
-    pieces = _WORDS.split(user_header)
-    # The role is a word that contains "user" in upper or lower case, such as "User" or
-    # "user_message".
-    regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
-    return "".join(regexes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from nereid_parsers.format import (
     Call,
@@ -35,85 +34,53 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
 
-    Args:
-        section: The description that was inferred from the template. It is returned unchanged if
-            its tool calls belong to no known family of models.
+    A section whose tool calls belong to no known family of models is returned unchanged. So is a
+    section without a marker that starts the tool calls, because different families write such tool
+    calls.
     """
-    families = _families_of(section)  # The registered sections with equal markers and keys.
+    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `calls[0]` is the
+    # form of a tool call that the template renders. Its `trigger` is the text that starts a tool
+    # call, such as `<tool_call>`.
+    if not section.opens and not section.calls[0].trigger:
+        return section
+    families = [family for family in _registered_sections() if _has_equal_markup(family, section)]
     if not families:
         return section
     # The template renders the first `Call`. Only this `Call` has the markers of the families, so
     # only this `Call` gets the alternative JSON keys of the families.
     rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
-    variants = [
-        variant for family in families for variant in _other_variants(family, rendered_call.body)
-    ]
     sections = (section, *families)
     return replace(
         section,
-        calls=(*calls, *_new_variants(calls, variants)),
+        calls=(*calls, *_new_variants(calls, families, rendered_call.body)),
         # The alternative markers before and after all tool calls of a message.
         also_open=_union(each.also_open for each in sections),
         also_close=_union(each.also_close for each in sections),
     )
 
 
-def _families_of(section: ToolSection) -> list[ToolSection]:
-    """Return the known model families whose tool calls have the same markers and keys as `section`.
+def _new_variants(
+    calls: list[Call], families: list[ToolSection], inferred_body: Body
+) -> list[Call]:
+    """Return the variants of a tool call that model families declare, except those in `calls`.
 
-    The registry contains the tool sections of known model families. Example: if the tool calls of
-    `section` are written as `<tool_call>{"name": .., "arguments": ..}</tool_call>`, the result
-    contains every registered section with these markers and these JSON keys.
-
-    Return [] if no marker starts the tool calls of `section`, because different families write such
-    tool calls.
-    """
-    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `calls[0]` is the
-    # form of a tool call that the template renders. Its `trigger` is the text that starts a tool
-    # call, such as `<tool_call>`.
-    has_marker = bool(section.opens or section.calls[0].trigger)
-    if not has_marker:
-        return []
-    return [family for family in _registered_sections() if _has_equal_markup(family, section)]
-
-
-def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the elements of `variants` whose markup is not the markup of an element of `calls`.
-
-    The markup of a tool call consists of its markers and its JSON keys; see `_Markup`.
-
-    Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
-    `[call]..`. The result contains only `[call]..`.
-
-    Args:
-        calls: The ways to write a tool call that the format already contains.
-        variants: The ways in which related models write a tool call. If several variants have
-            equal markup, only the first of these variants is returned.
+    The first variant of a family is omitted, because the template renders this variant. A variant
+    with the same body as the first variant gets the inferred body. Example: the family declares
+    `<call>BODY</call>` and `[call]BODY`, and the inferred body is `OTHER`. The result contains
+    `[call]OTHER`. Of several variants with equal markup (see `_markup_of`), only one is returned.
     """
     known_markup = {_markup_of(call) for call in calls}
-    variant_by_markup: dict[_Markup, Call] = {}
-    for variant in variants:
-        variant_by_markup.setdefault(_markup_of(variant), variant)
-    return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
-
-
-def _other_variants(family: ToolSection, inferred_body: Body) -> Iterator[Call]:
-    """Yield the variants of a tool call that a model family declares, except the first variant.
-
-    The first variant is omitted, because the template renders this variant. A variant with the same
-    body as the first variant gets the inferred body. Any other variant is yielded unchanged.
-    Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the inferred body is
-    `OTHER`. The function yields `[call]OTHER`.
-
-    Args:
-        family: The declaration of the family's tool calls, from the registry of formats.
-        inferred_body: The body of the tool call that was inferred from the template.
-    """
-    first, *others = family.calls
-    for variant in others:
-        has_body_of_first = variant.body == first.body
-        yield replace(variant, body=inferred_body) if has_body_of_first else variant
+    variants = []
+    for family in families:
+        first, *others = family.calls
+        for other in others:
+            has_body_of_first = other.body == first.body
+            variant = replace(other, body=inferred_body) if has_body_of_first else other
+            if _markup_of(variant) not in known_markup:
+                known_markup.add(_markup_of(variant))
+                variants.append(variant)
+    return variants
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -134,62 +101,24 @@ def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
     )
 
 
-class _Markup(NamedTuple):
-    """The markers of a tool call, such as `<call>`, and its JSON keys, such as "arguments".
+def _markup_of(call: Call) -> tuple[object, ...]:
+    """Return the markers and JSON keys of a tool call as a tuple. Tuples of equal markup are equal.
 
-    Two tool calls look alike if their values of this class are equal. Example: the tool call
-    `<call><function=f>{"a": 1}</call>` has the opening marker `<call>`, the closing marker
-    `</call>`, and the head `<function={name}>`.
+    The tuple contains the class of the body, the opening marker, the head and the closing marker.
+    If the body is JSON, the keys of the name and of the arguments follow. If the body writes each
+    argument between two tags, these tags follow. White space around the markers is removed.
 
-    Attributes:
-        body_type: The class of the body, which is the part with the arguments.
-        open: The marker before the tool call.
-        head: The text between the opening marker and the body. It contains the function's name.
-        close: The marker after the tool call.
-        keys_or_tags: If the body is JSON, the keys of the name and of the arguments. If the body
-            writes each argument between two tags, these tags. () for all other bodies.
-    """
-
-    body_type: type[Body]
-    open: str
-    head: str
-    close: str
-    keys_or_tags: tuple[str, ...] = ()
-
-
-def _markup_of(call: Call) -> _Markup:
-    """Return the markers and JSON keys of a tool call in a form that can be compared.
-
-    White space around the markers is removed, because the comparison ignores white space.
-
-    >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
-    >>> markup.open, markup.close, markup.keys_or_tags
-    ('<call>', '</call>', ('name', 'arguments'))
-    """
-    return _Markup(
-        body_type=type(call.body),
-        open=call.open.strip(),
-        head=call.head.strip(),
-        close=call.close.strip(),
-        keys_or_tags=_keys_or_tags(call),
-    )
-
-
-def _keys_or_tags(call: Call) -> tuple[str, ...]:
-    """Return the JSON keys of a tool call. If it has none, return the tags around its arguments.
-
-    The keys are those of the function's name and of the arguments. The tags are those around each
-    argument. If the body of the tool call has neither keys nor tags, return ().
-
-    >>> _keys_or_tags(Call(JsonObject(), open="<call>"))
-    ('name', 'arguments')
+    >>> _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))[1:]
+    ('<call>', '', '</call>', 'name', 'arguments')
     """
     keys = _keys_of(call)
+    keys_or_tags: tuple[str, ...] = ()
     if keys is not None:
-        return (keys.name, keys.arguments)
-    if isinstance(call.body, TaggedArguments):
-        return (call.body.open.strip(), call.body.close.strip())
-    return ()
+        keys_or_tags = (keys.name, keys.arguments)
+    elif isinstance(call.body, TaggedArguments):
+        keys_or_tags = (call.body.open.strip(), call.body.close.strip())
+    markers_of_call = (call.open.strip(), call.head.strip(), call.close.strip())
+    return (type(call.body), *markers_of_call, *keys_or_tags)
 
 
 def _keys_of(call: Call) -> Keys | None:
@@ -208,10 +137,6 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     The copy accepts the alternative keys of each family (`Keys.also`), such as "parameters" instead
     of "arguments", and ignores the same keys as each family (`Keys.extra`), such as "type". If
     `call` has no JSON keys, see `_keys_of`, it is returned unchanged.
-
-    Args:
-        call: The tool call that was inferred from the template.
-        families: The tool sections of model families whose first `Call` has the keys of `call`.
     """
     body = call.body
     if not isinstance(body, JsonObject | JsonArray) or not isinstance(body.keys, Keys):
@@ -252,9 +177,6 @@ def markers_of_phrases(text: str) -> list[str]:
 
     >>> markers_of_phrases("List of tools: [")
     ['<|tool_call_start|>', '<|tool_call_end|>']
-
-    Args:
-        text: The literal text of the template.
     """
     groups = (group for phrase, group in _MARKERS_OF_PHRASES.items() if phrase in text)
     return list(chain.from_iterable(groups))
@@ -270,9 +192,6 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
     If several sections match, the section with the most markers is returned. If two of these
     sections have equally many markers, the choice is ambiguous, and the result is None.
-
-    Args:
-        known_markers: The markers in a template's text or in a model's vocabulary.
     """
     num_markers_by_section: dict[ToolSection, int] = {}
     for section in _registered_sections():

@@ -94,34 +94,23 @@ class ModelTurn:
 
         The header is the text that opens an assistant message. Example: the rendering
         "... <|im_start|>assistant\nHello<|im_end|>\n" has the header "<|im_start|>assistant\n". The
-        result is "Hello<|im_end|>\n".
-
-        Args:
-            conversation: The conversation.
-            form: The form in which the template expects the messages. For example, `content` is a
-                string or a list. None means the form of the prober.
-
-        Returns:
-            The text, or None if the template fails to render the conversation.
+        result is "Hello<|im_end|>\n". The result is None if the template fails to render the
+        conversation. `form` is the form of the messages; None means the form of the prober.
         """
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
-        after_input = _text_after_input(rendering, conversation)
+        # Some templates do not render a tool's result. The last input in their renderings is then
+        # the user's question.
+        is_result_rendered = conversation.after_tool_result and RESULT_TEXT in rendering
+        after_input = text_after_last(rendering, RESULT_TEXT if is_result_rendered else USER_TEXT)
         header = _header_as_written(after_input, self.header)
         if not header:
-            return self._without_end_of_user_message(after_input)
+            # The markup after a tool's result may differ from the markup after a user's message.
+            # Different markup is not removed, because it is not known.
+            return after_input.removeprefix(common_prefix(after_input, self.after_user_message))
         _, _, after_header = after_input.partition(header)
         return after_header
-
-    def _without_end_of_user_message(self, after_input: str) -> str:
-        """Return `after_input` without the leading markup that ends the user's message.
-
-        Example: if `<|end|>` ends a user's message, "<|end|>Hello" gives "Hello". The markup after
-        a tool's result may differ from the markup after a user's message. Different markup is not
-        removed, because it is not known.
-        """
-        return after_input.removeprefix(common_prefix(after_input, self.after_user_message))
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Render a conversation, and return the part that a model would generate.
@@ -156,23 +145,6 @@ def prompt_after_header(prompt: str, header: str) -> str:
     after_question = text_after_last(prompt, USER_TEXT)
     header_in_prompt = _header_as_written(after_question, header)
     return text_after_last(after_question, header_in_prompt) if header_in_prompt else ""
-
-
-def _text_after_input(rendering: str, conversation: Conversation) -> str:
-    """Return the text after the last input, which is a user's question or a tool's result.
-
-    Example: the rendering "<user>QUESTION</user><assistant>Hello" gives "</user><assistant>Hello".
-
-    Args:
-        rendering: The rendered conversation.
-        conversation: The conversation. If it contains a tool's result, the result is its last
-            input. Otherwise, the user's question is the last input.
-    """
-    # Some templates do not render a tool's result. The last input in their renderings is then the
-    # user's question.
-    is_result_rendered = conversation.after_tool_result and RESULT_TEXT in rendering
-    last_input = RESULT_TEXT if is_result_rendered else USER_TEXT
-    return text_after_last(rendering, last_input)
 
 
 def _header_as_written(text: str, header: str) -> str:
@@ -240,9 +212,6 @@ def header_after_result(turn: ModelTurn) -> str:
 
     The model then writes the header `<|assistant|>`, and the parser must remove the header from the
     output. In all other cases, the function returns "".
-
-    Args:
-        turn: The header, and the prober that renders the conversations.
     """
     header = turn.header.strip()
     if not markers(header):
@@ -250,16 +219,10 @@ def header_after_result(turn: ModelTurn) -> str:
     prompt_end = _prompt_end_after_result(turn.prober)
     if prompt_end is None or header in prompt_end:
         return ""  # No tool's result is rendered, or the prompt already contains the header.
-    return header if _has_header_after_result(turn.prober, header) else ""
-
-
-def _has_header_after_result(prober: Prober, header: str) -> bool:
-    """Return whether the template writes `header` between a tool's result and an answer.
-
-    Two conversations are rendered: the answer to the result is content, or another tool call.
-    """
-    renderings = (prober.render(conversation) or "" for conversation in _ANSWERED_AFTER_RESULT)
-    return any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
+    # The answer to the result is content, or another tool call.
+    renderings = (turn.prober.render(answered) or "" for answered in _ANSWERED_AFTER_RESULT)
+    has_header = any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
+    return header if has_header else ""
 
 
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
@@ -274,13 +237,8 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
         </result><|answer|>             ("<|assistant|>", "<|answer|>")
         </result>                       (), because no text opens the answer to a result
 
-    If the header contains no marker, the result is ().
-
-    Args:
-        turn: The header and the markers that end a message, and the prober that renders the
-            conversations.
-        reasoning_markers: The markers of reasoning. They are ignored at the end of a prompt,
-            because they belong to the answer.
+    If the header contains no marker, the result is (). The `reasoning_markers` at the end of a
+    prompt are ignored, because they belong to the answer.
     """
     # `turn.header` may start with the markers that end a user's message. These markers are removed,
     # because a tool's result may end with different markers.
@@ -290,28 +248,12 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     prompt_end = _prompt_end_after_result(turn.prober)
     if prompt_end is None or header in prompt_end:  # None: the template renders no tool results.
         return (header,)
-    other_marker = _marker_after_result(prompt_end, reasoning_markers)
+    other_marker = trailing_marker(_strip_suffixes(prompt_end, reasoning_markers))
     if not other_marker:
         # In a prompt that ends with a tool's result, the parser would find the header of an earlier
         # message, and would read the text after that header as the start of the answer.
         return ()
     return (header, other_marker)
-
-
-def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
-    """Return the marker, such as `<|answer|>`, that opens the answer to a tool's result.
-
-    The marker is at the end of the prompt, or precedes the markers of reasoning at the end. Return
-    "" if there is no marker.
-
-    >>> _marker_after_result("</result><|answer|><think>", ["<think>"])
-    '<|answer|>'
-
-    Args:
-        after_result: The text of the prompt after the tool's result.
-        reasoning_markers: The markers of reasoning. They are a part of the answer.
-    """
-    return trailing_marker(_strip_suffixes(after_result, reasoning_markers))
 
 
 def _prompt_end_after_result(prober: Prober) -> str | None:

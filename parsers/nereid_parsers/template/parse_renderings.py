@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from nereid_parsers.events import Message
 from nereid_parsers.format import Format, Reasoning
@@ -73,155 +72,81 @@ def parse_renderings(
     parsed as reasoning and content. A `Proof` lists the parts that the parser returned wrongly.
     Messages that the template does not render are omitted.
 
-    Args:
-        fmt: The inferred format.
-        turn: The text around the model's answers. `turn.prober` renders the messages.
-        reasoning: The findings about reasoning. They contain a message with reasoning.
-        tools: The findings about tool calls. They show which tool calls the template renders.
+    The findings show which kinds of messages the template renders.
     """
-    renderer = _AnswerRenderer(turn, reasoning.part)
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
-        rendered = renderer.render(conversation)
-        if rendered is not None and _contains_all_parts(rendered.text, conversation):
-            proofs.append(_parse_answer(fmt, name, conversation, rendered))
+        prompt = turn.prober.render(replace(conversation, answer=None, generation_prompt=True))
+        if prompt is None:
+            continue
+        text = _text_after_prompt(turn, reasoning.part, conversation, prompt)
+        if text is None:
+            continue
+        # Replace the placeholders of the prober with real numbers and ids of tool calls.
+        prompt, text = restore_numbers_and_ids(prompt), restore_numbers_and_ids(text)
+        answer = conversation.answer or AssistantMessage()
+        if _contains_all_parts(text, answer):
+            offered_tools = TOOLS if conversation.tools else []
+            message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
+            differing_parts = tuple(_differing_parts(answer, message))
+            proofs.append(Proof(name, prompt, text, differs=differing_parts))
     return proofs
 
 
-def _contains_all_parts(text: str, conversation: Conversation) -> bool:
+def _contains_all_parts(text: str, answer: AssistantMessage) -> bool:
     """Return whether a rendered answer contains the reasoning, the content and all tool calls.
 
     Some templates leave out parts of a message. Example: a template renders reasoning only before
     tool calls.
     """
-    answer = conversation.answer or AssistantMessage()
     names = [call.name for call in answer.calls]
     has_text = answer.reasoning in text and answer.content in text
     return has_text and all(text.count(name) >= names.count(name) for name in names)
 
 
-class _RenderedAnswer(NamedTuple):
-    """A rendered prompt, and the text that a model would generate after the prompt.
+def _text_after_prompt(
+    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+) -> str | None:
+    """Render an answer. Return the part of the answer that a model would write after `prompt`.
 
-    Example: the prompt is "..<|assistant|><think>", and the text is "Hm.</think>Hello.".
+    Example: the prompt is "..<|assistant|><think>", and the rendered answer is
+    "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the prompt
+    already ends with the closing marker `</think>`, the result does not repeat this marker. If the
+    answer does not close reasoning that the prompt opens, the result starts with `</think>`. The
+    result is None if the template does not render the answer after the prompt.
     """
-
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _AnswerRenderer:
-    """Renders a conversation, and extracts the answer that a model would generate.
-
-    Attributes:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
-        reasoning: The inferred markers of reasoning, or None if they are not known.
-    """
-
-    turn: ModelTurn
-    reasoning: Reasoning | None
-
-    def render(self, conversation: Conversation) -> _RenderedAnswer | None:
-        """Render the prompt of a conversation, and the answer that a model would generate.
-
-        The prompt is the rendered conversation without the answer. Example: the prompt is
-        "..<|assistant|>", and the whole conversation is rendered as
-        "..<|assistant|>Hello.<|end|>". The model would generate "Hello.". The texts contain real
-        numbers and ids of tool calls, instead of the placeholders of the prober. Return None if the
-        template does not render the prompt or the answer.
-        """
-        without_answer = replace(conversation, answer=None, generation_prompt=True)
-        prompt = self.turn.prober.render(without_answer)
-        if prompt is None:
-            return None
-        answer = self._text_after_prompt(conversation, prompt)
-        if answer is None:
-            return None
-        return _RenderedAnswer(restore_numbers_and_ids(prompt), restore_numbers_and_ids(answer))
-
-    def _text_after_prompt(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render an answer. Return the part of the answer that a model would write after `prompt`.
-
-        Example: the prompt is "..<|assistant|><think>", and the rendered answer is
-        "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
-        answer does not close reasoning that the prompt opens, the result starts with `</think>`.
-
-        Args:
-            conversation: The conversation with the answer.
-            prompt: The rendered conversation without the answer.
-
-        Returns:
-            The text, or None if the template does not render the answer after the prompt.
-        """
-        if conversation.after_tool_result:
-            # After a tool's result, some templates write no header before the answer. Therefore,
-            # the answer is found by comparing the rendering with the prompt.
-            answer = self._answer_to_result(conversation, prompt)
-        else:
-            answer = self._answer_to_question(conversation, prompt)
-        if answer is None or self.reasoning is None:
-            return answer
-        return _close_open_reasoning(answer, prompt, self.reasoning)
-
-    def _answer_to_question(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a question. Return the part that a model would write after `prompt`.
-
-        Example: the prompt is "..<|assistant|><think>", and the conversation is rendered as
-        "..<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the
-        prompt already ends with the closing marker `</think>`, the result does not repeat this
-        marker.
-
-        Return None if the template fails to render the conversation.
-        """
-        answer = self.turn.generated_text(conversation)  # Without the header and the end markers.
-        if answer is None:
-            return None
-        prompt_end = prompt_after_header(prompt, self.turn.header).strip()  # Such as "<think>".
-        answer = _drop_prompt_end(answer, prompt_end)
-        if self.reasoning is not None:
-            answer = _drop_repeated_closing(answer, prompt_end, self.reasoning.close.strip())
+    if conversation.after_tool_result:
+        # After a tool's result, some templates write no header before the answer. Therefore, the
+        # answer is found by comparing the rendering with the prompt.
+        answer = _answer_to_result(turn, conversation, prompt)
+    else:
+        answer = turn.generated_text(conversation)  # Without the header and the end markers.
+        if answer is not None:
+            prompt_end = prompt_after_header(prompt, turn.header).strip()  # Such as "<think>".
+            answer = _drop_prompt_end(answer, prompt_end)
+            if reasoning is not None:
+                answer = _drop_repeated_closing(answer, prompt_end, reasoning.close.strip())
+    if answer is None or reasoning is None:
         return answer
-
-    def _answer_to_result(self, conversation: Conversation, prompt: str) -> str | None:
-        """Render the answer to a tool's result. Return the part after `prompt`.
-
-        The markers that end the answer are removed. Example: the prompt is
-        "..RESULT<|assistant|>", and the conversation is rendered as
-        "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT". Return None if the prompt
-        does not contain the tool's result, or if the rendered conversation does not start with the
-        prompt.
-        """
-        rendering = self.turn.prober.render(conversation)
-        if rendering is None or RESULT_TEXT not in prompt or not rendering.startswith(prompt):
-            return None
-        answer = rendering.removeprefix(prompt)
-        # Most templates write the same markup, for example "<|end|>\n", after an answer and after a
-        # user's message. The whole markup is removed first, because `without_end_markers` removes
-        # an end marker only if no other markup follows.
-        without_common_markup = drop_common_suffix(answer, self.turn.after_user_message)
-        return self.turn.without_end_markers(without_common_markup)
+    return _close_open_reasoning(answer, prompt, reasoning)
 
 
-def _parse_answer(
-    fmt: Format, name: str, conversation: Conversation, rendered: _RenderedAnswer
-) -> Proof:
-    """Parse a rendered answer with the inferred format, and compare it with the original answer.
+def _answer_to_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
+    """Render the answer to a tool's result. Return the part after `prompt`.
 
-    Example: if the parser returns other content than the answer contains, the attribute `differs`
-    of the result is ("content",).
-
-    Args:
-        fmt: The inferred format, which may be wrong.
-        name: The kind of message for the report, such as "one call".
-        conversation: The conversation with the original answer.
-        rendered: The rendered prompt and the rendered answer.
+    The markers that end the answer are removed. Example: the prompt is "..RESULT<|assistant|>", and
+    the conversation is rendered as "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT".
+    Return None if the prompt does not contain the tool's result, or if the rendered conversation
+    does not start with the prompt.
     """
-    offered_tools = TOOLS if conversation.tools else []
-    message = parse(rendered.text, format=fmt, tools=offered_tools, prompt=rendered.prompt)
-    answer = conversation.answer or AssistantMessage()
-    differing_parts = tuple(_differing_parts(answer, message))
-    return Proof(name, rendered.prompt, rendered.text, differs=differing_parts)
+    rendering = turn.prober.render(conversation)
+    if rendering is None or RESULT_TEXT not in prompt or not rendering.startswith(prompt):
+        return None
+    answer = rendering.removeprefix(prompt)
+    # Most templates write the same markup, for example "<|end|>\n", after an answer and after a
+    # user's message. The whole markup is removed first, because `without_end_markers` removes an
+    # end marker only if no other markup follows.
+    return turn.without_end_markers(drop_common_suffix(answer, turn.after_user_message))
 
 
 def _conversations(
@@ -232,12 +157,6 @@ def _conversations(
     There is one conversation for each kind of message that the template can render. Example: if the
     form of tool calls is known, the name "one call" and a conversation whose answer is a tool call
     are yielded. The report shows the conversations in this order.
-
-    Args:
-        reasoning: The findings about reasoning. They contain a conversation with reasoning, if the
-            template renders reasoning.
-        tools: The findings about tool calls. They show whether the template renders one tool call,
-            several tool calls, or content before a tool call.
     """
     content = AssistantMessage(CONTENT_TEXT)
     yield "content", Conversation(content)
@@ -265,11 +184,6 @@ def _conversations_with_reasoning(
     A template may render reasoning at another place than the analysis expects, for example after
     the content. Therefore, the conversations are also yielded if the analysis has found no
     reasoning.
-
-    Args:
-        reasoning: The findings about reasoning. They contain a conversation with reasoning, if the
-            template renders reasoning.
-        has_calls: Whether the format of tool calls is known.
     """
     found = reasoning.conversation or Conversation()
     if found.answer is not None:
@@ -310,11 +224,7 @@ def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
     >>> _drop_repeated_closing("</think>Hello.", prompt_end="<think></think>", closing="</think>")
     'Hello.'
 
-    Args:
-        answer: The rendered answer, which starts after `prompt_end`. White space at its start is
-            removed, too, because it belongs to the closing marker.
-        prompt_end: The text after the header at the end of the prompt.
-        closing: The closing marker of reasoning, without white space around it.
+    White space at the start of `answer` is removed, too, because it belongs to the closing marker.
     """
     if not prompt_end.endswith(closing):
         return answer
@@ -329,11 +239,7 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
     >>> _close_open_reasoning("Hello.", "<|assistant|><think>", Reasoning("<think>", "</think>"))
     '</think>Hello.'
 
-    Args:
-        text: The rendered answer.
-        prompt: The rendered prompt. It opens reasoning if it ends with the opening marker.
-        reasoning: The markers of reasoning. White space around the markers is ignored, because
-            templates vary this white space.
+    White space around the markers is ignored, because templates vary this white space.
     """
     is_open = prompt.rstrip().endswith(reasoning.open.strip())
     is_closed_by_answer = reasoning.close.strip() in text
@@ -345,10 +251,6 @@ def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]
 
     The names are "reasoning", "content", "tool names" and "tool arguments". The arguments are
     compared only if the two messages call the same functions in the same order.
-
-    Args:
-        answer: The original answer, from which a text was rendered.
-        parsed: The message that the parser returned for the rendered text.
     """
     if (parsed.reasoning or "").strip() != answer.reasoning:
         yield "reasoning"

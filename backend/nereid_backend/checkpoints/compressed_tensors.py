@@ -108,9 +108,7 @@ def _schemes(settings: Settings) -> list[dict[str, Any]]:
 def _packed_layout(group_size: int | None, bits: int) -> Layout:
     """Return the layout of weights whose integers are packed into 32-bit words.
 
-    Args:
-        group_size: the number of inputs with one scale; None if the settings contain several sizes.
-        bits: the usual number of bits of an integer.
+    `group_size` is None if the settings contain several sizes.
     """
     return Layout(
         main=".weight_packed",
@@ -146,10 +144,8 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
     The unsupported variants are unknown formats, sparse weights, and rotated weights.
 
-    Args:
-        settings: the field quantization_config of config.json.
-        schemes: the quantisation schemes in the settings, one for each group of layers. A scheme
-            may have its own format.
+    `schemes` contains one quantisation scheme for each group of layers. A scheme may have its own
+    format.
     """
     for format_owner in (settings, *schemes):
         format_name = format_owner.get("format")

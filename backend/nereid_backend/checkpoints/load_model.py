@@ -180,12 +180,6 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     """Return the model that transformers' `from_pretrained` loads with `arguments`.
 
-    Args:
-        folder: the folder of the checkpoint, for error messages.
-        config: the config of the checkpoint, which determines the class of the model.
-        arguments: the arguments of `from_pretrained`.
-        progress: called with one line of text every few seconds.
-
     Raises:
         _OwnAttentionError: if the class does not accept the attention implementation.
         ModelError: if the weights are damaged or incomplete. The message contains `folder`.
@@ -219,12 +213,6 @@ def _loading_error(
 
     If the model's class refuses the attention implementation, the result is an _OwnAttentionError.
     `load_with_attention` catches this error, and the model is loaded again with its own attention.
-
-    Args:
-        error: the exception of `from_pretrained`.
-        folder: the folder of the checkpoint.
-        config: the config of the checkpoint.
-        attention: the name of the attention implementation.
     """
     if not isinstance(error, ValueError | KeyError | ImportError):
         # A file is damaged or missing. A damaged file can cause many kinds of exceptions, and a
@@ -422,8 +410,6 @@ def _report_bar(
     transformers calls this hook whenever it would create a progress bar. While it reads weights, it
     only iterates over the bar.
 
-    Args:
-        progress: called with one line of text every few seconds.
-        args: the positional arguments of the bar. The first argument contains the items.
+    The first element of `args`, the positional arguments of the bar, contains the items.
     """
     return report_items(args[0], "reading weights", progress)

@@ -189,11 +189,6 @@ def _quantised_weights(
 
     Example: for AWQ, the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" give the
     weight "up_proj.weight" and the set of these three names.
-
-    Args:
-        stored: maps the name of each tensor of the checkpoint to the tensor.
-        chosen_format: the layouts of the quantisation method.
-        dtype: the data type of dequantised weights.
     """
     weights: dict[str, LazyWeight] = {}
     used_names: set[str] = set()
@@ -301,11 +296,6 @@ def _find_layout(
     A quantised weight consists of several tensors. The main tensor contains its quantised numbers.
     Return None if `tensor` is not a main tensor. Example: the main tensor of an AWQ weight is
     qweight, so the result for qzeros is None.
-
-    Args:
-        tensor: the tensor of a checkpoint.
-        chosen_format: the layouts of the quantisation method.
-        stored: maps the name of each tensor of the checkpoint to the tensor.
     """
     for layout in chosen_format.layouts:
         has_name = tensor.name.endswith(layout.main)

@@ -388,11 +388,8 @@ class Scheduler:
         Return None if the sequence was aborted while the step was running, because its last update
         has already been created.
 
-        Args:
-            sequence: the sequence.
-            error: a sentence that describes the error.
-            is_refused: True if the parameters of the request forbid every token. False if the step
-                has failed, so that the blocks of the sequence may contain wrong values.
+        `is_refused` is True if the parameters of the request forbid every token. It is False if the
+        step has failed, so that the blocks of the sequence may contain wrong values.
         """
         if not is_refused:
             # Other sequences may use the same blocks, so mark the blocks as invalid even if the

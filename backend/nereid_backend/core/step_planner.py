@@ -219,8 +219,7 @@ class StepPlanner:
 
         The method also stops if there are not enough free blocks for a sequence.
 
-        Args:
-            budget: the number of tokens that the step may compute.
+        `budget` is the number of tokens that the step may compute.
 
         Returns:
             The chunks and the rest of the budget. A chunk contains the tokens of one sequence.
@@ -262,9 +261,8 @@ class StepPlanner:
         Example: the last running sequence has 100 known tokens, 64 of them are computed, and
         `budget` is 16. The chunk consists of the 16 tokens from index 64 on.
 
-        Args:
-            index: the position of the sequence in the order of the running sequences.
-            budget: the number of tokens that the step may still compute.
+        `budget` is the number of tokens that the step may still compute. `index` is the position of
+        the sequence in the order of the running sequences.
 
         Returns:
             The chunk; None if `_allocate` could not allocate the blocks.

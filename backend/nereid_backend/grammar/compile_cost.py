@@ -191,9 +191,7 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
     expressions and grammars. Example: if a schema in the tag contains `"maxLength": 2000`, one of
     the limits is 2000 repetitions.
 
-    Args:
-        node: the tag, or a part of the tag that this function has found in it.
-        path: the position of `node` in the tag, for error messages.
+    `path` is the position of `node` in the tag, for error messages.
     """
     if isinstance(node, list):
         for index, part in enumerate(node):

@@ -93,10 +93,7 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     tag is simple if it contains nothing but one schema or one regular expression, which llguidance
     compiles much faster.
 
-    Args:
-        libraries: the grammar libraries and the vocabulary.
-        source: the structural tag, as a JSON text.
-        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
+    `limit_s` is the largest accepted estimate of xgrammar's compile time, in seconds.
 
     Raises:
         RequestError: if the tag is refused or not supported.
@@ -116,10 +113,7 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would be too slow.
 
-    Args:
-        libraries: the grammar libraries and the vocabulary.
-        source: the text of the grammar.
-        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
+    `limit_s` is the largest accepted estimate of xgrammar's compile time, in seconds.
 
     Raises:
         RequestError: if the grammar is invalid or not supported.

@@ -83,11 +83,8 @@ class CompilePool(Generic[T]):
     ) -> None:
         """Compile a grammar in a thread if its trial was successful.
 
-        Args:
-            work: the function that compiles the grammar.
-            result: receives the compiled grammar. If the trial failed, `result` receives the error
-                of the trial. If the trial was cancelled, `result` is cancelled.
-            trial: the trial, which has ended.
+        If the trial failed, `result` receives the error of the trial. If the trial was cancelled,
+        `result` is cancelled.
         """
         if trial.cancelled():
             result.cancel()

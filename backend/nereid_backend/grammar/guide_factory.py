@@ -207,9 +207,7 @@ class Guides:
         once: a request uses the cached grammar, or waits for the compilation that another request
         has started.
 
-        Args:
-            pending: the guide to create. Its future receives the guide, or an error.
-            libraries: the vocabulary and the grammar libraries.
+        The future of `pending` receives the guide, or an error.
         """
         spec = pending.params.grammar
         if spec is None:
@@ -244,10 +242,7 @@ class Guides:
     ) -> None:
         """Create a guide, which decides which tokens are allowed, and store it in `pending.future`.
 
-        Args:
-            pending: the request for which the guide is created.
-            libraries: the vocabulary and the grammar libraries.
-            compiled_spec: the compiled grammar; None if the request has only a thinking budget.
+        `compiled_spec` is None if the request has only a thinking budget.
         """
         params = pending.params
         marker = params.grammar.after if params.grammar is not None else ""
@@ -271,11 +266,8 @@ class Guides:
 
         Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
 
-        Args:
-            vocabulary: the tokens of the model, which are equal in every call.
-            stop_ids: the tokens that end the answer.
-            special_ids: the special tokens that the grammar contains.
-            marker: the text after which the grammar applies, such as "</think>".
+        `marker` is the text after which the grammar applies, such as "</think>". `special_ids` are
+        the special tokens that the grammar contains.
         """
         key = (stop_ids, special_ids, marker)  # without `vocabulary`, which never changes
         rules = self._rules.get(key)
@@ -291,12 +283,8 @@ def _continue_with(
 ) -> None:
     """Call `use_result` with the result of `operation` as soon as `operation` is done.
 
-    Args:
-        operation: the future of an operation that is needed to create a guide, such as the
-            compilation of the grammar.
-        guide_future: the future for which the request waits. It receives the error if the operation
-            or `use_result` fails.
-        use_result: starts the next operation, or creates the guide.
+    `guide_future`, for which the request waits, receives the error if the operation or `use_result`
+    fails.
     """
 
     def on_done(done_operation: "Future[S]") -> None:

@@ -156,12 +156,7 @@ class LLGuidanceBackend:
         return RequestError(f"{kind}: the grammar is not valid: {problem}")
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:
-        """Return the RequestError for an invalid JSON schema.
-
-        Args:
-            schema: the whole schema.
-            problem: the message with which llguidance rejects the schema.
-        """
+        """Return the RequestError for an invalid JSON schema."""
         path = self._path_of_problem(schema, problem)
         # The library's message is, for example, 'Unimplemented keys: ["not", "if"]'.
         unsupported = re.match(r"Unimplemented keys: \[(.*)\]", problem)
@@ -355,10 +350,7 @@ def _with_definitions(
     the definitions. Otherwise, a definition that refers to an invalid definition would fail with
     the same error, and the search for the cause of the error would find the wrong definition.
 
-    Args:
-        part: the part.
-        path: the position of the part in the whole schema, such as "$.properties.b".
-        definitions: the definitions of the whole schema, such as {"$defs": {"a": {}}}.
+    `path` is the position of the part in the whole schema, such as "$.properties.b".
     """
     is_definition = any(path.startswith(f"$.{keyword}.") for keyword in definitions)
     return dict(part) if is_definition else {**definitions, **part}

@@ -63,11 +63,6 @@ class SharedCompilations(Generic[T]):
         """Reduce the number of requests that wait for a compilation by one.
 
         If the request was cancelled and no other request waits, stop the compilation.
-
-        Args:
-            spec: the grammar.
-            compilation: the compilation of the grammar. Its number of waiting requests is reduced.
-            request_future: the future of the request, which is done.
         """
         with self._lock:
             compilation.num_waiting -= 1

@@ -145,10 +145,7 @@ class TokenGuide:
         the phase WHITE_SPACE, a newline token does not change the phase, and the token `{` begins
         the phase GRAMMAR.
 
-        Args:
-            matcher: tracks the position of the answer in the grammar.
-            token_id: the token.
-            data: the bytes of the token.
+        `data` contains the bytes of the token.
         """
         if token_id in self._rules.stop_ids:
             return self._end_answer(matcher)  # allowed only if the grammar may end here

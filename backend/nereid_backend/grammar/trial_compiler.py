@@ -160,8 +160,7 @@ class TrialCompiler:
     def _start_process(self, child_fd: int) -> "subprocess.Popen[bytes]":
         """Start the process that compiles grammars, and store the process in `_process`.
 
-        Args:
-            child_fd: the file descriptor through which the process exchanges messages.
+        The process exchanges messages through the file descriptor `child_fd`.
 
         Raises:
             OSError: if the process cannot be started, or if the compiler is closed.
@@ -234,9 +233,8 @@ class TrialCompiler:
     def _error_for_client(self, outcome: str, error_text: str) -> RequestError | None:
         """Return the error for a grammar, or None if the grammar could be compiled.
 
-        Args:
-            outcome: one of the values of `Outcome`.
-            error_text: the message of the child process; "" if the child sent no message.
+        `outcome` is one of the values of `Outcome`. `error_text` is "" if the child sent no
+        message.
         """
         if outcome == Outcome.DONE:
             return None

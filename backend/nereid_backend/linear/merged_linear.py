@@ -307,9 +307,7 @@ def _call_recorder(
 
     A call with only keyword arguments is not recorded, so its layer is not merged.
 
-    Args:
-        calls: the recorded calls. The hook mutates this list.
-        parent: the name of the module that contains the layer.
+    `parent` is the name of the module that contains the layer.
     """
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -222,9 +222,8 @@ class NativeAdapters:
         b] and the lengths [1, 1, 2]. The distinct adapters are [a, b]. The struct contains the
         indices [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
 
-        Args:
-            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
-            chunk_lengths: the number of rows of each chunk.
+        An adapter of None means that the chunk has no adapter. `chunk_lengths` contains the number
+        of rows of each chunk.
         """
         distinct = [adapter for adapter in dict.fromkeys(chunk_adapters) if adapter is not None]
         indices: dict[Adapter | None, int] = {None: -1}
@@ -344,10 +343,7 @@ def _product_of_layers(
 ) -> NativeAdaptedProduct:
     """Return the C struct for the matrix product that computes `layers`.
 
-    Args:
-        key: the key under which the kernels find the struct.
-        layers: the layers that the product computes, in the order of their numbers.
-        first_layer: the number of the first layer.
+    The kernels find the struct under `key`. `first_layer` is the number of the first layer.
     """
     num_outputs = sum(map(_num_outputs, layers))
     return NativeAdaptedProduct(key, num_outputs, first_layer=first_layer, num_layers=len(layers))

@@ -222,10 +222,7 @@ def _as_positive_float16(scales: Tensor) -> Tensor:
 def _quantise(layer: nn.Linear, bits: int, *, keep_weight: bool) -> None:
     """Convert one layer to a GroupedLinear, whose weights are integers.
 
-    Args:
-        layer: the layer. Mutated.
-        bits: 4, 6 or 8.
-        keep_weight: whether the weight stays in memory, because other layers share it.
+    Mutates: `layer`. With `keep_weight`, the weight stays in memory, because other layers share it.
     """
     weight = layer.weight.detach()
 

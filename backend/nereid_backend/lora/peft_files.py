@@ -222,10 +222,6 @@ class _PeftConfig:
 def _parse_config(file: Path, text: bytes) -> _PeftConfig:
     """Parse the content of adapter_config.json, and check that it describes a plain LoRA adapter.
 
-    Args:
-        file: the path of the file, for error messages.
-        text: the content of the file.
-
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
     """
@@ -258,10 +254,6 @@ def _check_changed_parts(file: Path, config: dict[str, Any]) -> None:
     """Raise a ModelError if an adapter changes anything other than the outputs of linear layers.
 
     Such an adapter replaces whole modules or biases, or also changes the weights of the model.
-
-    Args:
-        file: the path of adapter_config.json, for error messages.
-        config: the content of adapter_config.json.
     """
     saved_modules = config.get("modules_to_save")
     if saved_modules:
@@ -309,12 +301,7 @@ def _convert_weights(
     The matrix lora_B (up), [out_features, rank], converts these numbers into a change of the
     outputs. The scale of the adapter is multiplied into lora_B.
 
-    Args:
-        file: the path of the weights, for error messages.
-        config: the content of adapter_config.json.
-        tensors: the tensors of the file by name.
-        layers: the linear layers of the model that an adapter can change.
-        model_weight: any weight of the model. The matrices get its dtype and its device.
+    The matrices get the dtype and the device of `model_weight`.
 
     Raises:
         ModelError: if a tensor does not fit the model.
@@ -343,11 +330,7 @@ def _check_rank(file: Path, config: _PeftConfig, layer_name: str, rank: int) -> 
 
     In this case, the two files do not belong to the same adapter.
 
-    Args:
-        file: the path of the weights.
-        config: the content of adapter_config.json.
-        layer_name: the name of the layer.
-        rank: the number of rows of the layer's matrix lora_A.
+    `rank` is the number of rows of the layer's matrix lora_A.
     """
     config_rank = config.rank(layer_name)
     if config_rank is not None and config_rank != rank:
@@ -364,10 +347,6 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
     The result maps the name of a layer to its matrices by letter. Example: the tensors
     `base_model.model.layers.0.q_proj.lora_A.weight` and
     `base_model.model.layers.0.q_proj.lora_B.weight` give {"layers.0.q_proj": {"A": ..., "B": ...}}.
-
-    Args:
-        file: the path of the weights, for error messages.
-        tensors: the tensors of the file by name.
 
     Raises:
         ModelError: if a tensor is neither a matrix lora_A nor a matrix lora_B, if a layer has two
@@ -402,9 +381,7 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
 def _describe_misfit(matrices: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
     """Return the reason why the matrices of an adapter do not fit a layer; None if they fit.
 
-    Args:
-        matrices: the matrices lora_A (key "A") and lora_B (key "B") of the layer.
-        sizes: the sizes of the model's layer; None if an adapter cannot change this layer.
+    The keys of `matrices` are "A" and "B". `sizes` is None if an adapter cannot change this layer.
     """
     if sizes is None:
         return (

@@ -205,11 +205,8 @@ def _choose_candidate(
     the order of `trials`. The first candidate that computes correct logits for a kind is chosen.
     The later kinds must use the same candidate, and are refused if their logits are wrong.
 
-    Args:
-        candidates: the candidates in order of preference.
-        trials: for each kind of media, the test prompts and the expected logits.
-        measure: returns the difference between a candidate's logits and the expected logits of a
-            trial, or raises an exception if the difference is too large.
+    `measure` returns the difference between a candidate's logits and the expected logits of a
+    trial. It raises an exception if the difference is too large.
 
     Returns:
         The chosen candidate, with the largest difference of all accepted kinds; None if all kinds
@@ -237,12 +234,8 @@ def _first_correct(
 ) -> _Choice:
     """Return the first candidate (a way to process images) that computes correct logits.
 
-    Args:
-        candidates: the candidates in order of preference.
-        kind: the kind of media in the test prompts, for the error message.
-        trial: the test prompts and the expected logits.
-        measure: returns the difference between a candidate's logits and the expected logits, or
-            raises an exception if the difference is too large.
+    `measure` returns the difference between a candidate's logits and the expected logits. It raises
+    an exception if the difference is too large.
 
     Raises:
         UnfitError: if no candidate has correct logits. The message contains the problem of each
@@ -292,12 +285,6 @@ def _candidates(
     Each candidate contains a function that adds the support for images to the forward path for
     texts. The function returns the changed path, or a `SplitPath`, which combines two forward
     paths: one for sequences without images, and one for sequences with images.
-
-    Args:
-        checkpoint: the model.
-        spec: the forward path for texts.
-        features: the cache of image features.
-        attention: the attention of the model's own code, which computes the images.
     """
 
     def add_packed(path: ForwardPath) -> ForwardPath:

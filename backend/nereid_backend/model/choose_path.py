@@ -270,12 +270,8 @@ def _with_state_measurements(
     The results are the size of a state, and whether snapshots work. A snapshot is a copy of the
     recurrent state, from which a sequence can continue.
 
-    Args:
-        spec: the description of the path.
-        path: the path, which has computed the test sequences of `trial`.
-        trial: the test sequences.
-        difference: the relative difference of the logits of `path`.
-        dtype: the data type of the model.
+    `path` has computed the test sequences of `trial`, and `difference` is the relative difference
+    of its logits.
     """
     spec = replace(spec, bytes_per_sequence=path.state_bytes())
     if spec.whole_prefill:

@@ -88,14 +88,7 @@ def _choose_loader(
 def _load_rounded(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """Load the weights. To save memory, round each weight to 4 or 8 bits as soon as it is read.
-
-    Args:
-        config: the settings. weight_dtype is int4 or int8.
-        device: the device for the weights.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        progress: called with one line for each slow operation.
-    """
+    """Load the weights. To save memory, round each weight to 4 or 8 bits as soon as it is read."""
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
     checkpoint = _read_checkpoint(config, device, hook, progress, rounded_bits=rounded_bits)
     # Round the embedding, and the linear layers that could not be rounded while their weights were
@@ -112,14 +105,7 @@ def _load_rounded(
 def _load_prepacked(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """Load the weights, and rearrange them for fast matrix products if the model permits this.
-
-    Args:
-        config: the settings.
-        device: the device for the weights.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        progress: called with one line for each slow operation.
-    """
+    """Load the weights, and rearrange them for fast matrix products if the model permits this."""
     checkpoint = _read_checkpoint(config, device, hook, progress)
     if device.type == "cpu":
         try:
@@ -183,9 +169,7 @@ class _LogitsChangedError(Exception):
 def _prepack(checkpoint: Checkpoint, progress: Progress) -> None:
     """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
 
-    Args:
-        checkpoint: the model. Mutated.
-        progress: called with one line every few seconds.
+    Mutates: the model.
 
     Raises:
         _LogitsChangedError: the model must be loaded again, because prepacking cannot be undone.
@@ -243,12 +227,6 @@ def _load_quantised(
 ) -> Checkpoint:
     """Load the weights, and then round the weights of the linear layers.
 
-    Args:
-        config: the settings. weight_dtype is int8, int4 or fp8.
-        device: the device for the weights.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        progress: called with one line about the result, and for each slow operation.
-
     Raises:
         ConfigError: if the model or the device does not support such weights.
     """
@@ -291,10 +269,7 @@ def _round_weights(checkpoint: Checkpoint, weight_dtype: str, progress: Progress
     With int8 and int4, the embedding is also rounded to 8 bits. It stays unchanged if it cannot be
     rounded, or if the logits with the rounded embedding are not finite.
 
-    Args:
-        checkpoint: the model. Mutated.
-        weight_dtype: "int8", "int4" or "fp8".
-        progress: called with one line for each slow operation.
+    Mutates: the model.
 
     Raises:
         ConfigError: if the device does not support such weights.

@@ -267,12 +267,8 @@ def _make_rows_variants(
     pass. The third variant also computes a preempted sequence again in the same passes as before
     the preemption: first the prompt, then each output token.
 
-    Args:
-        checkpoint: the model.
-        make_keys: creates the storage of the keys and values.
-        layers: the attention layers whose keys and values are stored in blocks.
-        hook: Nereid's attention function; None for the model's own attention.
-        detail: a note about all variants for the log; "" if there is none.
+    A `hook` of None means the model's own attention. `detail` is a note about all variants for the
+    log.
     """
 
     def build(
@@ -355,10 +351,8 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool) 
     A `PaddedPath` passes a cache object to the model. This object copies keys and values from the
     blocks of a KV cache.
 
-    Args:
-        checkpoint: the model, which must use its own attention.
-        name: the name of the path.
-        batches_sequences: whether a pass computes several sequences.
+    The model must use its own attention. `batches_sequences` states whether a pass computes several
+    sequences.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.

@@ -110,12 +110,8 @@ def _continue_from(
     The first pass computes all tokens except the last token, and the second pass computes the last
     token. The check therefore covers passes with several tokens and passes with one token.
 
-    Args:
-        path: the forward path.
-        sequence: the sequence.
-        start: the index of the first token to compute.
-        restored: loads the state after the tokens before `start` from a snapshot; None if `path`
-            has computed these tokens of the sequence.
+    `restored` loads the state after the tokens before `start` from a snapshot. It is None if `path`
+    has computed these tokens of the sequence.
 
     Returns:
         The logits of the two passes, [2, vocab_size].

@@ -283,13 +283,6 @@ def _plan_cache(
     """Measure the memory that a forward pass needs, and determine the number of KV cache blocks.
 
     The memory of the KV cache is what remains after the weights and one forward pass.
-
-    Args:
-        config: the settings.
-        opened: the model and its forward path.
-        num_tokens: the largest number of tokens in one step.
-        draft_bytes: the memory of one token in the cache of the draft model.
-        progress: called with one line about the memory.
     """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
     step_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
@@ -330,12 +323,7 @@ def _compile_in_background(
 
     If an earlier process has stored the compiled forward pass on disk, use it at once.
 
-    Args:
-        config: the settings.
-        path: the engine's forward path. Mutated if the compiled forward pass is on disk.
-        opened: the model and its forward path.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        progress: called with one line about the result.
+    Mutates: path, if the compiled forward pass is on disk.
 
     Returns:
         The compilation that runs in the background; None if no compilation was started.
@@ -427,15 +415,7 @@ def _engine_info(
     seconds: dict[str, float],
     num_tokens: int,
 ) -> EngineInfo:
-    """Return the description of the loaded model, which the server logs and reports to clients.
-
-    Args:
-        config: the settings.
-        opened: the model and its forward path.
-        memory: the size of the KV cache, and the limits that follow from this size.
-        seconds: the duration of each stage of loading, by name.
-        num_tokens: the largest number of tokens in one step.
-    """
+    """Return the description of the loaded model, which the server logs and reports to clients."""
     checkpoint = opened.checkpoint
     chosen = opened.chosen
     return EngineInfo(

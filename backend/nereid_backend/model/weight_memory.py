@@ -78,12 +78,7 @@ def _remedy(
     Example: "With dtype=bfloat16, they need 64.0 GiB." The sentence follows a sentence about the
     weights. If there is no such setting, the sentence recommends another checkpoint.
 
-    Args:
-        config: the settings.
-        counts: the numbers of the checkpoint's weights.
-        number_bytes: the size of an unquantised weight with these settings.
-        free_bytes: the free memory.
-        device: the device of the model.
+    `number_bytes` is the size of an unquantised weight with these settings.
     """
     is_on_cpu = device.type == "cpu"
     # The keys are settings that may reduce the memory of the weights. Each value is the number of

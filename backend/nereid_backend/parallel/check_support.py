@@ -175,11 +175,8 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
     computes queries, keys and values together, the number of KV heads must be a multiple of `size`,
     too. Otherwise, `_check_kv_heads` checks the number of KV heads.
 
-    Args:
-        config: the config of the text model, which contains the numbers of heads.
-        plan: maps the names of layers to styles of division. The style determines which part of a
-            layer each rank computes.
-        size: the number of ranks, which compute the model together.
+    `plan` maps the names of layers to styles of division. A style determines which part of a layer
+    each rank computes.
     """
     divided_layers = _layers_with_divided_outputs(plan)
     # Maps each number of heads to the layers that divide these heads among the ranks.
@@ -213,9 +210,7 @@ def _check_kv_heads(numbers: list[int], size: int) -> None:
     Example: 8 KV heads can be divided among 4 ranks (two heads each) or 16 ranks (two ranks compute
     the same head), but not among 6 ranks.
 
-    Args:
-        numbers: the different numbers of KV heads that the attention layers have.
-        size: the number of ranks.
+    `numbers` contains the different numbers of KV heads of the attention layers.
     """
     for num_kv_heads in numbers:
         is_divisible = num_kv_heads % size == 0 or size % num_kv_heads == 0

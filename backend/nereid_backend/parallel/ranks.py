@@ -293,9 +293,7 @@ def _is_same_error(failure: str, error: Exception) -> bool:
     Example: the failure "rank 1 of the model failed: ValueError: a tensor is missing" and the error
     ValueError("a tensor is missing") return True.
 
-    Args:
-        failure: the description of the failure of the other rank.
-        error: the error of rank 0.
+    `failure` describes the failure of the other rank. `error` is the error of rank 0.
     """
     # A description ends with the message of the error. If the message is empty, the description
     # ends with the class of the error, such as "MemoryError: ".

@@ -142,11 +142,8 @@ class BlockTableRows:
     def _update_rows(self, sequence: Sequence, row: int, *, is_first: bool) -> None:
         """Copy a sequence's new block ids into the arrays, and remove its freed blocks.
 
-        Args:
-            sequence: the sequence.
-            row: the row of the sequence.
-            is_first: whether this is the first chunk since the sequence got the row. The row then
-                contains the blocks of an earlier sequence.
+        `is_first` is True for the first chunk since the sequence got the row. The row then contains
+        the blocks of an earlier sequence.
         """
         for group, table_row in enumerate(self._rows[row]):
             if is_first:

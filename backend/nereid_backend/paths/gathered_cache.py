@@ -355,10 +355,7 @@ class GatheredLayer(BlockCacheLayer):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values in blocks, and return the keys and values of all tokens.
 
-        Args:
-            layer_index: the index of the layer in the KV cache.
-            key: [num_seqs, num_heads, num_tokens, dim], the new keys.
-            value: [num_seqs, num_heads, num_tokens, dim], the new values.
+        Shapes: key and value [num_seqs, num_heads, num_tokens, dim].
 
         Returns:
             Keys and values, [num_seqs, num_heads, longest, dim]. Padding contains a copy of the

@@ -246,9 +246,7 @@ class RowsPath:
         gives different logits. Example: a sequence with 20 prompt tokens and 2 output tokens is
         computed in three passes, for the tokens 0 to 19, the token 20, and the token 21.
 
-        Args:
-            chunk: all tokens of the sequence. At least one logit must be needed.
-            prompt_len: the number of prompt tokens.
+        `chunk` must contain all tokens of the sequence and need at least one logit.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -305,10 +303,7 @@ class RowsPath:
     ) -> Tensor:
         """Run the model on the tokens of `chunks`, and store the new states of the sequences.
 
-        Args:
-            chunks: the chunks, one for each row. All chunks have the same number of tokens.
-            cache: the cache with the states of the rows. Mutated.
-            num_logits: the number of last tokens whose logits are returned.
+        All chunks have the same number of tokens. Mutates: cache.
 
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].

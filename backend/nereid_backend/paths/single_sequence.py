@@ -208,9 +208,8 @@ class SinglePath:
     def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
         """Return the arguments for the next call of the model, as `generate` prepares them.
 
-        Args:
-            state: the arguments from the previous call, such as the cache.
-            token_ids: the tokens that the decoder has already read, followed by the new tokens.
+        `state` contains the arguments of the previous call. `token_ids` contains the tokens that
+        the decoder has already read, followed by the new tokens.
         """
         is_first_call = state.num_tokens == 0
         has_empty_cache = is_first_call and state.arguments.get(self._cache_name) is not None

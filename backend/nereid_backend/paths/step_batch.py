@@ -214,11 +214,6 @@ class BatchBuilder:
         In some models, a sequence has other blocks in each group of layers. Example for two length
         groups and one prefill: [slots of all tokens, block tables of length group 0, block tables
         of length group 1, block table of the prefill].
-
-        Args:
-            step: the tokens of the step.
-            length_groups: the decodes of the step, in groups of similar lengths.
-            layer_group: the number of the group of layers.
         """
         slots = self._tables.slots(step.positions, step.token_rows, layer_group)
         decode_blocks = [
@@ -238,10 +233,7 @@ class BatchBuilder:
     ) -> AttentionBatch:
         """Build the attention metadata of a step for one group of attention layers.
 
-        Args:
-            step: the tokens of the step.
-            decodes: the decodes of each length group. They are equal in all groups of layers.
-            tensors: yields the arrays that `_layer_group_arrays` returned, on the device.
+        `tensors` yields the arrays that `_layer_group_arrays` returned, on the device.
         """
         return AttentionBatch(
             slots=next(tensors),
@@ -263,9 +255,7 @@ class BatchBuilder:
         of the prefills are, and how the prefills are divided into tiles. `StepLayout.arrays`
         computes them, and `PackedRows` reads them in the same order.
 
-        Args:
-            chunks: the chunks of the step. The decodes come before the prefills.
-            length_groups: the decodes of the step, in groups of similar lengths.
+        The decodes come before the prefills in `chunks`.
         """
         if self._layout is None:
             return []

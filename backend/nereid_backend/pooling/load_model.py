@@ -153,12 +153,6 @@ def _choose_methods(
     The fastest methods are chosen whose outputs for a batch equal the outputs for single texts.
     Some models need no token vectors or have no head. The method is then None.
 
-    Args:
-        spec: the description of the checkpoint.
-        encoder: the loaded model.
-        hook: Nereid's entry in transformers' attention interface.
-        max_len: the length limit of inputs in tokens.
-
     Raises:
         ModelError: the outputs of the model are not finite, or no method is exact.
     """

@@ -55,11 +55,7 @@ def _read_sequence(
 ) -> Sampled:
     """Return the new tokens of one sequence, or the error of its grammar or its sampling.
 
-    Args:
-        last_position: the last position of the sequence, which follows all its draft tokens.
-        first: the index of the sequence's first position among all positions of the step.
-        sampled_tokens: the sampled tokens of all sequences of the step.
-        masks: the token masks of the step. The key of an error is the index of the first position.
+    `first` is the index of the sequence's first position among all positions of the step.
     """
     if first in masks.errors:
         return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
@@ -95,11 +91,8 @@ def _accept_or_return_error(
 
     The error ends the sequence.
 
-    Args:
-        sequence: the sequence. Its grammar is advanced by the new tokens.
-        drafts: the draft tokens (guesses for the next tokens) that the sampled tokens verify.
-        sampled_tokens: the sampled tokens of all sequences of the step.
-        first: the index in `sampled_tokens` of the first token of this sequence.
+    The sequence's grammar is advanced by the new tokens. `first` is the index in `sampled_tokens`
+    of the first token of this sequence.
     """
     try:
         return _accept(sequence, drafts, sampled_tokens, first)
@@ -175,10 +168,7 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
     first stop token, which is left out if the output would be shorter than min_tokens. If the
     request asks for log-probabilities or forbids tokens itself, the result is empty.
 
-    Args:
-        sequence: the sequence.
-        forced: the tokens that the grammar forces next.
-        num_new: the number of tokens that this step has already added to the sequence.
+    `num_new` is the number of tokens that this step has already added to the sequence.
     """
     params = sequence.params
     # Only a forward pass computes the log-probabilities of the tokens.

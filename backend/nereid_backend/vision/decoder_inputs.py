@@ -194,9 +194,8 @@ def first_call_arguments(
 def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
     """Create `DecoderInputs` from the arguments with which a model called its decoder.
 
-    Args:
-        recorded: the arguments by name. `inputs_embeds` is a tensor [1, num_tokens, hidden_size].
-        num_tokens: the number of tokens of the prompt.
+    `recorded` contains the arguments by name. Its `inputs_embeds` is a tensor [1, num_tokens,
+    hidden_size].
 
     Raises:
         UnfitError: the decoder got an argument that is not supported, or too few embeddings.
@@ -246,10 +245,8 @@ def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tenso
 
     With one row for each token, the engine can divide the features into chunks.
 
-    Args:
-        features: [num_image_tokens, hidden_size].
-        mask: [num_tokens] bool. True means an image token.
-        embeddings: [num_tokens, hidden_size], which determines the shape and the data type.
+    Shapes: features [num_image_tokens, hidden_size], mask [num_tokens] bool (True means an image
+    token), embeddings [num_tokens, hidden_size], which has the data type of the result.
     """
     rows = torch.zeros_like(embeddings)
     rows[mask] = features.to(rows)

@@ -166,10 +166,8 @@ class PackedImages:
     ) -> dict[str, Any]:
         """Return new values for the decoder's arguments in a step that includes images.
 
-        Args:
-            batch: the inputs of the step.
-            chunks: the chunks of sequences with images. There is at least one.
-            kwargs: the arguments with which the model calls the decoder.
+        There is at least one chunk. `kwargs` contains the arguments with which the model calls the
+        decoder.
         """
         prompt_chunks = [chunk for chunk in chunks if chunk.has_prompt_tokens]
         embeddings = kwargs.get("inputs_embeds")
@@ -191,10 +189,7 @@ class PackedImages:
 def _with_recorded_embeddings(embeddings: Tensor, prompt_chunks: list[_ImageChunk]) -> Tensor:
     """Return a copy of `embeddings` that contains the recorded embeddings of `prompt_chunks`.
 
-    Args:
-        embeddings: [1, num_tokens, hidden_size], the embeddings of all tokens of the step.
-        prompt_chunks: the parts of prompts with images that this step computes. Their recorded
-            embeddings contain the image features.
+    Shapes: embeddings [1, num_tokens, hidden_size], for all tokens of the step.
     """
     replaced = embeddings.clone()
     for chunk in prompt_chunks:
@@ -228,10 +223,8 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
     Otherwise, the arguments are the mask of the image tokens, [1, num_tokens] bool, and a list with
     one tensor for each layer: the features of the image tokens, [num_image_tokens, hidden_size].
 
-    Args:
-        batch: the inputs of the step.
-        prompt_chunks: the parts of prompts with images that this step computes, in the order of
-            their tokens in the batch. The decoder needs the features in this order.
+    `prompt_chunks` must be in the order of their tokens in the batch, because the decoder needs the
+    features in this order.
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
     # Each item belongs to one chunk. The item is a list with one feature tensor for each layer.

@@ -164,12 +164,7 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
 
 
 def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
-    """Decode the pixels of an opened image file, and return an image that contains the pixels.
-
-    Args:
-        image: the image that `PIL.Image.open` has returned.
-        data: the content of the file.
-    """
+    """Decode the pixels of an opened image file, and return an image that contains the pixels."""
     if image.format == "WEBP":
         return _decode_webp(image, data)
     image.load()

@@ -152,12 +152,6 @@ def _fastest(
     The libraries and the kernels compute a typical step of the situation. A library is returned
     only if it needs at most 95 % of the kernels' time (`_MAX_SHARE`), because a smaller advantage
     could be a measurement error.
-
-    Args:
-        backends: the libraries. If there is none, the result is None.
-        situation: the situation.
-        layer: the layer that is computed.
-        timer: the function that measures a call.
     """
     if not backends:
         return None

@@ -182,11 +182,8 @@ def _attention_call(
 def _launch_kernels(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
     """Compute the decodes or the prefills of a step with the project's kernels.
 
-    Args:
-        situation: DECODE selects the decodes (sequences with one new token). Any other value
-            selects the prefills (sequences with several new tokens).
-        inputs: the arguments of the layer, and the metadata of the step.
-        out: [num_tokens, num_heads, value_dim]. Mutated.
+    DECODE selects the sequences with one new token. Any other situation selects the sequences with
+    several new tokens. Mutates: out [num_tokens, num_heads, value_dim].
     """
     call = inputs.call
     rows = inputs.rows

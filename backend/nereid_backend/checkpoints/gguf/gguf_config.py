@@ -182,11 +182,6 @@ def _fields_of_architecture(
     """Return the fields of config.json that only some architectures have.
 
     Example: an architecture whose models have experts gives {"norm_topk_prob": True}.
-
-    Args:
-        architecture: describes the architecture of the file.
-        config: the other fields of the config.
-        values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
     # In these architectures, the config of every model contains query_pre_attn_scalar, the number s
@@ -237,10 +232,7 @@ def _architecture_values(file: GgufFile) -> dict[str, Any]:
 def _check_metadata_keys(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
     """Check that a file contains all required values, and only metadata keys that are supported.
 
-    Args:
-        file: the header of the file.
-        values: the metadata of the architecture; see `_architecture_values`.
-        allowed: the allowed keys of `values`.
+    `allowed` contains the allowed keys of `values`, the metadata of the architecture.
 
     Raises:
         UnsupportedModelError: if a key is not in `allowed`.

@@ -229,10 +229,6 @@ def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
 def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
     """Create a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-    Args:
-        file: the GGUF file.
-        values: the metadata of the tokenizer; see `_tokenizer_values`.
-
     Raises:
         ModelError: if the vocabulary is damaged.
     """
@@ -259,10 +255,6 @@ def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:  # noqa: AN
     transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
     "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
     model has no such token, so the server would refuse each prompt that contains this text.
-
-    Args:
-        tokenizer: a `tokenizers.Tokenizer`.
-        num_tokens: the number of tokens in the file.
     """
     from tokenizers import Tokenizer
 

@@ -358,11 +358,9 @@ class BlockTables:
     def _record_new_tables(self, sequence: Sequence, num_reused: int) -> None:
         """Update the counters of a sequence after `sequence.block_tables` was replaced.
 
-        Args:
-            sequence: the sequence.
-            num_reused: the number of leading tokens whose keys and values are already in the
-                blocks, because they were computed earlier, for example for another sequence; 0 if
-                the sequence has released its blocks.
+        The keys and values of the first `num_reused` tokens are already in the blocks, because they
+        were computed earlier, for example for another sequence. The number is 0 if the sequence has
+        released its blocks.
         """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
@@ -397,10 +395,7 @@ class BlockTables:
         window has 64 tokens, and a step has at most 100 tokens. The sequence needs entries for 164
         tokens, which are 11 entries.
 
-        Args:
-            sequence: the waiting sequence.
-            num_cached: the number of leading tokens that are in cached blocks.
-            window: the attention window of the group; None for full attention.
+        The first `num_cached` tokens are in cached blocks. A `window` of None means full attention.
         """
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:  # One step may compute all tokens.

@@ -92,9 +92,7 @@ class BackgroundCompilation:
 def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
     """Start the process that compiles the model, and return the process.
 
-    Args:
-        connection_fd: the file descriptor through which the process exchanges messages.
-        folder: the folder for the compiled library.
+    The process exchanges messages through the file descriptor `connection_fd`.
     """
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection_fd), str(folder)],

@@ -158,9 +158,7 @@ class DecodeGraphs:
         failed. After a failed capture, no graph is used, so the kernels of decode steps are
         launched one by one. If only the memory is too small, the existing graphs are still used.
 
-        Args:
-            num_rows: the number of sequences.
-            batch: the inputs of the captured step; None for a step of padding.
+        A `batch` of None means a step of padding.
         """
         if not self._can_capture:
             return None
@@ -186,9 +184,7 @@ class DecodeGraphs:
     def _capture_and_check(self, num_rows: int, batch: StepBatch | None) -> "_DecodeGraph":
         """Capture a CUDA graph, check the logits that the graph computes, and return the graph.
 
-        Args:
-            num_rows: the number of rows of the graph, one for each sequence.
-            batch: the inputs of a step; None if all rows are padding.
+        A `batch` of None means that all rows are padding.
 
         Raises:
             GraphMemoryError: if too little memory is free.

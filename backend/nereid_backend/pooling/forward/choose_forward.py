@@ -184,12 +184,6 @@ def _compute_expected_vectors(
 ) -> _ExpectedVectors:
     """Return some test texts, and the vectors that result from computing each text alone.
 
-    Args:
-        encoder: the loaded model.
-        hook: Nereid's entry in transformers' attention interface.
-        name: the name of the architecture, for error messages.
-        max_len: the length limit of inputs in tokens.
-
     Raises:
         ModelError: the vectors are not finite numbers.
         UnsupportedModelError: the model cannot compute one text alone.
@@ -280,10 +274,7 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     The last token of the last text is changed. If the vectors of the text's other tokens stay the
     same, no token attends to later tokens.
 
-    Args:
-        encoder: the model.
-        batch: the texts.
-        expected: the token vectors of the texts, [num_tokens, hidden_size].
+    Shapes: expected [num_tokens, hidden_size].
     """
     text = batch.split()[-1]
     length = text.lens[0]

@@ -241,11 +241,8 @@ class PackedAttention:
     ) -> TextAttention:
         """Return a layer's attention options, such as the size of its sliding window.
 
-        Args:
-            module: the attention layer of transformers.
-            query: the queries, [1, num_heads, num_tokens, key_dim]. If the layer sets no scale for
-                the scores, the scale is computed from `key_dim`.
-            kwargs: the options that transformers passes to the attention of a layer.
+        If the layer sets no scale for the scores, the scale is computed from the last dimension of
+        `query`, [1, num_heads, num_tokens, key_dim].
 
         Raises:
             ValueError: the layer uses an option that is not supported.

@@ -258,10 +258,7 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
     """Return the arguments for a call of `model`. Leave out arguments that `model` does not accept.
 
-    Args:
-        model: the model.
-        ids: the token ids, [num_texts, length].
-        types: the type ids of the tokens, [num_texts, length]; None for the model's default.
+    Shapes: ids and types [num_texts, length].
     """
     arguments: dict[str, Any] = {"input_ids": ids}
     if types is not None and accepts(model.forward, "token_type_ids"):

@@ -143,12 +143,8 @@ class GenerativeReranker:
         Example: the limit is 80, and the prompt without the document has 20 tokens. The first
         attempt keeps 60 tokens of the document.
 
-        Args:
-            query: the query.
-            document: the document, which is too long.
-            instruction: a sentence that describes which documents are relevant; None means the
-                default sentence.
-            limit: the largest number of tokens of the prompt.
+        An `instruction` of None means the default sentence. `limit` is the largest number of tokens
+        of the prompt.
 
         Raises:
             RequestError: no token of the document fits, or the prompt of each attempt is too long.

@@ -226,11 +226,7 @@ class ItemPreparer:
                 )
 
     def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
-        """Tokenise texts and pairs, and yield the tokens of each item.
-
-        Args:
-            items: the items by their index in the request. Each item has a text or a pair.
-        """
+        """Tokenise texts and pairs, and yield the tokens of each item."""
         if self._reranker is not None:
             yield from self._rerank_tokens(self._reranker, items)
             return
@@ -245,9 +241,7 @@ class ItemPreparer:
     def _tokenise_uniform(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
         """Tokenise items in one call. Yield the index, the token ids and the type ids of each item.
 
-        Args:
-            items: the items by their index in the request. All items are single texts, or all items
-                are pairs. There is at least one item.
+        All items are single texts, or all items are pairs. There is at least one item.
         """
         # For single texts, the tokenizer gets one list. For pairs, the tokenizer gets two lists:
         # the first text of each pair, and the second text of each pair.
@@ -269,9 +263,7 @@ class ItemPreparer:
 
         The tokens are those of the prompt, which contains the query and the document.
 
-        Args:
-            reranker: builds the prompt that contains the query, the document and an instruction.
-            items: the items by their index in the request. Each item has a pair.
+        Each item has a pair.
         """
         for index, item in items.items():
             assert item.pair is not None
@@ -292,11 +284,6 @@ class ItemPreparer:
 
         A text that is too long is truncated. If the item is a short query of a model such as
         ColBERT, mask tokens are then appended (see TextRules.expand).
-
-        Args:
-            item: the item.
-            ids: the tokens of the text.
-            types: the type ids of the tokens (see Prepared.type_ids).
 
         Raises:
             RequestError: the text has no tokens, or is too long and must not be truncated.

@@ -78,12 +78,7 @@ def describe_embedding(
 
 
 def _check_tower_modules(root: Path, later_modules: list[ModuleSpec]) -> None:
-    """Raise an UnsupportedModelError if a module converts the vectors of a model with two towers.
-
-    Args:
-        root: the folder of the checkpoint.
-        later_modules: the modules that follow the transformers model.
-    """
+    """Raise an UnsupportedModelError if a module converts the vectors of two towers."""
     for module in later_modules:
         if module.kind in ("Dense", "LayerNorm"):
             raise UnsupportedModelError(
@@ -121,12 +116,6 @@ def _describe_token_vectors(
 
     The output of a text consists of its token vectors (multi-vector output), or of one vector that
     combines the token vectors (pooling).
-
-    Args:
-        base: the fields that are already known.
-        settings: the settings.
-        root: the folder of the checkpoint.
-        later_modules: the modules that follow the transformers model.
     """
     token_modules = tuple(
         module
@@ -191,11 +180,8 @@ def _check_multi_vector_modules(
     Without pooling, the output must be one vector for each token. This is the case for ColBERT, and
     for a checkpoint with a module that converts or removes token vectors.
 
-    Args:
-        root: the folder of the checkpoint.
-        later_modules: the modules that follow the transformers model.
-        is_colbert: whether the checkpoint has a format in which all checkpoints return one vector
-            for each token: the format of PyLate or of Stanford's ColBERT.
+    `is_colbert` is True for the formats of PyLate and Stanford's ColBERT, in which all checkpoints
+    return one vector for each token.
 
     Raises:
         UnsupportedModelError: the output is unknown, or a module is not supported.
@@ -221,11 +207,8 @@ def _describe_dense(
 
     The checkpoint may have sparse and multi-vector output, too.
 
-    Args:
-        base: the fields that are already known.
-        settings: the settings. The setting `pooling` replaces the pooling method of the checkpoint.
-        root: the folder of the checkpoint.
-        later_modules: the modules that follow the transformers model. The list may be empty.
+    The setting `pooling` replaces the pooling method of the checkpoint. `later_modules` may be
+    empty.
 
     Raises:
         UnsupportedModelError: the checkpoint expands queries, or its pooling is not supported.

@@ -175,10 +175,7 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     AutoModelForSequenceClassification, an auto class. An auto class reads the config of the
     checkpoint, and chooses the class of the model.
 
-    Args:
-        spec: the description of the checkpoint.
-        reads_folder: whether transformers reads the weights from a folder. If False, the caller
-            passes the weights as a dict.
+    If `reads_folder` is False, the caller passes the weights as a dict.
 
     Raises:
         UnsupportedModelError: transformers has no class for the model or its encoder.
@@ -228,10 +225,6 @@ def _loading_function_without_head(
     A pooler is a layer that follows the token vectors. Nereid does not use the pooler, and the
     weights of a pooler are often untrained. Of an encoder-decoder model, only the encoder is
     loaded, because the encoder computes the token vectors.
-
-    Args:
-        spec: the description of the checkpoint.
-        model_class: the transformers class of the whole model.
 
     Raises:
         UnsupportedModelError: transformers has no class for the encoder of the model.

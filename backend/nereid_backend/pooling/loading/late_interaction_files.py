@@ -184,10 +184,6 @@ def _sentence_transformers_values(
 
     The result contains only the rules that these files set, because it overrides the rules of other
     files. Example: the settings {"query_length": 32} return {"query_length": 32}.
-
-    Args:
-        settings: the content of the settings file of the transformers model.
-        modules: the modules in modules.json.
     """
     values = {name: settings[name] for name in _KEYS_OF_SETTINGS if settings.get(name) is not None}
     # The module MultiVectorMask lists the tokens that get no vector. The module has priority over

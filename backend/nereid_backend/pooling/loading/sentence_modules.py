@@ -155,10 +155,6 @@ def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
 
     The first module must be a transformers model. The output of a module Dense or Normalize must
     replace the input, so the names of the input and the output must be equal.
-
-    Args:
-        path: the path of modules.json, for error messages.
-        modules: the modules in the file.
     """
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"

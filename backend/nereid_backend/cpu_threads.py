@@ -156,10 +156,7 @@ class _LoadMeter:
         return self._seconds + present
 
     def mean_load(self) -> float | None:
-        """Return how many CPUs other processes used on average; None without a measured period.
-
-        Only periods that have ended since the last reset count.
-        """
+        """Return how many CPUs other processes used on average; None without a measured period."""
         return self._cpu_seconds / self._seconds if self._seconds > 0.0 else None
 
 
@@ -219,10 +216,8 @@ def cpu_time_of_others(cpus: frozenset[int]) -> float | None:
 def _ticks_of_line(line: str, cpus: frozenset[int]) -> int:
     """Return the time in clock ticks during which a CPU ran processes of normal priority.
 
-    Args:
-        line: a line of /proc/stat, such as "cpu0 763916 119878 61013 ...".
-        cpus: the CPUs that count. For another CPU, and for the first line "cpu  1563478 ...", which
-            has the sum of all CPUs, the result is 0.
+    Example of a line: "cpu0 763916 119878 61013 ...". The result is 0 for a CPU that is not in
+    `cpus`, and for the first line "cpu  1563478 ...", which has the sum of all CPUs.
     """
     name, *ticks = line.split()
     number = name.removeprefix("cpu")

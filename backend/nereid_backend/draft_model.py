@@ -183,16 +183,9 @@ class DraftModel:
     def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
         """Prepare a sequence for new draft tokens: update its draft, and allocate KV cache blocks.
 
-        The draft is the state of the sequence in the draft model. It is created if it does not
-        exist yet. The draft tokens of the previous step are replaced by the tokens that the large
-        model has chosen.
-
         Return None if the sequence gets no draft tokens in this step. This is the case while the
         prompt is computed, if the prompt has images, if the sequence is close to its length limit,
         and if too few blocks are free.
-
-        Args:
-            target: the sequence in the large model.
         """
         length = self._draft_length(target)
         if length == 0:
@@ -212,8 +205,7 @@ class DraftModel:
     def _take_chosen_tokens(self, draft: SequenceDraft) -> None:
         """Replace the draft tokens by the tokens that the large model has chosen. Cache the blocks.
 
-        The sequence then contains only known tokens, so its blocks can be cached. Draft tokens must
-        not get into the prefix cache, because the large model may reject them.
+        Draft tokens must not get into the prefix cache, because the large model may reject them.
         """
         # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
         # multi-token prediction layer of the large model) must compute these tokens again, because
@@ -223,11 +215,7 @@ class DraftModel:
             self._tables.cache.add(draft.sequence)
 
     def _draft_length(self, target: Sequence) -> int:
-        """Return how many draft tokens a sequence may get now.
-
-        A sequence gets draft tokens only after its first output token, and only if it has no
-        images.
-        """
+        """Return how many draft tokens a sequence may get now."""
         num_known = len(target.token_ids)  # the tokens of the prompt and of the answer so far
         has_output = target.num_output_tokens > 0
         # After a preemption, many known tokens must be computed again. Draft tokens would then cost
@@ -245,8 +233,7 @@ class DraftModel:
     def _start_draft(self, target: Sequence) -> SequenceDraft | None:
         """Add a sequence of the large model to the draft model, and return its `SequenceDraft`.
 
-        The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets a row
-        of the batch and blocks of the KV cache. Return None if there are not enough free blocks.
+        Return None if there are not enough free blocks of the KV cache.
         """
         # An MTP layer (a multi-token prediction layer of the large model) leaves out the first
         # token, because it combines each token with the hidden state of the previous token.
@@ -283,13 +270,8 @@ class DraftModel:
     def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
         """Generate the draft tokens of all sequences, and store the draft tokens in `_proposals`.
 
-        Each forward pass of the draft model adds one token to each draft, until all drafts are
-        complete. The time of the passes is measured, because later steps choose the number of draft
-        tokens by their cost.
-
-        Args:
-            drafts: the drafts of the sequences. They contain no draft tokens yet.
-            num_sequences: the number of sequences in the step.
+        Each pass adds one token to each incomplete draft. The time of the passes is measured,
+        because later steps choose the number of draft tokens by their cost.
         """
         start = time.perf_counter()
         # Do not use the measured time if the draft model must first compute a long prompt, because
@@ -309,13 +291,9 @@ class DraftModel:
 
         If the uncomputed tokens of the drafts exceed the token budget of a pass, some drafts are
         computed only partly or not at all. Such a draft gets no further token before the next step
-        of the large model. It is continued before the step after that.
+        of the large model.
 
-        Args:
-            drafts: the states of the sequences in the draft model. Mutated.
-
-        Returns:
-            The drafts that got a token and need more tokens, and therefore another pass.
+        Return the drafts that got a token and need another pass.
         """
         planned = self._plan_pass(drafts)
         chunks = [chunk for _, chunk in planned]
@@ -334,9 +312,6 @@ class DraftModel:
 
         A pass computes at most `max_num_batched_tokens` tokens. Drafts with few uncomputed tokens
         come first, so that many drafts get their next token.
-
-        Returns:
-            The drafts that the pass computes, each with its chunk: the tokens to compute.
         """
         budget = self._sizes.max_num_batched_tokens
         planned: list[tuple[SequenceDraft, Chunk]] = []
@@ -360,9 +335,7 @@ class DraftModel:
         A draft needs no more tokens if it ends with a stop token or has its planned length. If the
         sampler reports an error for a draft, the draft gets no token and is not returned.
 
-        Args:
-            logits: [num_drafts, vocab_size].
-            drafts: the drafts, in the order of the logits. Mutated.
+        The shape of `logits` is [num_drafts, vocab_size].
 
         Raises:
             ModelError: if the logits contain NaN or infinity.

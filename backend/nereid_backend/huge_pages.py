@@ -72,13 +72,10 @@ def move_weights(model: nn.Module) -> None:
 def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
     """Move the tensors of one storage to `mapped[start:]`. Return the size of the storage in bytes.
 
-    A storage is the memory that one or several tensors use. After the call, none of these tensors
-    refers to the old memory, so it is freed.
+    A storage is the memory that one or several tensors use. `tensors` are all parameters and
+    buffers that share the storage.
 
-    Args:
-        tensors: all parameters and buffers of the model that share the storage. Mutated.
-        mapped: the new memory of all weights, uint8. Mutated.
-        start: the index of the first byte in `mapped`.
+    Mutates: `tensors`, which no longer refer to the old memory, and `mapped` (uint8).
     """
     storage = tensors[0].untyped_storage()
     # Each of the tensors refers to the storage. If there are no other references, no other code
@@ -93,9 +90,7 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
 def _tensors_by_storage(model: nn.Module) -> dict[int, list[Tensor]]:
     """Return the tensors of a model that are in the main memory, grouped by their storage.
 
-    The tensors are parameters and buffers. Only tensors in the main memory can be moved into other
-    pages of the main memory. The keys are the addresses of the storages. The groups are in the
-    order of the model.
+    The keys are the addresses of the storages. The groups are in the order of the model.
     """
     groups: dict[int, list[Tensor]] = {}
     for tensor in _distinct(chain(model.parameters(), model.buffers())):
@@ -113,11 +108,8 @@ def _tensors_by_storage(model: nn.Module) -> dict[int, list[Tensor]]:
 def _copy_storage(storage: torch.UntypedStorage, target: Tensor, *, can_discard: bool) -> None:
     """Copy the bytes of a storage (the memory of some tensors) to the beginning of `target`.
 
-    Args:
-        storage: the storage. Its contents are undefined after the call if `can_discard` is True.
-        target: the new memory, uint8. Mutated.
-        can_discard: whether each page of the storage is returned to the operating system after it
-            was copied. The memory then never contains a large weight twice.
+    If `can_discard` is true, each page of the storage is returned to the operating system after it
+    was copied. The memory then never contains a large weight twice.
     """
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
@@ -135,10 +127,8 @@ def _num_references(storage: torch.UntypedStorage) -> int:
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
     """Return a tensor that has the values of `tensor` and uses the memory of `mapped`.
 
-    Args:
-        tensor: a tensor whose storage was copied to `mapped[start:]`.
-        mapped: bytes, uint8. It begins at the start of a memory page.
-        start: the index of the copy's first byte in `mapped`, a multiple of the item size.
+    The storage of `tensor` was copied to `mapped[start:]` (uint8), which begins at the start of a
+    memory page. `start` is a multiple of the item size.
     """
     storage = mapped.untyped_storage()
     # torch counts the offset of a tensor in its storage in items, not in bytes.

@@ -142,12 +142,7 @@ class HiddenStates:
         """Store the hidden states that a forward pass has computed, separately for each sequence.
 
         The states of sequences with images are not stored, because such sequences get no draft
-        tokens.
-
-        Args:
-            chunks: the chunks of the step. A chunk is the tokens of one sequence that the step
-                computes.
-            output: the hidden states of all tokens of the step, [num_tokens, hidden_size].
+        tokens. The shape of `output` is [num_tokens, hidden_size].
         """
         chunk_states = torch.split(output, [chunk.num_tokens for chunk in chunks])
         for chunk, states in zip(chunks, chunk_states, strict=True):
@@ -159,20 +154,16 @@ class HiddenStates:
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
     """Add new hidden states to the stored hidden states of a sequence.
 
-    The stored hidden states are divided into parts. A part is a tensor with the hidden states of
-    consecutive tokens. If the last part is short, the new hidden states are appended to this part.
-    Otherwise, they become a new part. After a token was rejected, two parts can contain a hidden
-    state for the same position. The later part is then valid.
+    If the last part is short, the new states are appended to this part. Otherwise, they become a
+    new part. After a token was rejected, two parts can contain a state for the same position. The
+    later part is then valid.
 
     Example: the last part contains the positions 4 to 9, and the draft tokens at the positions 8
     and 9 were rejected. The new hidden states belong to the new tokens at 8 and 9. The last part
     then contains the old hidden states of 4 to 7, and the new hidden states of 8 and 9.
 
-    Args:
-        parts: the stored hidden states, in the order in which they were added. Mutated: the oldest
-            parts are deleted if there are too many hidden states.
-        start: the position of the first new hidden state.
-        states: the new hidden states, [num_tokens, hidden_size].
+    The shape of `states` is [num_tokens, hidden_size]. The oldest parts are deleted if there are
+    too many states.
     """
     last = parts[-1] if parts else None
     if last is not None and _can_extend(last, start):

@@ -144,8 +144,8 @@ class CheckedSamplingParams(SamplingParams):
     ) -> Self:
         """Validate the constructor's arguments, and convert pydantic's error to a RequestError.
 
-        Also raise a RequestError if min_tokens is larger than max_tokens. pydantic calls this
-        method instead of its own validation, and passes its own validation as `validate`.
+        Also raise a RequestError if min_tokens is larger than max_tokens. pydantic passes its own
+        validation as `validate`.
         """
         try:
             params = validate(values)

@@ -141,10 +141,7 @@ def _split_pairs(text: str) -> dict[str, str]:
 
 
 def _parse_switch(value: object) -> object:
-    """Convert a value to True, False or "auto".
-
-    Example: "1", "on" and "true" become True.
-    """
+    """Convert a value to True, False or "auto". Example: "1", "on" and "true" become True."""
     if isinstance(value, bool) or value == "auto":
         return value
     try:

@@ -205,10 +205,7 @@ class Runner:
             self._launch_sampling(step)
 
     def _filled_masks(self, step: RunningStep) -> StepMasks:
-        """Wait until the token masks are filled. If `start` has not begun to fill them, begin now.
-
-        Return the masks.
-        """
+        """Wait until the token masks are filled, and return them. Start to fill missing masks."""
         jobs = step.mask_jobs
         if jobs is None:
             assert step.logits is not None
@@ -242,12 +239,7 @@ class Runner:
         )
 
     def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
-        """Reset the stored data of sequences whose logits contain NaN or infinity.
-
-        Args:
-            plan: the plan of the step.
-            sampled: the new tokens of each chunk for which tokens were sampled.
-        """
+        """Reset the stored data of sequences whose logits contain NaN or infinity."""
         sampling_chunks = [chunk for chunk in plan.chunks if chunk.samples]
         for chunk, outcome in zip(sampling_chunks, sampled, strict=True):
             if outcome.error == NOT_FINITE:
@@ -302,15 +294,9 @@ def _with_all_tokens(logits: Tensor, num_token_ids: int) -> Tensor:
 def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
     """For each request that asks for prompt log-probabilities, start to compute them.
 
-    Args:
-        logits: [sum of the chunks' num_logits, vocab_size].
-        plan: the plan of the step.
-
-    Returns:
-        Maps the index of a chunk to the log-probabilities of its prompt tokens, which are still
-        being copied to the host. There is one item for each slice of consecutive tokens, because
-        `rank_prompt` divides the tokens into slices to limit the memory. Chunks of other requests
-        are left out.
+    The shape of `logits` is [sum of the chunks' num_logits, vocab_size]. The keys of the result are
+    the indices of the chunks. There is one item for each slice of consecutive tokens, because
+    `rank_prompt` divides the tokens into slices to limit the memory.
     """
     reports: dict[int, list[_Report]] = {}
     next_row = 0  # the index of the first row of `logits` that belongs to the next chunk
@@ -345,10 +331,7 @@ def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
 
 
 def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
-    """Wait until the log-probabilities of one sequence's prompt tokens are on the host.
-
-    Return the log-probabilities.
-    """
+    """Return the log-probabilities of a sequence's prompt tokens when they are on the host."""
     logprobs: list[TokenLogprobs] = []
     for report in reports:
         logprobs += report.ranked.read(*report.copy.wait())

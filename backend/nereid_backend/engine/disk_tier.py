@@ -115,11 +115,7 @@ class DiskTier:
         return True
 
     def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
-        """Decide what to read from disk for a sequence. Return None if nothing must be read.
-
-        The available prefix consists of the leading blocks that are in memory or on disk. Nothing
-        must be read if this prefix is empty, or is completely in memory.
-        """
+        """Decide what to read from disk for a sequence. Return None if nothing must be read."""
         hashes = self._available_prefix(sequence)
         if not hashes:
             return None
@@ -191,10 +187,6 @@ class DiskTier:
 
         Example: the block "a" is in memory, and "b" and "d" were read from disk. For the hashes
         [a, b, c, d], only "b" is added, because the block "c" before "d" is not available.
-
-        Args:
-            hashes: the hashes of the blocks of a prefix, in the order of the tokens.
-            contents: the bytes of the blocks that were read, by the hash of the block.
         """
 
         def is_available(block_hash: bytes) -> bool:
@@ -280,9 +272,8 @@ class DiskTier:
     def _save_snapshot(self, block_hash: bytes) -> bool:
         """Pass the snapshot of a block to the writer thread.
 
-        The snapshot is a copy of the recurrent state after the last token of the block. Do nothing
-        if the snapshot was evicted or is already on disk. Return False if the queue of the thread
-        is full, else True.
+        Do nothing if the snapshot was evicted or is already on disk. Return False if the queue of
+        the thread is full, else True.
         """
         assert self._cache.snapshots is not None
         snapshot_id = self._cache.snapshots.id_of(block_hash)
@@ -339,11 +330,9 @@ class DiskTier:
 
 
 def _save_oldest_first(unsaved: dict[bytes, None], save: Callable[[bytes], bool]) -> bool:
-    """Call `save` for the hashes in `unsaved`, in order, until `save` returns False.
+    """Save the hashes in `unsaved`, in order, until `save` returns False.
 
-    Return whether all hashes were saved.
-
-    Mutates: `unsaved`. Each hash for which `save` returned True is removed.
+    Remove each saved hash from `unsaved`. Return whether all hashes were saved.
     """
     while unsaved:
         block_hash = next(iter(unsaved))

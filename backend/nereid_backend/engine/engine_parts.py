@@ -196,10 +196,7 @@ def _load(
 def _make_scheduler(
     config: EngineConfig, loaded: Loaded, pool: BlockPool, report: Report
 ) -> Scheduler:
-    """Create the scheduler for a loaded model.
-
-    `report` is called with a line of text if speculative decoding was requested but is impossible.
-    """
+    """Create the scheduler for a loaded model."""
     # `shares_blocks` is true if sequences can share KV cache blocks. `whole_prefill` is true if the
     # forward path must compute each prompt in one pass. `num_states` is the number of recurrent
     # states that fit into the memory.
@@ -220,9 +217,8 @@ def _make_scheduler(
 def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Drafter | None:
     """Return the object that proposes draft tokens; None if speculative decoding is off.
 
-    A draft model is used if one is loaded. Otherwise, prompt lookup searches the tokens of the
-    sequence for earlier occurrences of the last tokens. If the settings request draft tokens, but
-    the forward path cannot remove rejected draft tokens from the KV cache, `report` is called.
+    If the settings request draft tokens, but the forward path cannot remove rejected draft tokens
+    from the KV cache, `report` is called.
     """
     if loaded.draft is not None:
         return loaded.draft
@@ -289,10 +285,7 @@ def _open_disk(
     path: ForwardPath,
     report: Report,
 ) -> DiskTier | None:
-    """Open the prefix cache on disk. Return None if the settings do not request this cache.
-
-    If the settings request this cache but it is impossible, report the reason and return None.
-    """
+    """Open the prefix cache on disk. Return None if the settings do not request this cache."""
     if config.prefix_cache_disk is None:
         return None
     message = "The prefix cache on disk (prefix_cache_disk) is off, because"

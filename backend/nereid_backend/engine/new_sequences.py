@@ -134,23 +134,19 @@ class NewSequences:
         return sequence
 
     def _accept_images(self, token_ids: list[int], images: ImageInputs) -> ImageInputs:
-        """Check the images of a prompt, and copy the images to the device of the model.
-
-        Raises:
-            RequestError: if the model accepts no images, or cannot process these images.
-        """
+        """Check the images of a prompt, and copy the images to the device of the model."""
         self._check_kinds(images)
         if not self._images.shares_blocks:
-            images = _without_shared_blocks(images)
+            # The model stores no keys and values in the blocks of a prompt with images, so no other
+            # prompt may reuse these blocks. The value 0 also prevents the reuse of blocks that
+            # contain only text before the first image.
+            images = replace(images, first_token=0)
         images = self._place_images(images)
         self._images.check(token_ids, images)
         return images
 
     def _check_kinds(self, images: ImageInputs) -> None:
-        """Raise a RequestError if `images` contains a kind of media that the model does not accept.
-
-        The kinds are images, videos and audio.
-        """
+        """Raise a RequestError if the model does not accept a kind of media in `images`."""
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
         for kind in images.kinds:
@@ -158,11 +154,7 @@ class NewSequences:
                 raise refuse_kind(kind, self._images.refused[kind])
 
     def _read_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt as a list of Python integers.
-
-        Raises:
-            RequestError: if the prompt is empty or too long, or if it contains an invalid token id.
-        """
+        """Return the token ids of a prompt as a list of Python integers."""
         try:
             token_ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
@@ -194,14 +186,3 @@ class NewSequences:
                 f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
                 "leaves no token for the answer. Send a shorter prompt."
             )
-
-
-def _without_shared_blocks(images: ImageInputs) -> ImageInputs:
-    """Copy `images`, and change the copy so that no other prompt reuses this prompt's blocks.
-
-    Some models store no keys and values in the blocks of a prompt with images, so no other prompt
-    may reuse these blocks. `first_token` is the first token whose keys and values depend on the
-    images. The value 0 therefore also prevents the reuse of blocks that contain only text before
-    the first image.
-    """
-    return replace(images, first_token=0)

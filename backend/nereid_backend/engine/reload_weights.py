@@ -88,14 +88,22 @@ class ReloadableModel:
                 been loaded again.
             EngineError: if neither the new weights nor the old weights can be loaded.
         """
-        _check_adapters(self.parts)
+        try:
+            # If an adapter can no longer be loaded, the old weights must not be freed, because
+            # neither the new model nor the old model could be loaded with this adapter.
+            self.parts.adapters.check_files()
+        except ModelError as error:
+            raise _load_error(error) from error
         self._release()
         try:
             self.parts = EngineParts(new_config, report)
         except Exception as error:
             # Loading can raise any exception. Each exception is sent to the client that requested
             # the reload.
-            self._restore(old_config, report)
+            try:
+                self.parts = EngineParts(old_config, report)
+            except NereidError as failure:
+                raise EngineError(f"the old weights cannot be loaded again: {failure}") from failure
             raise _load_error(error) from error
 
     def _release(self) -> None:
@@ -106,35 +114,12 @@ class ReloadableModel:
         # such modules.
         gc.collect()
 
-    def _restore(self, old_config: EngineConfig, report: Report) -> None:
-        """Load the old checkpoint again, because the new checkpoint could not be loaded.
-
-        Raises:
-            EngineError: if the old weights cannot be loaded.
-        """
-        try:
-            self.parts = EngineParts(old_config, report)
-        except NereidError as error:
-            raise EngineError(f"the old weights cannot be loaded again: {error}") from error
-
 
 def _fits_second_model(parts: EngineParts) -> bool:
     """Return whether a second model of the same size fits into the memory."""
     if parts.info.device != "cpu":
         return False  # On a GPU, the KV cache takes most of the memory.
     return parts.info.weights_bytes + parts.info.kv_cache_bytes < available_memory()
-
-
-def _check_adapters(parts: EngineParts) -> None:
-    """Raise a RequestError if the files of a loaded adapter can no longer be loaded.
-
-    The old weights must not be freed in this case, because neither the new model nor the old model
-    could be loaded with this adapter.
-    """
-    try:
-        parts.adapters.check_files()
-    except ModelError as error:
-        raise _load_error(error) from error
 
 
 def _load_error(error: Exception) -> RequestError:
@@ -147,15 +132,7 @@ def _check_new_checkpoint(
 ) -> None:
     """Check that a new checkpoint has the same tensors and tokenizer as the loaded model.
 
-    `_check_can_reload` must be called first.
-
-    Args:
-        parts: the loaded model.
-        new_config: the settings with the path of the new checkpoint.
-        tokenizer_files: the tokenizer files of the first checkpoint, which the servers use.
-
-    Raises:
-        RequestError: if the new checkpoint cannot replace the loaded model.
+    `tokenizer_files` are the files of the first checkpoint, which the servers use.
     """
     # The layout of a checkpoint is the name, the shape and the dtype of each of its tensors.
     assert parts.layout is not None, "`_check_can_reload` has checked this"
@@ -174,12 +151,7 @@ def _check_new_checkpoint(
 
 
 def _check_can_reload(parts: EngineParts, new_config: EngineConfig) -> None:
-    """Check that the engine can replace its weights now. Do not read the tensors of checkpoints.
-
-    Raises:
-        RequestError: if requests are running, if the engine uses tensor parallelism, or if one of
-            the checkpoints has no safetensors files.
-    """
+    """Check that the engine can replace its weights now. Do not read the tensors of checkpoints."""
     if parts.scheduler.has_work():
         raise RequestError(
             "path: the weights can be replaced only while no request runs. Wait until all "

@@ -104,9 +104,7 @@ class RequestPreparation:
     def _start_after_compiling(self) -> list[tuple[str, float, float]]:
         """Start the requests whose grammar is compiled. End the requests whose grammar is invalid.
 
-        Returns:
-            For each of these requests, its id, the time at which it was added, and the present time
-            (both by time.monotonic()).
+        Return the items of `compiled`.
         """
         compiled = []
         for compilation in self._pending_grammars.take_done():

@@ -134,10 +134,6 @@ class StepLoop:
 
         `start_time` is the time at which the step was started, by time.perf_counter(). With async
         scheduling, it may be None, because only the cost of draft tokens is computed from it.
-
-        Returns:
-            The updates of the step. If the next step could not start, the updates that end the
-            sequences of the next step follow.
         """
         next_step = self._start_next(step) if self._is_async else None
         updates, result = self._wait_and_commit(step, start_time)
@@ -150,9 +146,7 @@ class StepLoop:
     ) -> tuple[list[RequestUpdate], StepResult | None]:
         """Wait for a step, and apply the result. If the step failed, end the step's sequences.
 
-        Returns:
-            The updates of the sequences, and the result of the step. The result is None if the step
-            failed.
+        Return the updates, and the result of the step; None if the step failed.
         """
         try:
             result = self._runner.finish(step)
@@ -188,17 +182,10 @@ class StepLoop:
     ) -> list[RequestUpdate]:
         """Launch the sampling of the next step, whose forward pass has already been started.
 
-        The forward pass was started while the previous step was running. Now the previous step has
-        been committed. If the previous step or one of its sequences has failed, discard the next
-        step. The loop then plans this step again.
+        If the previous step or one of its sequences has failed, discard the next step. The loop
+        then plans this step again. `previous_result` is None if the previous step failed.
 
-        Args:
-            step: the next step.
-            previous_result: the result of the previous step; None if the previous step failed.
-
-        Returns:
-            If the next step has failed, the updates that end its sequences. Otherwise, an empty
-            list.
+        If the next step has failed, return the updates that end its sequences, else [].
 
         Mutates: `_running_step`, unless the step was discarded or has failed.
         """

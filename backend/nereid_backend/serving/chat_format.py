@@ -92,12 +92,8 @@ def _derive_format(
     the result at each start. The first process locks the file, computes the result, and writes the
     result to the file. The other process waits for the lock, and then reads the result.
 
-    Args:
-        model: the folder of the checkpoint.
-        template: the chat template that replaces the checkpoint's template; None if the
-            checkpoint's template is used.
-        reasoning: the name of the chat format for reasoning. "" means the derived format.
-        tools: the name of the chat format for tool calls. "" means the derived format.
+    `template` replaces the checkpoint's template unless it is None. The name "" for `reasoning` or
+    `tools` means the derived format.
     """
     try:
         file = _open_locked(_fingerprint(model, template, reasoning, tools))
@@ -138,8 +134,8 @@ def _open_locked(name: str) -> FileIO:
 def _load_result(file: FileIO) -> tuple[Format, str] | None:
     """Return the cached chat format and the reason for this format; None if nothing is cached.
 
-    The file is empty or incomplete if this process has just created the file, or if an earlier
-    process was killed while writing to the file. A faulty disk can change the file.
+    The file is empty or incomplete if this process has just created it, or if an earlier process
+    was killed while writing it. A faulty disk can change the file.
     """
     file.seek(0)
     try:
@@ -166,8 +162,7 @@ def _derive_without_cache(
 def _fingerprint(model: Path, *settings: str | None) -> str:
     """Return one hash of the checkpoint's files, of the settings, and of the analysis code.
 
-    If a file, a setting or the code changes, the hash changes, and the cached format is no longer
-    used. The hash contains the sizes and modification times of the code's files.
+    The hash contains the sizes and modification times of the code's files.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:

@@ -71,13 +71,7 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Raise a ConfigError for the first wrong setting of the Triton model `model`, if there is one.
-
-    Args:
-        model: the name of the model.
-        args: the arguments of the model's method `initialize`.
-        environ: the environment variables.
-    """
+    """Raise a ConfigError for the first wrong setting of the Triton model `model`."""
     if model in _LANGUAGE_MODELS:
         settings, config = read_settings(args, environ)
         read_chat_template(settings)
@@ -91,8 +85,7 @@ def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]
 def _find_overcommitted_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
     """Return one message for each GPU whose memory shares add up to more than 1.
 
-    A memory share is the setting gpu_memory_utilization of a model that uses the GPU. The shares
-    are checked even if this machine has no GPU. All settings must be valid.
+    The shares are checked even if this machine has no GPU. All settings must be valid.
     """
     shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
     for setting, config in _read_configs(repository, environ).items():
@@ -118,8 +111,7 @@ def _read_configs(
     """Return the settings of each served model: the language model and the pooling models.
 
     Each key of the result is the name of the setting that limits the model's GPU memory, for
-    example "embedding_gpu_memory_utilization". The setting has another name for each model. A
-    pooling model without a checkpoint is left out, because it starts no engine.
+    example "embedding_gpu_memory_utilization". A pooling model without a checkpoint is left out.
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}
     path = repository / "executor" / "config.pbtxt"
@@ -139,8 +131,7 @@ def _read_configs(
 def _read_initialize_arguments(path: Path) -> dict[str, str]:
     """Read a config.pbtxt, and return the arguments that Triton passes to the model's `initialize`.
 
-    Only those two arguments are returned from which settings are read: the parameters of the model
-    as JSON text, and the folder of the model.
+    Only the arguments from which settings are read are returned.
 
     Example: the line `parameters { key: "dtype" value: { string_value: "float32" } }` returns
     {"model_config": '{"parameters": {"dtype": {"string_value": "float32"}}}', ...}.

@@ -124,8 +124,7 @@ class FeedbackReader:
     def _value(self, index: int, serial: int) -> int:
         """Return the number that the word `index` stores for the stream `serial`, otherwise 0.
 
-        The upper half of the word at `index` contains the serial number of a stream, and the lower
-        half contains the number that is stored for this stream.
+        The upper half of the word is a serial number, and the lower half is the stored number.
         """
         word: int = self._words[index]
         return word & _LOW_32_BITS if word >> 32 == serial else 0
@@ -199,9 +198,6 @@ class FeedbackWriter:
 
         The key of the signature comes from the mapped memory. A client cannot choose this memory,
         because `attach` accepts only a memory file that a process of the server's own user created.
-
-        Raises:
-            RequestError: the signature was not made with the key.
         """
         signature = signed_state[:_SIGNATURE_BYTES]
         state = signed_state[_SIGNATURE_BYTES:]
@@ -243,11 +239,7 @@ class FeedbackWriter:
 
 
 def _map_memory(address: str) -> memoryview:
-    """Map the shared memory of an executor into this process, and return its bytes.
-
-    Args:
-        address: the process id of the executor, the number of the file descriptor in the executor,
-            and the name of the memory, such as "4711/12/nereid-feedback-0f3c9a...".
+    """Map the shared memory at an address into this process, and return its bytes.
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.
@@ -268,10 +260,9 @@ def _map_memory(address: str) -> memoryview:
 def _open_memory_file(path: str, name: str) -> int:
     """Open the file of the shared memory at `path`, and return the file descriptor.
 
-    Args:
-        path: a path such as "/proc/4711/fd/12", which names a file of the process 4711. A client
-            may have chosen the path, so the file is checked before it is opened.
-        name: the name that the memory must have.
+    The path names a file of another process, such as "/proc/4711/fd/12". A client may have chosen
+    the path, so the file is checked before it is opened. `name` is the name that the memory must
+    have.
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.

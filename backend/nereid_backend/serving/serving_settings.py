@@ -241,10 +241,7 @@ def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str =
     In a Python model of the Triton server, Python's encoding of file names is ASCII, whatever the
     locale is. Such a model therefore cannot open a folder whose name contains "é".
 
-    Args:
-        texts: the settings. The settings whose names are not in `names` are ignored.
-        names: the names of the settings of a model.
-        prefix: the prefix of the names in the error message, such as "embedding_".
+    Only the settings in `names` are checked. In the error message, `prefix` precedes the name.
     """
     for name in names:
         text = texts.get(name, "")
@@ -293,13 +290,8 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
 
     The keys of the result are the names without the prefix, in lower case. Example: with the prefix
     "NEREID_EMBEDDING_", the variable `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype":
-    "float32"}`. With the prefix "NEREID_" of the language model, the same variable returns
-    `{"embedding_dtype": "float32"}`. The caller ignores this name, because the language model has
-    no such setting.
-
-    Args:
-        prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
-        environ: all environment variables.
+    "float32"}`. With the prefix "NEREID_", it returns `{"embedding_dtype": "float32"}`, which the
+    caller ignores.
 
     Raises:
         ConfigError: the name of a variable begins with "NEREID_", but neither a model nor the

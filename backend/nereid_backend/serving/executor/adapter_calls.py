@@ -117,9 +117,6 @@ class AdapterCalls(ReplicaCalls):
         "/path"]`, unload_lora="a" returns `["unload_lora", "a"]`, and reload_weights="/new" returns
         `["reload_weights", "/new", "finish"]`. If the request lists the adapters, return None,
         because the executor itself knows the names.
-
-        Raises:
-            RequestError: a parameter is missing or is not a text.
         """
         if _LIST in parameters:
             return None
@@ -172,11 +169,7 @@ class AdapterCalls(ReplicaCalls):
 def _read_treatment_of_running_requests(parameters: Mapping[str, Any]) -> str:
     """Return what happens to running requests when weights are replaced: "finish" or "refuse".
 
-    "finish" means that the requests continue until they end. "refuse" means that the requests are
-    ended with an error. The default is "finish".
-
-    Raises:
-        RequestError: the parameter `running_requests` has another value.
+    "finish" lets the requests continue. "refuse" ends them with an error. The default is "finish".
     """
     mode = parameters.get(_RUNNING, "finish")
     if mode not in ("finish", "refuse"):

@@ -38,9 +38,6 @@ class CacheCalls(ReplicaCalls):
 
         Example: the parameters cache="extend", prompt_cache_key="a" and seconds="60" return
         `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
-
-        Raises:
-            RequestError: a parameter is missing or wrong.
         """
         operation = parameters[_CACHE]
         if operation not in _OPERATIONS:
@@ -111,8 +108,8 @@ def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
 def _merge_equal_sessions(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Combine all entries that describe the same session into one entry.
 
-    A session is identified by its client and its prompt_cache_key. If a session has blocks in
-    several engine processes, its combined entry contains the sum of the tokens and the latest time.
+    If a session has blocks in several engine processes, the entry contains the sum of the tokens
+    and the latest time.
     """
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     for session in sessions:

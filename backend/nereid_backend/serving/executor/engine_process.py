@@ -119,9 +119,7 @@ class EngineService:
     def _pass_to_engine(self, kind: str, values: list[Any]) -> None:
         """Call the engine's method for a message of the kind `kind`, and send the result.
 
-        The message "add" has no result, because `advance` sends updates for the new request. A
-        message "cache" calls one of the operations "statistics", "extend" and "drop", which report,
-        extend or delete the cached prefixes of a client's sessions (conversations).
+        The message "add" has no result, because `advance` sends updates for the new request.
 
         Raises:
             RequestError, CapacityError: the engine refuses the request.
@@ -151,12 +149,8 @@ class EngineService:
     ) -> None:
         """Add a request to the engine; see `Engine.add_request` for the errors.
 
-        Args:
-            request_id: the id of the request in the engine.
-            token_ids: the prompt's token ids as int32 numbers.
-            packed_params: the packed SamplingParams.
-            num_sequences: the number of sequences for which the executor has reserved memory.
-            packed_images: the packed ImageInputs; b"" if the prompt has no images.
+        `num_sequences` is the number of sequences for which the executor has reserved memory.
+        `packed_images` is b"" if the prompt has no images.
         """
         prompt = memoryview(token_ids).cast("i")
         params = unpack_params(packed_params)
@@ -192,8 +186,7 @@ class EngineService:
     def _reload_if_idle(self) -> None:
         """Replace the weights if a replacement was requested and no request runs any more.
 
-        While the replacement waited, new messages were stored in `_held_messages`. These messages
-        are handled after the replacement.
+        Then handle the messages in `_held_messages`, which arrived while the replacement waited.
         """
         if self._pending_reload is None or self._engine.has_work():
             return

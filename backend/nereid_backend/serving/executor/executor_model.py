@@ -103,12 +103,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def _init_loop_state(self, model_name: str) -> None:
-        """Create the attributes that only the loop's thread uses.
-
-        The constructor cannot create them, because Triton calls it without arguments. `initialize`
-        calls this method after reading the settings and starting the engine processes. `model_name`
-        is the name of this Triton model, for the labels of the metrics.
-        """
+        """Create the attributes that only the loop's thread uses."""
         settings = self._settings
         # The streams (requests in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
@@ -163,8 +158,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _open_stream(self, envelope: RequestEnvelope, token_ids: bytes, sender: Any) -> None:  # noqa: ANN401
         """Create the stream of a request, and send the request to one of the engine processes.
 
-        A stream is the state of one request in the executor. `token_ids` contains the prompt, 4
-        bytes for each token, and `sender` is the server's object that sends the responses.
+        `token_ids` contains the prompt, 4 bytes for each token.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -182,9 +176,6 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
         """Select an engine process for a new request, and return the number of the process.
-
-        A process is preferred if its cache probably contains a prefix of the prompt, unless another
-        process has much less work.
 
         Raises:
             CapacityError: no engine process runs.
@@ -253,8 +244,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _send_if_due(self, stream: Stream, now: float) -> float:
         """If the next step of a stream is due, send this step to the postprocessor.
 
-        A step is a message that contains the unsent tokens. A step without tokens is a heartbeat.
-        When the postprocessor gets a heartbeat, it checks whether the client is still connected.
+        A step contains the unsent tokens. A step without tokens is a heartbeat, which makes the
+        postprocessor check whether the client is still connected.
 
         Returns:
             The time of the next call, as a value of time.monotonic():
@@ -345,10 +336,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._engine_calls.note_refusal(process, request_id, error)
 
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
-        """Add an update from the engine to the stream of the request.
-
-        If the update contains an error, end the stream with this error.
-        """
+        """Add an update from the engine to its stream, or end the stream because of an error."""
         stream = self.requests.get(update.request_id)
         if stream is None:
             # The stream has already ended, for example because of a time limit. Abort the request
@@ -365,12 +353,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     ) -> None:
         """End a stream with an error that the engine has reported.
 
-        Args:
-            process: the engine process.
-            stream: the stream.
-            message: the error message.
-            is_refused: whether the engine has refused the request, because the request is invalid.
-                If False, the engine has failed.
+        If `is_refused` is true, the request is invalid. Otherwise, the engine has failed.
         """
         if len(stream.sequences) > 1:
             # The engine has ended only one sequence, but the error ends the whole request.
@@ -394,10 +377,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._end_if_too_slow(stream)
 
     def _end_if_too_slow(self, stream: Stream) -> None:
-        """End a stream with an error if it has too many unsent tokens.
-
-        Unsent tokens accumulate if the postprocessor consumes the stream's steps too slowly.
-        """
+        """End a stream with an error if it has too many unsent tokens."""
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
             self._aborts.abort(stream)
@@ -408,40 +388,25 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, error)
 
     def _note_start(self, stream: Stream, started: float) -> None:
-        """Record the time at which the engine started a request.
-
-        Only the first call has an effect.
-        """
+        """Record when the engine started a request. Only the first call has an effect."""
         if stream.timing.started is None:
             self._admission.note_start(stream, started)
             self._statistics.note_start(stream, started)
 
     def _note_started(self, started: list[tuple[str, float]]) -> None:
-        """Record the times at which requests left the engine's waiting queue.
-
-        The argument `started` has the form of StepEngine.started.
-        """
+        """Record when requests left the engine's waiting queue; see StepEngine.started."""
         for request_id, start_time in started:
             if stream := self.requests.get(request_id):
                 self._note_start(stream, start_time)
 
     def _note_compiled(self, compiled: list[tuple[str, float, float]]) -> None:
-        """Record when the compilation of each request's grammar began and ended.
-
-        The argument `compiled` has the form of StepEngine.compiled.
-        """
+        """Record when the grammars of requests were compiled; see StepEngine.compiled."""
         for request_id, requested, finished in compiled:
             if stream := self.requests.get(request_id):
                 stream.timing.compilation = (requested, finished)
 
     def _end_if_overdue(self, stream: Stream, now: float) -> bool:
-        """End a request that has exceeded its queue_timeout or its timeout.
-
-        The engine stops computing the request, and the client gets an error.
-
-        Returns:
-            Whether the request was ended.
-        """
+        """End a request that has exceeded a time limit. Return whether it was ended."""
         if stream.has_ended:
             return False  # The output is complete. Only the last step must still be sent.
         error = stream.timing.deadline_error(now)
@@ -480,7 +445,6 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _reset_attempts(self, stream: Stream) -> None:
         """Set the number of restart attempts to 0 if an ended stream shows that the engine works.
 
-        The engine process of the stream works if it has finished a sequence that was not aborted.
         Afterwards, only new restart attempts count toward the setting max_engine_restarts.
         """
         if stream.has_finished_sequence:

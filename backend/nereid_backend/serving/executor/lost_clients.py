@@ -93,8 +93,7 @@ class LostClientDetector:
     def _has_dropped_step(self, stream: Stream) -> bool:
         """Return whether a step of `stream` was dropped before it reached the postprocessor.
 
-        This is so if the postprocessor has processed a step with a higher number, of any stream,
-        but not the oldest unconsumed step of this stream.
+        A step was dropped if the postprocessor has processed a later step of any stream instead.
         """
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 

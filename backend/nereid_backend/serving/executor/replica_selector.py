@@ -96,12 +96,7 @@ class ReplicaSelector:
             return selected
 
     def _choose(self, hashes: Sequence[bytes], running: set[int]) -> int:
-        """Choose an engine process for a prompt. The docstring of `select` describes the choice.
-
-        Args:
-            hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
-            running: the numbers of the running processes.
-        """
+        """Choose a running process for a prompt; see `select`."""
         least_loaded = self._least_loaded(running)
         preferred = self._least_loaded(self._with_longest_prefix(hashes, running))
         num_extra = self._num_sequences[preferred] - self._num_sequences[least_loaded]
@@ -128,10 +123,6 @@ class ReplicaSelector:
         """Return the processes in `running` that have received the longest prefix of a prompt.
 
         If no running process received the first chunk of the prompt, return all running processes.
-
-        Args:
-            hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
-            running: the numbers of the running processes.
         """
         replicas = running
         for chunk_hash in hashes:

@@ -69,8 +69,8 @@ def _check_keys(entry: dict[str, Any]) -> None:
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
     """Convert one entry of the script to a Rule.
 
-    The output is given as `text` or as `token_ids`. Each of these keys contains either one output
-    for all sequences of a request, or a list with one output for each sequence.
+    The keys `text` and `token_ids` contain one output for all sequences of a request, or a list
+    with one output for each sequence.
     """
     text = entry.get("text")
     if text is not None:

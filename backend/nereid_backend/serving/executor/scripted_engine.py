@@ -245,15 +245,7 @@ class ScriptedEngine:
     def _next_update(
         self, request_id: str, request: ScriptedRequest, sequence: ScriptedSequence, now: float
     ) -> RequestUpdate:
-        """Return an update that contains the next tokens of a sequence.
-
-        If the sequence ends, remove the sequence from the request.
-
-        Args:
-            request_id: the id of the request.
-            request: the request.
-            sequence: one sequence of the request.
-            now: the current time. The next update is due after the delay of the script's rule.
+        """Return the next tokens of a sequence. If the sequence ends, remove it from the request.
 
         Raises:
             EngineError: the rule has a fault.
@@ -289,9 +281,8 @@ class ScriptedEngine:
     ) -> list[TokenLogprobs | None] | None:
         """Return the log-probabilities of the prompt tokens, for the next update of a sequence.
 
-        Return None if the request does not ask for them, or if an update has already contained
-        them: only the first update of the first sequence contains them. The first token of a prompt
-        has no log-probability.
+        Return None if the request does not ask for them. Only the first update of the first
+        sequence contains them. The first token of a prompt has no log-probability.
         """
         num_top = request.params.prompt_logprobs
         is_first_update = sequence.index == 0 and sequence.num_tokens == 0
@@ -330,10 +321,7 @@ def _eos_token(model: str) -> str:
 
 
 def _info(config: EngineConfig, tokenizer: Tokenizer) -> EngineInfo:
-    """Return the description of the scripted engine.
-
-    Fields that describe a model, such as its weights, have fictitious values.
-    """
+    """Return the description of the scripted engine. Facts about a model are fictitious."""
     eos_id = tokenizer.token_to_id(_eos_token(config.model))
     return EngineInfo(
         model=config.model,

@@ -139,8 +139,7 @@ class StreamAdmission:
     def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
         """Reserve one slot of 16 bytes in the shared memory for each sequence of a request.
 
-        Return the numbers of the slots. Return None if the request would exceed the limit
-        max_streams, or the client's share of this limit.
+        Return None if the request would exceed the limit max_streams, or the client's share of it.
         """
         with self._sequence_limit_lock:
             if not self._sequence_limit.allows(envelope.client_id, envelope.n):

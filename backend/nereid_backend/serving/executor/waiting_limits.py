@@ -117,8 +117,7 @@ class WaitingLimits:
     def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str | None:
         """Return the reason why a new request must be refused; None if the request may wait.
 
-        The reason does not end with a full stop. `wait_s` is the estimated time that the request
-        would wait in the queue; None if this time is unknown.
+        `wait_s` is the estimated time in the queue; None if this time is unknown.
         """
         return (
             self._too_many_requests(timing.client_id)
@@ -182,8 +181,7 @@ class WaitingLimits:
     def _count_of_client(self, client: str) -> str:
         """Return the part of an error message that says how many waiting requests a client has.
 
-        Only waiting requests are counted. Example: " (3 of them from this client)". If the client
-        is unknown, `client` is "", and the result is "", too.
+        Example: " (3 of them from this client)". The result is "" if the client is unknown.
         """
         if not client:
             return ""
@@ -219,9 +217,6 @@ class WaitingLimits:
 
 
 def _retry_sentence(wait_s: float | None) -> str:
-    """Return a sentence such as "Try again in 3 s." that contains the rounded waiting time.
-
-    If the waiting time is unknown, the sentence contains 1 s.
-    """
+    """Return a sentence such as "Try again in 3 s."; 1 s if the waiting time is unknown."""
     seconds = 1 if wait_s is None else min(max(math.ceil(wait_s), 1), _LONGEST_RETRY_S)
     return f"Try again in {seconds} s."

@@ -123,9 +123,8 @@ class _JobProgress:
     def next_slice(self) -> list[PoolingItem]:
         """Return the next slice (a group of inputs), and record that these inputs are sent.
 
-        A slice ends when the number of its inputs, or their total size, reaches a limit. Example:
-        the first slice of a job with 300 short texts contains 256 texts, and the second slice
-        contains 44 texts.
+        Example: the first slice of a job with 300 short texts contains 256 texts, and the second
+        slice contains 44 texts.
         """
         items: list[PoolingItem] = []
         # The total size of the slice's inputs, in characters, token ids or bytes of images.
@@ -266,8 +265,7 @@ class WorkerJobs:
     def _next_job(self) -> _JobProgress | None:
         """Return the next job whose inputs can be sent to the engine; None if there is no such job.
 
-        Mutates: `_jobs`. The returned job is moved to the end, so that each of the other jobs sends
-        a slice before this job sends another slice.
+        Mutates: `_jobs`. The returned job is moved to the end, so that the jobs take turns.
         """
         for request_id, progress in self._jobs.items():
             if progress.can_send_slice:
@@ -295,13 +293,9 @@ class WorkerJobs:
     def _add_result(self, result: PoolingResult, started: float) -> None:
         """Store the result of one input. If the job is now complete, send the result of the job.
 
-        If the result is an error, refuse the job. Also refuse the job if its values are too large
-        for one response, because the vectors of all tokens could take all memory of the machine.
-
-        Args:
-            result: the result. Its `request_id` is the id of a slice (a group of inputs of a job).
-            started: the time by time.monotonic() at which the engine began to compute the batch
-                that contains the result.
+        Refuse the job if the result is an error, or if the job's values are too large for one
+        response. The vectors of all tokens could take all memory of the machine. `started` is the
+        time by time.monotonic() at which the engine began to compute the batch.
 
         Raises:
             EngineError: the result has an error because the GPU is lost (`_refuse_result`).
@@ -375,10 +369,7 @@ def _num_value_bytes(value: Value | None) -> int:
 
 
 def _kind_of(value: Value) -> str:
-    """Return the kind of a result, such as "dense". `value` is the result for one input.
-
-    Outcome.kind describes the kinds.
-    """
+    """Return the kind of the result for one input, such as "dense"; see Outcome.kind."""
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return "sparse" if isinstance(value, dict) else "score"

@@ -153,13 +153,7 @@ def _integers(data: bytes) -> npt.NDArray[np.int32]:
 
 
 def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
-    """Combine the values of all inputs into one array.
-
-    If `kind` is "sparse", return an empty array.
-
-    The shape is [n, dim] for dense, [sum of the numbers of vectors, dim] for multi_vector, [n] for
-    score, [n, num_labels] for classify, and [sum of num_tokens, num_labels] for token_classify.
-    """
+    """Return `Outcome.values`: the values of all inputs, or an empty array for "sparse"."""
     if kind == "sparse":
         return np.zeros((0, 0), dtype=np.float32)
     if kind in ("multi_vector", "token_classify"):

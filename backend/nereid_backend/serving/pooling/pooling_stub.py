@@ -234,11 +234,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     ) -> None:
         """Send the outputs of a complete job to the client, and record the success.
 
-        Args:
-            pending: the request.
-            started: the time at which the computation of the first input started, by
-                time.monotonic().
-            outcome_row: the list that Outcome.row has built in the worker.
+        `started` is the time at which the computation of the first input started.
         """
         try:
             outcome = Outcome.from_row(outcome_row)
@@ -254,14 +250,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def _record_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
         """Record the metrics and the spans of a successful request.
 
-        Call this method before the outputs are sent, because the time of the computation ends at
-        the call. The time for sending the outputs must not count.
-
-        Args:
-            pending: the request.
-            started: the time at which the computation of the request's first input started, by
-                time.monotonic().
-            num_tokens: the number of tokens of all inputs.
+        Call this method before the outputs are sent, because the time for sending must not count.
+        `started` is the time at which the computation of the first input started.
         """
         self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
         parent = pending.traceparent
@@ -364,10 +354,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             )
 
     def _info(self) -> Tensors:
-        """Return the output `info`.
-
-        The output contains a JSON text that describes the served checkpoint.
-        """
+        """Return the output `info`, a JSON text that describes the served checkpoint."""
         if self.child is None:
             info = {"task": "none", "reason": self._not_served_message()}
         else:

@@ -271,10 +271,7 @@ class Choice:
         self._message_parser.feed(text)
 
     def _record_tokens(self, num_output_tokens: int, delta: SequenceDelta) -> None:
-        """Record the first `num_output_tokens` tokens of `delta` and their log-probabilities.
-
-        The remaining tokens of the step do not belong to the output.
-        """
+        """Record the first `num_output_tokens` tokens of `delta` and their log-probabilities."""
         self._totals.num_tokens += num_output_tokens
         self._unsent.token_ids += delta.token_ids[:num_output_tokens]
         if num_output_tokens:
@@ -290,9 +287,6 @@ class Choice:
         A stop string takes precedence over the engine's reasons, because the engine does not search
         for stop strings. In the OpenAI API, the finish reason of a message with tool calls is
         "tool_calls" instead of "stop".
-
-        Args:
-            ending: the reasons why the engine has ended the sequence.
         """
         self._message_parser.finish()
         self._has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
@@ -325,11 +319,7 @@ class Choice:
         }
 
     def _take_message(self) -> dict[str, Any]:
-        """Return the new part of the parsed message. Validate the message if it is now complete.
-
-        Raises:
-            EngineError: the message is complete, and does not match a strict schema of the request.
-        """
+        """Return the new part of the parsed message. Validate the message if it is now complete."""
         new_part = self._message_parser.take()
         if self._checked_message is not None:
             # Store each part, because only the complete message can be validated. A message that

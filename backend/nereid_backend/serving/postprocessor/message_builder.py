@@ -150,10 +150,7 @@ class ParsedMessage:
         self._copied_marker = ""
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the entry of the next delta for the tool call with the index `index`.
-
-        Create the entry if it is missing.
-        """
+        """Return the next delta's entry for the tool call `index`. Create a missing entry."""
         return self._new_calls.setdefault(index, {"index": index, "arguments": ""})
 
 
@@ -164,8 +161,7 @@ def _callable_tools(context: StreamContext) -> list[dict[str, Any]]:
     """Return the tools for the parser. The parser treats calls of all other tools as unknown.
 
     If the client forbids tool calls (`reads_calls` is False), every call in the output must be
-    unknown, because the parser then leaves the call in the content. In this case, return only the
-    tool `_UNCALLABLE_TOOL`, whose name no model can generate.
+    unknown, because the parser then leaves the call in the content.
     """
     return [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
 

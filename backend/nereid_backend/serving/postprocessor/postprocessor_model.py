@@ -182,9 +182,8 @@ class PostprocessorModel:
     def _keepalive_response(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
         """Return an empty response if a keepalive is due, otherwise None.
 
-        A keepalive is due if a stream has sent no response in the last `keepalive_ms` milliseconds.
-        It is needed because Triton's HTTP endpoint detects a disconnected client only when it sends
-        a response. The value 0 of the setting turns keepalives off.
+        A keepalive is due if a stream has sent no response for `keepalive_ms`. It is needed because
+        Triton's HTTP endpoint detects a disconnected client only when it sends a response.
 
         Mutates: `choices.last_response_at`, if a response is returned.
         """
@@ -205,11 +204,9 @@ class PostprocessorModel:
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
         """If a check is due, ask the server whether the client has cancelled the request.
 
-        If the client has cancelled or disconnected, Triton server marks the later steps (`request`)
-        as cancelled. Then send a signal to the executor, which stops the generation.
-
-        Each check is a round trip to the server. Therefore the time between two checks of a stream
-        grows with the number of streams.
+        Triton server marks the later steps (`request`) of a disconnected client as cancelled. Each
+        check is a round trip to the server. Therefore the time between two checks of a stream grows
+        with the number of streams.
         """
         now = time.monotonic()
         interval_s = max(_CANCEL_CHECK_S, len(self._executor.streams) / _CANCEL_CHECKS_PER_SECOND)
@@ -269,9 +266,7 @@ class PostprocessorModel:
     def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return the response that contains the outputs of one or several choices.
 
-        The tensors with the text and with the JSON object (`delta`) have one element for each
-        element of `outputs`. `context.returns` contains the names of the optional tensors that the
-        client has requested, such as the finish reasons.
+        `context.returns` contains the names of the requested optional tensors.
         """
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),

@@ -95,10 +95,7 @@ class HangWatch:
         return True
 
     def _store_cpu_at_half_limit(self) -> None:
-        """When half of the time limit has passed, store how much CPU time the process has used.
-
-        Until then, store None.
-        """
+        """When half of the time limit has passed, store the CPU time; until then, store None."""
         if not self._limit_s or self.silent_s <= self._limit_s / 2:
             self._cpu_at_half_limit_s = None
         elif self._cpu_at_half_limit_s is None:

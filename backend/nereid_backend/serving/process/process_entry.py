@@ -129,8 +129,8 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 def _run(service: Service, channel: Channel) -> int:
     """Handle messages and compute steps, until the message `stop` arrives or an error occurs.
 
-    Return the exit code of the process: 0 after `stop`, 1 after an error. If a step or the handling
-    of a message fails, send the error to the parent process.
+    Return the exit code of the process: 0 after `stop`, 1 after an error, which the parent
+    receives.
 
     Raises:
         ChannelClosedError: the parent process has ended.

@@ -243,16 +243,13 @@ class ChildProcess:
     ) -> None:
         """Wait until the process has loaded its model and sends the message "ready".
 
-        Args:
-            progress: called with each line that the process reports while it loads the model.
-            while_loading: called every `_START_POLL_S` seconds. The function can raise a
-                NereidError to end the wait.
+        Call `progress` with each line that the process reports, and `while_loading` every
+        `_START_POLL_S` seconds.
 
         Raises:
             EngineError: loading failed or took longer than `start_timeout`.
 
-        Mutates: `info`, the description of the model in the message "ready", and `load_s`, the
-            seconds that loading took.
+        Mutates: `info` and `load_s`.
         """
         started_at = time.monotonic()
         limit = self._program.start_timeout  # the value and the name of a setting

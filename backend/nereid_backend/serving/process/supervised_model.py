@@ -42,11 +42,7 @@ ItemT = TypeVar("ItemT")
 class _Received:
     """The messages received from one child process, or the reason for the death of this process.
 
-    Attributes:
-        process: the child process.
-        messages: the new messages. The list is empty if there are no messages, or if the process
-            has died.
-        death: the reason why the process has died; None if the process runs.
+    If the process has died, `death` is the reason, and there are no messages.
     """
 
     process: SupervisedProcess
@@ -57,12 +53,8 @@ class _Received:
 class _Arrival(NamedTuple, Generic[RequestT]):
     """A request that the server's thread has accepted and queued for the loop's thread.
 
-    Attributes:
-        request_id: the id of the request in the child process.
-        request: the request.
-        process: the supervised process that computes the request.
-        child: the child process that got the message. If `process` has another child process when
-            the loop takes the request, this child process has died.
+    `child` is the child process that got the message. If `process` has another child process when
+    the loop takes the request, this child process has died.
     """
 
     request_id: str
@@ -292,11 +284,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _run_round(self, wait_s: float) -> float:
         """Do one round of the loop: handle the new messages and requests, and do periodic work.
 
-        Args:
-            wait_s: the longest time to wait for the first message, in seconds.
-
-        Returns:
-            The value of `wait_s` for the next round: the time until periodic work is due again.
+        `wait_s` is the longest time to wait for the first message. Return its value for the next
+        round.
         """
         # If a process has died, a thread restarts it. When this thread has ended, use the new
         # process, or log that the restart has failed.
@@ -370,8 +359,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _take_arrivals(self) -> None:
         """Process the requests and the responses that a thread of the Triton server has queued.
 
-        Add the requests to `requests`, and send the responses. If a request was sent to a child
-        process that has died since then, end the request.
+        If a request was sent to a child process that has died since then, end the request.
         """
         for arrival in drain(self._arrivals):
             process = arrival.process

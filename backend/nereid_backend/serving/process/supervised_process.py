@@ -118,8 +118,7 @@ class SupervisedProcess:
         """Start a new process. If this fails, try again, up to `max_restarts` attempts in total.
 
         The limit applies to all attempts since the process last worked, even if they belong to
-        several deaths. This method runs in the restart thread. `error`, the reason of the death,
-        does not change.
+        several deaths.
 
         Mutates: `_replacement` is the new process. Each attempt increases `num_attempts`.
         """
@@ -135,10 +134,7 @@ class SupervisedProcess:
                 return
 
     def _start_replacement(self) -> ChildProcess | None:
-        """Stop the old process, start a new process, and return the new process.
-
-        If the start fails, log the reason and return None.
-        """
+        """Stop the old process, and start a new one. Log a failure, and return None."""
         try:
             self.child.stop()
             return ChildProcess.start(self._program, tensors.progress, self._check_stopping)

@@ -48,11 +48,7 @@ class CallForm:
         return [converted for message in messages for converted in self._convert(message)]
 
     def _convert(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Convert one message to this form, and return the resulting messages.
-
-        If `joins_reasoning` is true, the text of the message is appended to the reasoning. If
-        `are_separate` is true, a message with text and tool calls becomes two messages.
-        """
+        """Convert one message to this form, and return the resulting messages."""
         if not message.get("tool_calls"):
             return [message]
         calls = [self._convert_call(call) for call in message["tool_calls"]]
@@ -89,12 +85,9 @@ _SHORT_ID_LENGTH = 9
 def _with_ids(
     messages: Iterable[dict[str, Any]], new_id: Callable[[dict[str, Any], int], str]
 ) -> Iterator[dict[str, Any]]:
-    """Replace the ids in tool calls and in the results of these calls.
+    """Replace the ids in tool calls and in the results of these calls by ids from `new_id`.
 
-    Args:
-        messages: the messages.
-        new_id: returns the new id of a tool call. The arguments are the call, and the number of
-            other ids that were replaced before.
+    The arguments of `new_id` are the call, and the number of ids that were replaced before.
     """
     new_ids: dict[str, str] = {}  # maps each given id to the new id
     for message in messages:

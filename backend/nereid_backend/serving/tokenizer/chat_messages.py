@@ -149,9 +149,6 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     A part contains its text in the field that has the name of the part's type. Examples:
     `{"type": "text", "text": "Hi"}` returns "Hi", and `{"type": "refusal", "refusal": "No."}`
     returns "No."
-
-    Raises:
-        RequestError: the part contains no text, for example because it is a file.
     """
     if not isinstance(part, dict):
         raise RequestError(
@@ -168,8 +165,7 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
 def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
     """Return the error for a content part that has no text.
 
-    The part belongs to the chat message at position `index`. The error message contains the reason
-    if the server knows the type of the part, such as "file".
+    The message contains the reason if the server knows the type of the part, such as "file".
     """
     type_and_reason = refused_part(part)
     if type_and_reason is not None:
@@ -218,10 +214,6 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # no
 
     The limits are checked before and after parsing. A short JSON text can contain very many values
     or very deeply nested values, and such values would need too much memory.
-
-    Raises:
-        RequestError: the text is not valid JSON, exceeds a limit, or contains half of a surrogate
-            pair.
     """
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)

@@ -62,10 +62,8 @@ def _check_tool(tool: Any, index: int) -> None:  # noqa: ANN401 - any JSON value
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
     """Return the tools that `tool_choice` allows.
 
-    A tool_choice of the type allowed_tools contains a list of allowed tools. Any other tool_choice
-    allows all tools. Tools that are not allowed are left out of the prompt, so the model cannot
-    call these tools. Clients send the list in two forms, and the functions in the list in three
-    forms:
+    Any tool_choice except allowed_tools allows all tools. Tools that are not allowed are left out
+    of the prompt. Clients send the list in two forms, and the functions in the list in three forms:
 
         {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
         {"type": "allowed_tools", "tools": [...]}                       Responses API
@@ -73,10 +71,6 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
         {"type": "function", "function": {"name": "add"}}
         {"type": "function", "function": "add"}
         {"type": "function", "name": "add"}
-
-    Args:
-        tools: the tools of the request. They have been validated.
-        choice: the field tool_choice.
 
     Raises:
         RequestError: the list is malformed, or contains a function that `tools` does not contain.
@@ -102,9 +96,6 @@ def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
     The list is the key `tools` of the object `allowed_tools` (chat completions API), or of
     tool_choice itself (Responses API).
-
-    Raises:
-        RequestError: the value is not a list of objects.
     """
     object_with_list = choice.get("allowed_tools", choice)
     allowed = object_with_list.get("tools") if isinstance(object_with_list, dict) else None

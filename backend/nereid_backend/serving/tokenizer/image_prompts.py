@@ -58,8 +58,7 @@ def _describes_encoder(config: dict[str, Any]) -> bool:
     """Return whether the content of a checkpoint's config.json describes a media encoder.
 
     The description is an object such as `vision_config`, `visual`, `audio_config` or
-    `encoder_config`. Models that convert an image to tokens have the key `vq_config` instead (VQ
-    means vector quantisation).
+    `encoder_config`. Models with vector quantisation have the key `vq_config` instead.
     """
     if "vq_config" in config:
         return True
@@ -113,10 +112,7 @@ def take_media(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_media_of(message: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Replace each image, video and audio file in a chat message by a placeholder.
-
-    Return the new message. If the content of a message is not a list, the message contains no such
-    files, and is returned unchanged.
+    """Return a chat message whose images, videos and audio are replaced by placeholders.
 
     Mutates: `media`. The images, videos and audio files of the message are appended.
     """

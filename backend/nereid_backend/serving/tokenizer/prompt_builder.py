@@ -85,11 +85,7 @@ def _read_json_template(folder: Path) -> str | dict[str, str] | None:
     """Return the chat template in chat_template.json.
 
     Return None if the file contains no template, or if the folder contains a template in a .jinja
-    file, which has precedence. If chat_template.json contains several templates, the result maps
-    the names of the templates to their texts.
-
-    Raises:
-        ModelError: the file is damaged.
+    file, which has precedence. Several templates are returned as a dict of texts by name.
     """
     # Many checkpoints for images have their chat template only in this file. transformers reads the
     # file for a processor, but not for a tokenizer.
@@ -211,11 +207,7 @@ class PromptBuilder:
         return prompt
 
     def _tokenize(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
-        """Convert a text to token ids. If `num_kept` is set, keep only the last `num_kept` ids.
-
-        Raises:
-            RequestError: the text is too long.
-        """
+        """Convert a text to token ids. If `num_kept` is set, keep only the last `num_kept` ids."""
         # The limit on bytes always applies, because converting a huge text to tokens would take too
         # long.
         self.limits.check_text(text)
@@ -279,9 +271,6 @@ class PromptBuilder:
         """Return the chat template variables from a chat request and from the server's settings.
 
         A variable of the request overrides the variable of the same name in the settings.
-
-        Raises:
-            RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
         """
         # The source of the template shows which variables the template uses. For example, the field
         # `reasoning_effort` sets the variable `enable_thinking` only if the template uses this
@@ -318,11 +307,7 @@ class PromptBuilder:
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:
-    """Return whether the model must continue the last message instead of beginning a new message.
-
-    Raises:
-        RequestError: the request also asks for the beginning of a new message.
-    """
+    """Return whether the model must continue the last message instead of beginning another."""
     continues = read_flag(body, "continue_final_message", default=False)
     if continues and read_flag(body, "add_generation_prompt", default=False):
         raise RequestError(

@@ -38,10 +38,9 @@ def json_object(
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:
-    """Parse the JSON text of the tensor `name`.
+    """Parse the JSON object in the tensor `name`.
 
     Raises:
-        RequestError: the text is not a JSON object, or contains half of a surrogate pair.
         RecursionError: the value is nested too deeply.
     """
     try:

@@ -180,11 +180,7 @@ def _options(fields: RequestFields) -> RequestOptions:
     """Return the options of a request.
 
     Some options have two names from different APIs, such as include_stop_str_in_output (vLLM) and
-    no_stop_trim (SGLang). Such an option is on if the request turns on at least one of the two
-    fields.
-
-    Raises:
-        RequestError: a stop string is empty.
+    no_stop_trim (SGLang). Such an option is on if at least one of the two fields is on.
     """
     if "" in fields.stop:
         raise RequestError(
@@ -211,10 +207,9 @@ def _options(fields: RequestFields) -> RequestOptions:
 def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
     """Return the number of most likely tokens that the response must list at each position.
 
-    Return None if the request asks for no log-probabilities.
-
     Examples: `logprobs: true, top_logprobs: 5` returns 5, `logprobs: true` returns 0 (only the
-    chosen token), and the number `logprobs: 3` of a completion request returns 3.
+    chosen token), and the number `logprobs: 3` of a completion request returns 3. Return None if
+    the request asks for no log-probabilities.
     """
     # In Python, True and False are integers, too. The booleans are therefore handled first.
     if fields.logprobs is True:
@@ -235,11 +230,7 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
 
 
 def _check_num_logprobs(logprobs: object) -> int:
-    """Check the field `logprobs` of a completion request, and return the value of this field.
-
-    Raises:
-        RequestError: the value is not an integer from 0 to MAX_LOGPROBS.
-    """
+    """Return the field `logprobs` of a completion. Raise a RequestError if it is wrong."""
     if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs: the value must be an integer from 0 to {MAX_LOGPROBS}, but the request has "
@@ -275,13 +266,10 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
 def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
     """Return the token ids of a word as one or two sequences: without and with a leading space.
 
-    A word can begin a text ("no") or follow a space (" no"). Most tokenizers have different tokens
-    for these two cases, so the result has two sequences. The second sequence is left out if both
-    sequences have different lengths or the same first token (the rule of vLLM). For example, if the
-    space is a token of its own, the first sequence also matches the word after a space.
-
-    Raises:
-        RequestError: the word has no tokens.
+    Most tokenizers have different tokens for a word at the start of a text ("no") and after a space
+    (" no"). The second sequence is left out if both sequences have different lengths or the same
+    first token (the rule of vLLM). For example, if the space is a token of its own, the first
+    sequence also matches the word after a space.
     """
     at_start = encode(word.lstrip())
     if not at_start:

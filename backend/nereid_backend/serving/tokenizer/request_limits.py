@@ -218,8 +218,7 @@ class RequestLimits:
         """Return the error for a prompt that has at least `min_bytes` bytes in UTF-8.
 
         Example: a prompt of at least 6400 bytes has at least 400 tokens if the longest token has 16
-        bytes. `beginning` is the beginning of the error message, which gives the size of the
-        prompt.
+        bytes. The error message begins with `beginning`.
         """
         # `derive` has multiplied max_model_len by the largest number of bytes of a token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
@@ -233,10 +232,7 @@ class RequestLimits:
         The frontend recognises this error by two numbers in the message: the number of tokens, and
         the lower number before "(max_model_len)".
 
-        Args:
-            beginning: the beginning of the message, which gives the size of the prompt.
-            min_tokens: a lower bound of the number of tokens. It may be less than max_model_len.
-            remedy: the end of the message.
+        `min_tokens` is a lower bound of the number of tokens. It may be less than max_model_len.
         """
         num_tokens = max(min_tokens, self.max_model_len + 1)
         return RequestError(

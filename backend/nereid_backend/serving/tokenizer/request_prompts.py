@@ -89,8 +89,12 @@ class RequestPrompts:
             text, images, add_special_tokens=add_special_tokens
         )
         limits.check_token_ids(len(token_ids))
-        if num_kept is not None:
-            _check_num_kept(num_kept, len(token_ids))
+        if num_kept is not None and len(token_ids) > num_kept:
+            raise RequestError(
+                f"truncate_prompt_tokens: the prompt has {len(token_ids)} tokens, but only "
+                f"{num_kept} may be kept, and a prompt with images cannot be truncated. Send a "
+                "shorter prompt or leave the field out."
+            )
         return Prompt(token_ids, text, packed_images)
 
     def _text_with_placeholders(
@@ -98,11 +102,7 @@ class RequestPrompts:
         request: Any,  # noqa: ANN401 - the server's own type
         body: dict[str, Any] | None,
     ) -> str:
-        """Return the text of a request with images: the rendered chat, or the tensor `text_input`.
-
-        Raises:
-            RequestError: the request has not exactly one of a chat and a text.
-        """
+        """Return the text of a request with images: the rendered chat, or `text_input`."""
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         if not tensors.has_tensor(request, tensor_names.INPUT_IDS):
             if body is not None and text is None:
@@ -153,19 +153,6 @@ class RequestPrompts:
                 return Prompt(given_ids, text=None)
         raise RequestError(
             "a request must have exactly one of text_input, input_ids and chat_request."
-        )
-
-
-def _check_num_kept(num_kept: int, num_tokens: int) -> None:
-    """Raise a RequestError if a prompt with images would have to be truncated.
-
-    `num_kept` is the value of the field truncate_prompt_tokens.
-    """
-    if num_tokens > num_kept:
-        raise RequestError(
-            f"truncate_prompt_tokens: the prompt has {num_tokens} tokens, but only {num_kept} may "
-            "be kept, and a prompt with images cannot be truncated. Send a shorter prompt or leave "
-            "the field out."
         )
 
 

@@ -100,13 +100,15 @@ class RequestWorkers:
     def _receive_messages(self) -> None:
         """Handle all messages from other threads. Wait for a message if no short request is queued.
 
-        A message is a new request, or a long request that another thread has processed. If a short
-        request waits, the loop must process this request next, without a delay. Every `_POLL_S`
-        seconds, also end the long requests whose clients have disconnected.
+        If a short request waits, process it next, without a delay. Every `_POLL_S` seconds, also
+        end the long requests whose clients have disconnected.
         """
         may_wait = not self._short and not self._is_stopping
         if may_wait:
-            self._wait_for_message()
+            # If long requests are queued, wait only for a limited time.
+            timeout_s = _POLL_S if self._long else None
+            with contextlib.suppress(queue.Empty):
+                self._handle_message(self._messages.get(timeout=timeout_s))
         while not self._messages.empty():
             # This call does not block, because only this thread takes messages.
             self._handle_message(self._messages.get())
@@ -115,15 +117,6 @@ class RequestWorkers:
         if now >= self._next_check:
             self._next_check = now + _POLL_S
             self._drop_abandoned()
-
-    def _wait_for_message(self) -> None:
-        """Wait for a message, and handle the message.
-
-        If long requests are queued, wait only for a limited time.
-        """
-        timeout_s = _POLL_S if self._long else None
-        with contextlib.suppress(queue.Empty):
-            self._handle_message(self._messages.get(timeout=timeout_s))
 
     def _handle_message(self, message: _Job | None) -> None:
         """Handle a message of another thread.
@@ -144,20 +137,17 @@ class RequestWorkers:
     def _add_long(self, job: _Job) -> None:
         """Queue a long request, or refuse the request if its client has too many long requests."""
         if not self._limit.allows(job.client, 1):
-            job.reply = tensors.error_response(self._capacity_error(job.client))
+            error = CapacityError(
+                f"the tokenizer has {self._limit.used} long prompts, "
+                f"{self._limit.used_by(job.client)} of them from this client. The limit for all "
+                f"clients is {self._limit.limit}. Try again later."
+            )
+            job.reply = tensors.error_response(error)
             _send(job)
             return
         self._limit.add(job.client, 1)
         self._long.add(job.client, job)
         self._start_long()
-
-    def _capacity_error(self, client: str) -> CapacityError:
-        """Return the error for a long request of a client that has too many long requests."""
-        return CapacityError(
-            f"the tokenizer has {self._limit.used} long prompts, {self._limit.used_by(client)} of "
-            f"them from this client. The limit for all clients is {self._limit.limit}. Try again "
-            "later."
-        )
 
     def _start_long(self) -> None:
         """While threads are free, start long requests from the queue."""

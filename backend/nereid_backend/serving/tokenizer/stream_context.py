@@ -107,11 +107,7 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
     By default, the output begins with the prompt if the request is a completion and is not
     streaming. The vLLM backend of Triton server has the same default.
 
-    Args:
-        prompt: the prompt.
-        stream: whether the request is streaming.
-        is_chat: whether the request is a chat.
-        excluded: the input exclude_input_in_output; None if the request does not have this input.
+    `excluded` is the input exclude_input_in_output; None if the request does not have this input.
 
     Raises:
         RequestError: the request sets exclude_input_in_output to false, but it is streaming or its

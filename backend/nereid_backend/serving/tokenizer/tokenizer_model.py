@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
@@ -25,18 +24,10 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     ImagePrompts,
     may_accept_media,
 )
-from nereid_backend.serving.tokenizer.prompt_builder import (
-    Prompt,
-    PromptBuilder,
-    load_tokenizer,
-)
+from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, load_tokenizer
 from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
 from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
-from nereid_backend.serving.tokenizer.request_grammar import (
-    RequestGrammar,
-    build_chat_grammar,
-    build_text_grammar,
-)
+from nereid_backend.serving.tokenizer.request_grammar import build_chat_grammar, build_text_grammar
 from nereid_backend.serving.tokenizer.request_limits import length_limit
 from nereid_backend.serving.tokenizer.request_prompts import RequestPrompts, read_input_ids
 from nereid_backend.serving.tokenizer.request_workers import RequestWorkers
@@ -83,18 +74,19 @@ class TokenizerModel:
         self._workers = RequestWorkers(self.respond, is_long)
 
     def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
-        """Create the attributes that depend on the checkpoint.
-
-        Raises:
-            NereidError: a file of the checkpoint or a setting is wrong.
-        """
+        """Create the attributes that depend on the checkpoint."""
         tensors.progress(f"loading the tokenizer of {settings.model}")
         self._tokenizer = load_tokenizer(settings.model)
         template = read_chat_template(settings)
         if template is not None:  # The setting chat_template replaces the checkpoint's template.
             self._tokenizer.chat_template = template
         # The builder of prompts with images; None if the checkpoint reads no images.
-        self._images = _make_image_prompts(settings)
+        self._images: ImagePrompts | None = None
+        if may_accept_media(settings.model):
+            sources = ImageSources(
+                settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
+            )
+            self._images = ImagePrompts(settings.model, sources)
         # The builder of all other prompts.
         self._prompts = PromptBuilder(
             self._tokenizer,
@@ -136,8 +128,8 @@ class TokenizerModel:
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to a request.
 
-        The response is a tokenised prompt, unless the request asks for the limits on requests or
-        for the text of token ids. The limits and the text are returned as JSON text.
+        The response is a tokenised prompt, or JSON text with the limits on requests or with the
+        text of token ids.
         """
         if _asks_for_limits(request):
             return _json_response(dataclasses.asdict(self._prompts.limits))
@@ -147,11 +139,7 @@ class TokenizerModel:
         return self._tokenized_prompt(request)
 
     def _tokenized_prompt(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Tokenise the prompt of a request, and return the response for the executor.
-
-        The response contains the token ids of the prompt and the packed RequestEnvelope, which is
-        the message to the executor.
-        """
+        """Return the response for the executor: the prompt's token ids and the RequestEnvelope."""
         began = time.monotonic()
         checked = self._read_request(request)
         token_ids = checked.prompt.token_ids
@@ -166,9 +154,8 @@ class TokenizerModel:
     def _record_span(self, request: Any, began: float, num_tokens: int) -> str:  # noqa: ANN401
         """Record a span that ends now. Return the traceparent header for the later spans.
 
-        A traceparent identifies the parent of a span. If the client has sent a traceparent, all
-        spans of the request have this parent. Otherwise, the new span is the parent of the later
-        spans.
+        A traceparent identifies the parent of a span. If the client has sent none, the new span is
+        the parent of the later spans.
         """
         given_traceparent = traceparent_of(request)
         own_traceparent = self._tracing.record(
@@ -181,11 +168,7 @@ class TokenizerModel:
         return given_traceparent or own_traceparent
 
     def _read_request(self, request: Any) -> CheckedRequest:  # noqa: ANN401 - the server's own type
-        """Validate a request, and build its prompt, its grammar and its sampling parameters.
-
-        Raises:
-            RequestError: a field is wrong or not supported, or the request exceeds a limit.
-        """
+        """Validate a request, and build its prompt, its grammar and its sampling parameters."""
         limits = self._prompts.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)  # None for a completion
         is_chat = body is not None
@@ -198,59 +181,39 @@ class TokenizerModel:
             prompt = self._request_prompts.without_images(request, body, fields)
         returns = _requested_outputs(request)  # the names of the optional output tensors
         tools = None if body is None else read_tools(body)
-        grammar = self._grammar(body, fields, prompt, tools)
+        if body is None:
+            grammar = build_text_grammar(fields)
+        else:
+            grammar = build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
         params, options = read_sampling(
             _with_requested_logprobs(fields, returns, is_chat=is_chat),
             self._defaults,
             encode=self._prompts.encode,
             is_chat=is_chat,
             grammar=grammar.spec,
-            thinking=self._thinking_spec(fields, prompt),
+            thinking=build_thinking_spec(
+                read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
+            ),
         )
-        return CheckedRequest(
-            body=body,
-            prompt=prompt,
-            tools=tools,
-            returns=returns,
-            grammar=grammar,
-            params=params,
-            options=options,
-        )
-
-    def _thinking_spec(self, fields: dict[str, Any], prompt: Prompt) -> ThinkingSpec | None:
-        """Return the ThinkingSpec that limits the reasoning; None if the request sets no limit."""
-        budget = read_thinking_budget(fields)
-        return build_thinking_spec(budget, self._format, prompt.text or "", self._prompts.encode)
+        return CheckedRequest(body, prompt, tools, returns, grammar, params, options)
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
-        """If a request has the parameter `return_text`, return the text of its token ids.
-
-        Return None if the request does not have this parameter.
-
-        Raises:
-            RequestError: the request has no token ids, or a token id is not in the vocabulary.
-        """
+        """Return the text of a request's token ids; None without the parameter `return_text`."""
         parameters = tensors.parameters(request)
         if not parameters.get("return_text"):
             return None
         ids = read_input_ids(request, self._prompts.limits)
         if ids is None:
             raise RequestError("input_ids: the tensor is required with the parameter return_text.")
-        _check_vocabulary(ids, len(self._tokenizer))
+        vocabulary_size = len(self._tokenizer)
+        for token_id in ids:
+            if not 0 <= token_id < vocabulary_size:
+                raise RequestError(
+                    f"input_ids: the vocabulary has {vocabulary_size} tokens, but the request has "
+                    f"the token id {token_id}."
+                )
         skip_special_tokens = bool(parameters.get("skip_special_tokens"))
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def _grammar(
-        self,
-        body: dict[str, Any] | None,
-        fields: dict[str, Any],
-        prompt: Prompt,
-        tools: list[dict[str, Any]] | None,
-    ) -> RequestGrammar:
-        """Return the grammar of a request. `body` is None for a completion."""
-        if body is None:
-            return build_text_grammar(fields)
-        return build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
 
 
 def _make_envelope(
@@ -275,22 +238,8 @@ def _make_envelope(
     )
 
 
-def _check_vocabulary(token_ids: list[int], vocabulary_size: int) -> None:
-    """Raise a RequestError if a token id is not in the vocabulary."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocabulary_size:
-            raise RequestError(
-                f"input_ids: the vocabulary has {vocabulary_size} tokens, but the request has "
-                f"the token id {token_id}."
-            )
-
-
 def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether a request has the parameter `return_limits` and no prompt.
-
-    The response to such a request contains the limits on requests, as JSON text in the output
-    `envelope`.
-    """
+    """Return whether a request has the parameter `return_limits` and no prompt."""
     prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
     if any(tensors.has_tensor(request, name) for name in prompts):
         return False
@@ -303,24 +252,10 @@ def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's
     return tensors.response({tensor_names.ENVELOPE: np.frombuffer(text, dtype=np.uint8)})
 
 
-def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
-    """Create the builder of prompts with images; return None if the checkpoint reads no images."""
-    if not may_accept_media(settings.model):
-        return None
-    sources = ImageSources(
-        settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
-    )
-    return ImagePrompts(settings.model, sources)
-
-
 def _is_long(request: Any, *, reads_media: bool) -> bool:  # noqa: ANN401 - the server's own type
     """Return whether rendering and tokenising the prompt of a request may take long.
 
     Such a request is processed in a separate thread, so that it does not delay other requests.
-
-    Args:
-        request: the server's request.
-        reads_media: whether the served model reads images, videos or audio.
     """
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
@@ -337,8 +272,7 @@ def _with_requested_logprobs(
 ) -> dict[str, Any]:
     """Return the fields of a request. Set `logprobs` if the output tensor `logprobs` is requested.
 
-    The engine computes log-probabilities only if the field `logprobs` is set, but a request can ask
-    for the output tensor without this field. `returns` are the names of the requested outputs.
+    The engine computes log-probabilities only if the field `logprobs` is set.
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return fields
@@ -348,10 +282,7 @@ def _with_requested_logprobs(
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
-    """Return the names of the optional outputs that the request asks for.
-
-    The request asks for the output NAME with the input `return_NAME`.
-    """
+    """Return each optional output NAME that the input `return_NAME` of a request asks for."""
     return tuple(
         name
         for name in tensor_names.RETURNABLE

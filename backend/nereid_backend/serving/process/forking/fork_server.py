@@ -138,8 +138,7 @@ class ForkServer:
     def _accept(self) -> None:
         """Accept a connection from a stub, and create the child process that the stub requests.
 
-        If no child process can be created, close the connection without an answer. A stub is a
-        process that runs a Triton model.
+        If no child process can be created, close the connection without an answer.
         """
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
@@ -222,14 +221,7 @@ class ForkServer:
             connection.close()
 
     def _send_to_stub(self, child: int, number: int) -> None:
-        """Send a number to the stub that has requested a child process.
-
-        Do nothing if the stub has died.
-
-        Args:
-            child: the process id of the child process.
-            number: the process id or the exit code of the child process.
-        """
+        """Send a number to the stub of the process `child`. Do nothing if the stub has died."""
         with contextlib.suppress(OSError):
             self._connections[child].sendall(NUMBER.pack(number))
 
@@ -247,10 +239,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _next_ended_process() -> tuple[int, int] | None:
-    """Return the process id and the exit code of one ended child process; None if there is none.
-
-    Each ended process is returned only once.
-    """
+    """Return the process id and the exit code of one ended child process; None if there is none."""
     try:
         pid, status = os.waitpid(_ANY_CHILD, os.WNOHANG)
     except ChildProcessError:
@@ -263,9 +252,8 @@ def _next_ended_process() -> tuple[int, int] | None:
 def _receive(connection: socket.socket) -> Request | None:
     """Receive a request for a child process. Return None if the request is incomplete.
 
-    A request consists of four open files. The first file contains the fields of the request as
-    JSON, and is closed by this function. The other three files become `Request.files`, and must be
-    closed by the caller. The files of an incomplete request are closed by this function.
+    The first of the four files contains the fields of the request as JSON. The other three files
+    become `Request.files`, which the caller must close.
     """
     descriptors: list[int] = []
     try:
@@ -291,8 +279,7 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     """Return whether this process can be forked to create the requested child process.
 
     The request and this process must have the same Python and the same environment variables,
-    because these determine the imported modules. If the request differs from this process, log a
-    warning.
+    because these determine the imported modules. Otherwise, log a warning.
     """
     own = _relevant_variables(environment)
     requested = _relevant_variables(request.environment)
@@ -341,9 +328,8 @@ def _run_module(request: Request) -> None:
 def _set_command_line(command: list[str]) -> None:
     """Change the command line of this process. Programs such as ps show the command line.
 
-    The kernel reads the command line from the memory of the process. This memory has a fixed
-    length. A longer command line is truncated, and a shorter command line is padded with spaces.
-    If the memory cannot be found, the command line is not changed.
+    The memory of the command line has a fixed length, so the text is truncated or padded with
+    spaces. If the memory cannot be found, the command line is not changed.
     """
     with contextlib.suppress(OSError, ValueError):
         # The second field of /proc/self/stat is the name of the program in parentheses. The name
@@ -376,8 +362,8 @@ def _reason_against_forks() -> str | None:
 def _end_openblas_threads() -> None:
     """End the threads of OpenBLAS by forking a process that exits at once.
 
-    numpy uses OpenBLAS. OpenBLAS ends its own threads before each fork. The threads of OpenBLAS do
-    not make forks unsafe, so they must not be counted.
+    OpenBLAS, which numpy uses, ends its threads before each fork. Its threads do not make forks
+    unsafe, so they must not be counted.
     """
     pid = os.fork()
     if pid == 0:

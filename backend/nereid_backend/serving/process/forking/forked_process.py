@@ -105,12 +105,6 @@ def start_process(
 def _fork(address: str, module: str, channel: socket.socket, title: str) -> ForkedProcess:
     """Request a process from the fork server, and return the process.
 
-    Args:
-        address: the name of the fork server's abstract Unix socket.
-        module: the module that the process runs.
-        channel: the process's end of the socket for messages.
-        title: the name of the process in lists of processes.
-
     Raises:
         OSError: there is no fork server, or the fork server does not create the process.
     """
@@ -127,11 +121,7 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
 
 
 def _request_fields(module: str, title: str) -> dict[str, object]:
-    """Return the fields of a request to the fork server, except the files of the new process.
-
-    The fork server refuses the request if its own Python version or its own environment variables
-    differ, because it has imported the modules with its own values.
-    """
+    """Return the fields of a request to the fork server, except the files of the new process."""
     return {
         "module": module,
         # The fork server replaces {fd} by the file descriptor of the channel in the new process.

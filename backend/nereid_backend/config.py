@@ -78,8 +78,8 @@ class EngineConfig:
     block_size: PositiveInt = 16
     """The number of tokens in one block of the KV cache."""
 
-    max_num_seqs: PositiveInt = 256
-    """The largest number of sequences that run at the same time."""
+    max_num_seqs: Annotated[int, Field(gt=0, le=2**14)] = 256
+    """The largest number of sequences that run at the same time, at most 16384."""
 
     max_num_batched_tokens: PositiveInt | None = None
     """The largest number of tokens that the model processes in one step. By default, the limit is

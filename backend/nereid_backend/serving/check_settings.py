@@ -77,6 +77,7 @@ def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]
         read_chat_template(settings)
         read_template_defaults(settings)
         _check_formats(settings)
+        _check_folders(settings, config)
         _check_length(config)
     else:
         read_pooling_settings(model, args, environ)
@@ -162,6 +163,30 @@ def _check_formats(settings: ServingSettings) -> None:
         except NereidParsersError as error:
             setting = "reasoning_parser" if part == "reasoning" else "tool_parser"
             raise ConfigError(f"{setting}: {error}") from error
+
+
+def _check_folders(settings: ServingSettings, config: EngineConfig) -> None:
+    """Raise a ConfigError if a setting names a folder that does not exist or lacks its main file.
+
+    The engine would report such a folder, too, but only after it has loaded its libraries.
+    """
+    folder = config.draft_model
+    if folder is not None and not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"draft_model: {folder} is not a folder with a file config.json. Set draft_model to "
+            "the folder of a Hugging Face checkpoint."
+        )
+    for name, folder in config.lora_adapters.items():
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"lora_adapters: the folder {folder} of the adapter {name!r} has no file "
+                "adapter_config.json. Give the folder of a LoRA adapter in PEFT's layout."
+            )
+    if settings.image_folder and not Path(settings.image_folder).is_dir():
+        raise ConfigError(
+            f"image_folder: {settings.image_folder} is not a folder. Give the folder from which "
+            "images are read, or remove the setting."
+        )
 
 
 def _check_length(config: EngineConfig) -> None:

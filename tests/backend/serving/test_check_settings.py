@@ -45,6 +45,10 @@ def test_the_settings_of_the_repository_have_no_problem():
         ({"NEREID_CHAT_TEMPLATE": "/none"}, "chat_template: the file /none cannot be read"),
         ({"NEREID_CHAT_TEMPLATE_KWARGS": "[1]"}, "chat_template_kwargs: the value must be a JSON"),
         ({"NEREID_RERANK_DTYPE": "x"}, "rerank_dtype: the value must be 'auto', "),
+        ({"NEREID_DRAFT_MODEL": "/none"}, "draft_model: /none is not a folder with a file config"),
+        ({"NEREID_LORA_ADAPTERS": "a=/none"}, "lora_adapters: the folder /none of the adapter 'a'"),
+        ({"NEREID_IMAGE_FOLDER": "/none"}, "image_folder: /none is not a folder"),
+        ({"NEREID_MAX_NUM_SEQS": "100000000"}, "max_num_seqs: the value must be at most 16384"),
     ],
 )
 def test_a_wrong_setting_is_reported_once(variables, message):

@@ -112,18 +112,14 @@ class TritonCalls:
 
         Raises: BackendError.
         """
-        request = service_pb2.RepositoryIndexRequest()
-        try:
-            index = await self._call_method("RepositoryIndex", request)
-        except grpc.RpcError as error:
-            raise BackendError(error.code().name, error.details() or "no reason is known") from None
+        index = await self._control("RepositoryIndex", service_pb2.RepositoryIndexRequest())
         names_in_memory = {model.name for model in index.models if model.state in _MEMORY_STATES}
         return not names_in_memory.isdisjoint(names)
 
-    async def _control(self, method: str, request: Any) -> None:  # noqa: ANN401 - protobuf messages
-        """Send a request that loads or unloads a model, and wait for the server's response."""
+    async def _control(self, method: str, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
+        """Send a request about the model repository, and return the server's response."""
         try:
-            await self._call_method(method, request)
+            return await self._call_method(method, request)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
 

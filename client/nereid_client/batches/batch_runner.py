@@ -5,7 +5,6 @@ and only this frontend runs batches. When this frontend ends, another frontend l
 """
 
 import asyncio
-import fcntl
 import logging
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 from nereid_client.batches.batch_run import BatchRun
 from nereid_client.batches.line_requests import LineSender, LineSlots, batch_client
 from nereid_client.batches.stored_batches import Batch, BatchStore
+from nereid_client.locked_file import open_locked
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.client_keys import Client, KeyFile
 from nereid_client.middleware.shared_budget import SharedBudget
@@ -114,19 +114,12 @@ class BatchRunner:
     def _try_to_lock(self) -> bool:
         """Lock the folder of the batches, unless another process has locked the folder.
 
-        Only the process that has the lock runs the batches of the folder.
-
-        Returns: whether this process has the lock.
+        Returns: whether this process has the lock and therefore runs the batches of the folder.
         """
         folder = self._store.files.folder
         if self._lock is None and folder.exists():
-            lock = (folder / "lock").open("ab")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-            else:
-                self._lock = lock
+            with suppress(BlockingIOError):
+                self._lock = open_locked(folder / "lock")
         return self._lock is not None
 
     async def _start_and_cancel_batches(self) -> None:

@@ -23,6 +23,7 @@ from nereid_client.batches.stored_files import (
     FileStore,
     StoredFile,
     disk_errors,
+    names_in,
     new_id,
     write_json,
 )
@@ -143,7 +144,7 @@ class BatchStore:
 
     def _check_num_batches(self) -> None:
         """Raise an ApiError 400 if the store already contains max_stored_files batches."""
-        num_batches = len(self._ids())
+        num_batches = len(names_in(self._folder))
         if num_batches >= self.files.limits.count:
             raise ApiError(
                 400,
@@ -162,7 +163,7 @@ class BatchStore:
 
     def all(self) -> Iterator[Batch]:
         """Yield the batches of all clients, the newest batch first."""
-        for batch_id in sorted(self._ids(), reverse=True):
+        for batch_id in sorted(names_in(self._folder), reverse=True):
             batch = self._read(batch_id)
             if batch is not None:
                 yield batch
@@ -174,7 +175,7 @@ class BatchStore:
             ended: the ids of batches that are known to have ended. These batches are not read from
                 the disk.
         """
-        batches = [self._read(batch_id) for batch_id in sorted(self._ids() - ended)]
+        batches = [self._read(batch_id) for batch_id in sorted(set(names_in(self._folder)) - ended)]
         return [batch for batch in batches if batch is not None and not batch.has_ended]
 
     def save(self, batch: Batch) -> None:
@@ -239,7 +240,7 @@ class BatchStore:
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)
-        for batch_id in self._ids():
+        for batch_id in names_in(self._folder):
             # Another process may delete the folder, or too many files may be open.
             with suppress(OSError):
                 self._delete_if_invalid(batch_id, now)
@@ -258,12 +259,6 @@ class BatchStore:
         cutoff = now - keep_s
         if folder.stat().st_mtime < cutoff and self._read_valid(batch_id) is None:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _ids(self) -> set[str]:
-        try:
-            return set(os.listdir(self._folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return set()
 
     def _read(self, batch_id: str) -> Batch | None:
         """Return a batch, or None if the batch is damaged or cannot be read."""

@@ -114,7 +114,7 @@ class FileStore:
 
     def all(self, owner: str) -> Iterator[StoredFile]:
         """Yield the files of the client `owner`, starting with the newest file."""
-        for file_id in sorted(_names(self._files), reverse=True):
+        for file_id in sorted(names_in(self._files), reverse=True):
             file = self._read(file_id)
             if file is not None and file.owner == owner:
                 yield file
@@ -139,7 +139,7 @@ class FileStore:
 
         Raises: ApiError if the folder is full or cannot be written.
         """
-        num_files = len(_names(self._files))
+        num_files = len(names_in(self._files))
         if num_files >= self.limits.count:
             raise ApiError(
                 400,
@@ -187,7 +187,7 @@ class FileStore:
 
     def _delete_expired_files(self, now: float) -> None:
         """Delete each file whose time `expires_at` has passed or whose metadata is damaged."""
-        for file_id in _names(self._files):
+        for file_id in names_in(self._files):
             try:
                 file = self._read_metadata(file_id)
             except OSError:
@@ -199,7 +199,7 @@ class FileStore:
 
     def _delete_interrupted_uploads(self, now: float) -> None:
         """Delete each upload that has received no bytes for `_UPLOAD_TIME_S` seconds."""
-        for name in _names(self._uploads):
+        for name in names_in(self._uploads):
             folder = self._uploads / name
             with suppress(FileNotFoundError):
                 if folder.stat().st_mtime < now - _UPLOAD_TIME_S:
@@ -327,7 +327,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     """Return the names of the files in a folder, or an empty list if the folder does not exist."""
     try:
         return os.listdir(folder)

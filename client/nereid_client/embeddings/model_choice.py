@@ -3,10 +3,9 @@
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 
 from nereid_client.embeddings.pooling_backend import (
     EMBEDDING,
@@ -15,7 +14,6 @@ from nereid_client.embeddings.pooling_backend import (
     PoolingCall,
     PoolingModels,
     PoolingOutputs,
-    PoolingTarget,
     ServedModel,
     TritonPooling,
 )
@@ -29,14 +27,11 @@ from nereid_client.request_context import (
     check_unicode,
     contexts_of,
     find_context,
-    read_and_validate,
     unique_request_id,
 )
 from nereid_client.several_models.controlled import ControlledPooling
 from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming import sse
-
-R = TypeVar("R", bound=BaseModel)
 
 _DESCRIPTIONS = {EMBEDDING: "an embedding model", RERANK: "a reranker"}
 _ROUTES = {EMBEDDING: "POST /v1/embeddings", RERANK: "POST /v1/rerank"}
@@ -79,14 +74,6 @@ def pooling_models_of(request: Request) -> PoolingModels:
     return models
 
 
-async def read_request(request: Request, kind: type[R]) -> R:
-    """Read and validate the body of a request.
-
-    Raises: ApiError 400 that names the first wrong field, its value and the limit.
-    """
-    return await read_and_validate(request, kind)
-
-
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
     """Return the first served model that has the requested name and can answer the request.
 
@@ -109,7 +96,9 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         message = f"The server has no model of the kind {' or '.join(map(repr, kinds))}."
         raise ApiError(404, message, param="model", code="model_not_found")
     for target in targets:
-        if _has_only_other_names(target, name):  # this model need not be loaded
+        # Without a file that describes several models, `target.names` is empty, and the model
+        # itself reports its name.
+        if target.names and name is not None and name not in target.names:
             other_names.append(target.names[0])
             continue
         try:
@@ -123,27 +112,9 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     if other_names:
         raise await _wrong_model_error(request, name or "", other_names)
     # No model has answered, so `problems` has one error for each model. Raise a temporary error,
-    # such as a 503, rather than a permanent error, such as a 404.
-    raise _problem_to_report(problems)
-
-
-def _has_only_other_names(target: PoolingTarget, name: str | None) -> bool:
-    """Return whether the names of a model are known and do not include the requested name.
-
-    Without a file that describes several models, `target.names` is empty, and the model itself
-    reports its name.
-    """
-    return bool(target.names) and name is not None and name not in target.names
-
-
-def _problem_to_report(problems: Sequence[ApiError]) -> ApiError:
-    """Return the error to report when no model can answer a request.
-
-    A temporary problem, such as a model that does not answer, is preferred, because the client can
-    then try again. A model that is not served (status 404) is a permanent problem.
-    """
+    # such as a 503, rather than a permanent error, such as a 404, because the client can try again.
     temporary_problems = [problem for problem in problems if problem.status != 404]
-    return (temporary_problems or problems)[0]
+    raise (temporary_problems or problems)[0]
 
 
 async def select_language_model(request: Request, name: str | None) -> None:
@@ -164,17 +135,12 @@ async def select_language_model(request: Request, name: str | None) -> None:
         adapter = name
         context = await _find_context_with_adapter(request, adapter)
     if context is None:
-        raise await _unknown_language_model_error(request, name or "")
+        language_models = [context.settings.model_name for context in contexts_of(request).all]
+        suitable = " or ".join(map(repr, language_models))
+        message = _wrong_model_message(adapter, suitable, await _served_models(request))
+        raise ApiError(404, message, param="model", code="model_not_found")
     request.state.context = context
     current_adapter.set(adapter)
-
-
-async def _unknown_language_model_error(request: Request, name: str) -> ApiError:
-    """Return an error 404 whose message contains the names of all language models."""
-    language_models = [context.settings.model_name for context in contexts_of(request).all]
-    suitable = " or ".join(map(repr, language_models))
-    message = _wrong_model_message(name, suitable, await _served_models(request))
-    return ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _find_context_with_adapter(request: Request, adapter: str) -> Context | None:
@@ -306,7 +272,10 @@ async def call_model(
     except BackendError as error:
         raise _with_field_name(error, inputs.fields) from None
     if "num_tokens" in outputs.arrays:
-        _count_tokens(request, int(outputs.arrays["num_tokens"].sum()))
+        num_tokens = int(outputs.arrays["num_tokens"].sum())
+        client = current_client.get()
+        client.count_tokens(num_tokens)
+        request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)
     return outputs
 
 
@@ -321,13 +290,6 @@ def _check_texts_are_unicode(inputs: ModelInputs, options: Mapping[str, Any]) ->
     for option in options.values():
         if isinstance(option, str):
             check_unicode(option)
-
-
-def _count_tokens(request: Request, num_tokens: int) -> None:
-    """Count the tokens of a call towards the limits of the current client, and in its metrics."""
-    client = current_client.get()
-    client.count_tokens(num_tokens)
-    request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)
 
 
 def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendError:

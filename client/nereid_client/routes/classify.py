@@ -6,15 +6,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.embedding_output import envelope, usage_of
-from nereid_client.embeddings.model_choice import (
-    call_model,
-    choose_model,
-    read_request,
-    require_kind,
-)
+from nereid_client.embeddings.model_choice import call_model, choose_model, require_kind
 from nereid_client.embeddings.pooling_backend import RERANK, ServedModel
 from nereid_client.protocol.rerank_requests import ClassifyRequest
-from nereid_client.request_context import request_id_of
+from nereid_client.request_context import read_and_validate, request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
@@ -25,7 +20,7 @@ async def classify(request: Request) -> Response:
 
     The format is vLLM's. The served reranker must be a classifier.
     """
-    body = await read_request(request, ClassifyRequest)
+    body = await read_and_validate(request, ClassifyRequest)
     served = await choose_model(request, body.model, (RERANK,))
     require_kind(served, "classify")
     options = {

@@ -1,7 +1,7 @@
 """POST /v1/completions."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
@@ -23,7 +23,6 @@ from nereid_client.request_context import (
     validate,
 )
 from nereid_client.streaming import sse
-from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.streaming.completion_stream import (
     CompletionOptions,
     completion,
@@ -46,42 +45,35 @@ async def completions(request: Request) -> Response:
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     # `select_language_model` sets the context that `context_of` returns from now on.
     await select_language_model(request, body.model)
-    _check_num_prompts(body.prompt, max_prompts)
+    if len(body.prompt) > max_prompts:
+        raise ApiError(
+            400,
+            f"prompt must have at most {max_prompts} prompts (the server's setting max_prompts), "
+            f"but the request has {len(body.prompt)}. Send the prompts in several requests.",
+            param="prompt",
+            limit="max_prompts",
+        )
     generations = await _generations(request, body)
     let_clients_abort_by_given_id(request, body)
     frame = frame_for(request, body, "cmpl")
-    options = _options(body, await _echoed_prompts(request, body))
-    respond = _streamed_response if body.stream else _whole_response
-    return await respond(request, frame, options, generations)
-
-
-async def _streamed_response(
-    request: Request,
-    frame: CompletionFrame,
-    options: CompletionOptions,
-    generations: Sequence[Generation],
-) -> Response:
-    """Return a stream of server-sent events that contain the deltas of all choices.
-
-    The response starts after the first delta. If the backend fails before this delta, the response
-    can still have the HTTP status of the error.
-    """
-    deltas = _stream(context_of(request).backend, generations)
+    options = CompletionOptions(
+        echoed_prompts=await _echoed_prompts(request, body),
+        logprobs=body.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids or body.return_prompt_token_ids),
+        only_prompt=body.only_prompt,
+    )
+    backend = context_of(request).backend
+    if not body.stream:
+        work = _generate_all(backend, generations)
+        totals = await sse.unless_disconnected(request.receive, work)
+        return JSONResponse(completion(frame, options, totals))
+    deltas = interleaved([merged(backend.generate(generation)) for generation in generations])
+    # Wait for the first delta before the response starts. If the backend fails before this delta,
+    # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, deltas)
     events = completion_events(frame, options, first, deltas)
     return sse.EventStream(events, also_close=deltas)
-
-
-async def _whole_response(
-    request: Request,
-    frame: CompletionFrame,
-    options: CompletionOptions,
-    generations: Sequence[Generation],
-) -> Response:
-    """Generate all choices, and return the completion as one JSON object."""
-    work = _generate_all(context_of(request).backend, generations)
-    totals = await sse.unless_disconnected(request.receive, work)
-    return JSONResponse(completion(frame, options, totals))
 
 
 async def _echoed_prompts(request: Request, body: CompletionRequest) -> list[str]:
@@ -98,29 +90,6 @@ async def _text_of(request: Request, prompt: Prompt) -> str:
     backend = context_of(request).backend
     request_id = unique_request_id(request)
     return await backend.detokenize(request_id, prompt, skip_special_tokens=False)
-
-
-def _options(body: CompletionRequest, echoed_prompts: Sequence[str]) -> CompletionOptions:
-    """Return the options that determine the content of the response's choices."""
-    return CompletionOptions(
-        echoed_prompts=echoed_prompts,
-        logprobs=body.logprobs is not None,
-        prompt_logprobs=body.prompt_logprobs is not None,
-        token_ids=bool(body.return_token_ids or body.return_prompt_token_ids),
-        only_prompt=body.only_prompt,
-    )
-
-
-def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
-    """Raise an ApiError 400 if a request has more prompts than the server's limit."""
-    if len(prompts) > limit:
-        raise ApiError(
-            400,
-            f"prompt must have at most {limit} prompts (the server's setting max_prompts), but the "
-            f"request has {len(prompts)}. Send the prompts in several requests.",
-            param="prompt",
-            limit="max_prompts",
-        )
 
 
 async def _fill_in_middle_prompt(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
@@ -161,13 +130,6 @@ async def _generations(request: Request, body: CompletionRequest) -> list[Genera
         else:
             generations.append(replace(generation, input_ids=prompt))
     return generations
-
-
-def _stream(
-    backend: Backend, generations: Sequence[Generation]
-) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield each delta together with the index of its prompt, as soon as the delta arrives."""
-    return interleaved([merged(backend.generate(generation)) for generation in generations])
 
 
 async def _generate_all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:

@@ -20,7 +20,6 @@ from nereid_client.embeddings.embedding_output import (
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
-    read_request,
     refuse_truncation_below_model_limit,
     require_kind,
 )
@@ -30,7 +29,7 @@ from nereid_client.protocol.embedding_requests import (
     EmbeddingRequest,
     TeiEmbedRequest,
 )
-from nereid_client.request_context import request_id_of
+from nereid_client.request_context import read_and_validate, request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
@@ -41,7 +40,7 @@ async def embeddings(request: Request) -> Response:
 
     If the model has prompts, such as "query: ", the field `input_type` can select a prompt.
     """
-    body = await read_request(request, EmbeddingRequest)
+    body = await read_and_validate(request, EmbeddingRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     options = body.options_for(_prompt_names(served))
     outputs = await call_model(request, served, body.model_inputs, options)
@@ -85,7 +84,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     Raises: ApiError 400 if the model does not compute one vector for each text, or if `max_tokens`
         is smaller than the model's limit, because the server truncates texts only to this limit.
     """
-    body = await read_request(request, CohereEmbedRequest)
+    body = await read_and_validate(request, CohereEmbedRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
     refuse_truncation_below_model_limit(served, "max_tokens", body.max_tokens)
@@ -155,7 +154,7 @@ async def tei_embed_sparse(request: Request) -> Response:
 
 async def _tei_outputs(request: Request, kind: str) -> PoolingOutputs:
     """Read a request in TEI's format, call the embedding model, and return the output tensors."""
-    body = await read_request(request, TeiEmbedRequest)
+    body = await read_and_validate(request, TeiEmbedRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, kind)
     return await call_model(request, served, body.inputs, body.options() | {"kind": kind})

@@ -14,17 +14,12 @@ from nereid_client.embeddings.embedding_output import (
     usage_of,
     vectors_of,
 )
-from nereid_client.embeddings.model_choice import (
-    call_model,
-    choose_model,
-    read_request,
-    require_kind,
-)
+from nereid_client.embeddings.model_choice import call_model, choose_model, require_kind
 from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
 from nereid_client.embeddings.token_labels import tokens_of
 from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import VectorsRequest
-from nereid_client.request_context import request_id_of
+from nereid_client.request_context import read_and_validate, request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
@@ -45,7 +40,7 @@ async def pooling(request: Request) -> Response:
     - "classify" returns the probabilities of all labels for each text.
     - "token_classify" returns the probabilities of all labels for each token.
     """
-    body = await read_request(request, VectorsRequest)
+    body = await read_and_validate(request, VectorsRequest)
     served = await choose_model(request, body.model, _model_kinds(body.task))
     output_kind = _output_kind(served, body.task)
     require_kind(served, output_kind)

@@ -15,13 +15,12 @@ from nereid_client.embeddings.late_interaction import (
 from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
-    read_request,
     refuse_truncation_below_model_limit,
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import RERANK, PoolingOutputs, ServedModel
 from nereid_client.protocol.rerank_requests import RankingRequest, RerankRequest
-from nereid_client.request_context import read_body, request_id_of, validate
+from nereid_client.request_context import read_and_validate, read_body, request_id_of, validate
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
@@ -55,7 +54,7 @@ async def rank_passages(request: Request) -> Response:
 
     The scores are logits: no activation function is applied.
     """
-    body = await read_request(request, RankingRequest)
+    body = await read_and_validate(request, RankingRequest)
     served = await choose_model(request, body.model, (RERANK,))
     require_kind(served, "score")
     options = {"activation": "none", "truncate": body.truncates}

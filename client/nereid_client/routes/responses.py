@@ -85,16 +85,24 @@ async def create_response(request: Request) -> Response:
         # store contains the response from the start, so that the client can retrieve it while it is
         # generated.
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
-        return _start_in_background(responses, run, deltas)
+        responses.start(run, deltas)
+        if responses_request.stream:
+            return sse.EventStream(run.follow(_ALL_EVENTS))
+        return _response_object(run)
 
     def store_if_requested() -> bool:
         """If `is_stored` is true, store the finished response. Return whether it was stored."""
         return is_stored and responses.add(builder, encode(items))
 
-    if responses_request.stream:
-        return await _stream(request, builder, deltas, store_if_requested)
-    await sse.unless_disconnected(request.receive, builder.add_all(deltas))
-    return JSONResponse(builder.as_json() | {"store": store_if_requested()})
+    if not responses_request.stream:
+        await sse.unless_disconnected(request.receive, builder.add_all(deltas))
+        return JSONResponse(builder.as_json() | {"store": store_if_requested()})
+    merged_deltas = merged(deltas, merge_by_kind)
+    # Wait for the first delta before the response starts. If the backend fails before this delta,
+    # the response can still have the HTTP status of the error.
+    first = await sse.first_of(request, merged_deltas)
+    events = _events(builder, first, merged_deltas, store_if_requested)
+    return sse.EventStream(events, also_close=merged_deltas)
 
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
@@ -136,7 +144,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
             param="stream",
         )
     if isinstance(found, BackgroundResponse):
-        return _follow(found, after)
+        return sse.EventStream(found.follow(after))
     return sse.EventStream(stored_events(found, after))
 
 
@@ -222,19 +230,6 @@ def _not_found(response_id: str, param: str) -> ApiError:
     )
 
 
-def _start_in_background(
-    responses: Responses, run: BackgroundResponse, deltas: AsyncGenerator[Delta]
-) -> Response:
-    """Start a task that generates a response from deltas.
-
-    Returns: a stream of the response's events if the client has requested a stream, and otherwise
-        the unfinished response object.
-    """
-    responses.start(run, deltas)
-    has_events = run.events is not None  # the events are stored only for a stream
-    return _follow(run, _ALL_EVENTS) if has_events else _response_object(run)
-
-
 def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
     """Return the response object as JSON, even if the response is not complete."""
     if isinstance(found, BackgroundResponse):
@@ -268,24 +263,20 @@ def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Jso
 def _items_until(previous_id: str, store: Store) -> list[Json]:
     """Return all items of a stored conversation, including the output of its last response."""
     previous = store.find(previous_id)
-    if isinstance(previous, BackgroundResponse):
-        raise _not_ended_error(previous_id, previous.builder.status)
-    if isinstance(previous, RunningElsewhere):
-        raise _not_ended_error(previous_id, "in_progress")
-    if not isinstance(previous, StoredResponse):
+    if previous is None:
         raise _not_found(previous_id, "previous_response_id")
+    if not isinstance(previous, StoredResponse):
+        status = "in_progress"
+        if isinstance(previous, BackgroundResponse):
+            status = previous.builder.status
+        raise ApiError(
+            400,
+            f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
+            f"has the status {status}. Wait until it ends, or cancel it.",
+            param="previous_response_id",
+        )
     input_items: list[Json] = json.loads(previous.input_items)
     return input_items + previous.output
-
-
-def _not_ended_error(previous_id: str, status: str) -> ApiError:
-    """Return the error for a request whose `previous_response_id` names an unfinished response."""
-    return ApiError(
-        400,
-        f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
-        f"has the status {status}. Wait until it ends, or cancel it.",
-        param="previous_response_id",
-    )
 
 
 def _generate(
@@ -318,26 +309,6 @@ def _new_builder(
         is_stored=is_stored,
     )
     return ResponseBuilder(fields, is_queued=bool(responses_request.background))
-
-
-def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:
-    """Return a stream of the events whose sequence number is greater than `after`."""
-    return sse.EventStream(run.follow(after))
-
-
-async def _stream(
-    request: Request,
-    builder: ResponseBuilder,
-    deltas: AsyncGenerator[Delta],
-    store_if_requested: Callable[[], bool],
-) -> Response:
-    """Return a response as a stream of server-sent events."""
-    merged_deltas = merged(deltas, merge_by_kind)
-    # Wait for the first delta before the response starts. If the backend fails before this delta,
-    # the response can still have the HTTP status of the error.
-    first = await sse.first_of(request, merged_deltas)
-    events = _events(builder, first, merged_deltas, store_if_requested)
-    return sse.EventStream(events, also_close=merged_deltas)
 
 
 async def _events(

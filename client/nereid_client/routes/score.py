@@ -8,17 +8,12 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.embedding_output import Floats, envelope, usage_of
 from nereid_client.embeddings.late_interaction import late_interaction, uses_late_interaction
-from nereid_client.embeddings.model_choice import (
-    call_model,
-    choose_model,
-    read_request,
-    require_kind,
-)
+from nereid_client.embeddings.model_choice import call_model, choose_model, require_kind
 from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingOutputs, ServedModel
 from nereid_client.errors import BackendError
 from nereid_client.protocol.embedding_requests import ModelInputs
 from nereid_client.protocol.rerank_requests import ScoreRequest, SimilarityRequest
-from nereid_client.request_context import request_id_of
+from nereid_client.request_context import read_and_validate, request_id_of
 
 router = APIRouter(tags=["Embeddings and reranking"])
 
@@ -33,7 +28,7 @@ async def score(request: Request) -> Response:
     each token, as ColBERT does, the score is MaxSim: each token of the query contributes its
     largest similarity to a token of the document, and the score is the sum.
     """
-    body = await read_request(request, ScoreRequest)
+    body = await read_and_validate(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
     outputs = await _score(request, served, body)
     data = [
@@ -63,7 +58,7 @@ async def _score(request: Request, served: ServedModel, body: ScoreRequest) -> P
 @router.post("/similarity", summary="Compare texts with one text (TEI's format)")
 async def similarity(request: Request) -> Response:
     """Return the cosine similarity between the source sentence and each sentence, as TEI does."""
-    body = await read_request(request, SimilarityRequest)
+    body = await read_and_validate(request, SimilarityRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
     texts = [body.inputs.source_sentence, *body.inputs.sentences]

@@ -9,7 +9,6 @@ from nereid_client.embeddings.model_choice import (
     call_model,
     choose_model,
     pooling_models_of,
-    read_request,
     require_kind,
 )
 from nereid_client.embeddings.pooling_backend import (
@@ -23,6 +22,7 @@ from nereid_client.errors import ApiError, BackendError
 from nereid_client.protocol.tei_requests import DecodeRequest, PredictRequest
 from nereid_client.request_context import (
     context_of,
+    read_and_validate,
     read_prompt_body,
     unique_request_id,
     validate,
@@ -46,7 +46,7 @@ async def predict(request: Request) -> list[Any]:
     The field `aggregation_strategy`, which combines the labels of tokens, is refused if the model
     classifies whole texts.
     """
-    body = await read_request(request, PredictRequest)
+    body = await read_and_validate(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))  # `rerank` also runs classifiers
     if "token_classify" in served.info.get("kinds", ()):
         results = _labelled_parts(body, await _classify(request, served, body), served)

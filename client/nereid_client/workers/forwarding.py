@@ -42,7 +42,7 @@ async def forward_to_worker(request: Request, error: Exception) -> Response:
     """
     assert isinstance(error, RunsElsewhereError)  # the signature is that of Starlette's handlers
     try:
-        response = await _send(_this_worker(request), error.worker, request, b"")
+        response = await _send(request.app.state.worker, error.worker, request, b"")
     except ApiError as unavailable:
         return error_response(unavailable, request.scope)  # the scope decides the error's format
     if response.media_type.startswith(EventStream.media_type):
@@ -75,12 +75,6 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
         if response.status == 200:
             answers.append(json.loads(content))
     return answers
-
-
-def _this_worker(request: Request) -> WorkerPlace:
-    """Return the number of this worker and the folder that contains the sockets of all workers."""
-    place: WorkerPlace = request.app.state.worker
-    return place
 
 
 class _WorkerResponse:
@@ -198,10 +192,7 @@ def _http_request(scope: Scope, body: bytes) -> bytes:
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), target)]
-    lines += [b"%s: %s" % header for header in scope["headers"] if _is_forwarded(header[0])]
+    headers = (header for header in scope["headers"] if header[0] not in _CONNECTION_HEADERS)
+    lines += [b"%s: %s" % header for header in headers]
     lines += [b"connection: close", b"content-length: %d" % len(body), b"", body]
     return b"\r\n".join(lines)
-
-
-def _is_forwarded(name: bytes) -> bool:
-    return name not in _CONNECTION_HEADERS

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
@@ -86,57 +85,15 @@ class CompiledTag:
         # The format may declare white space before the closing marker, such as the first `\n` in
         # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
         # with the marker. The model may also omit the white space.
-        whitespace_before_close = _leading_whitespace(declaration.close)
-        end_search = _compile_end_search(self.close, early_ends, whitespace_before_close)
-        self.find_end = end_search.complete.search
+        whitespace = declaration.close.removesuffix(declaration.close.lstrip())
+        markers = (self.close, *early_ends)
+        complete = _value_end_regex(self.close, early_ends, whitespace)
+        possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
+        # The look-ahead makes the search faster, because it rejects most characters with one test.
+        first_chars = "".join(re.escape(text[0]) for text in (*markers, whitespace) if text)
+        self.find_end = re.compile(f"(?=[{first_chars}])(?:{complete})").search
         # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
-        self.find_possible_end = end_search.possible.search
-
-
-def _leading_whitespace(text: str) -> str:
-    r"""Return the white space at the start of `text`. Example: `"\n</p>"` gives `"\n"`."""
-    return text[: len(text) - len(text.lstrip())]
-
-
-class _EndSearch(NamedTuple):
-    """The regexes that find the end of a value, such as `</p>` in `<p=city>Paris</p>`.
-
-    Attributes:
-        complete: Finds the closing marker of the value (group "close"), or another marker that
-            follows the value if the closing marker is missing (group "early").
-        possible: Finds these markers, and also a prefix of such a marker at the end of the text.
-            If the marker is incomplete, both groups are empty.
-    """
-
-    complete: re.Pattern[str]
-    possible: re.Pattern[str]
-
-
-def _compile_end_search(close: str, early_ends: tuple[str, ...], whitespace: str) -> _EndSearch:
-    r"""Compile the regexes that find the end of a value, such as `</p>` in `<p=city>Paris</p>`.
-
-    Examples for the closing marker `</p>`, the early end `</call>` and the white space `\n`:
-
-        text         `complete` matches    `possible` matches
-        `a\n</p>`    `\n</p>`              `\n</p>`
-        `a</call>`   `</call>`             `</call>`
-        `a\n</`      None                  `\n</`
-
-    Args:
-        close: The closing marker of the value.
-        early_ends: The markers that follow the value if its closing marker is missing.
-        whitespace: The declared white space before these markers, such as `\n`, or "". The model
-            may omit this white space.
-    """
-    markers = (close, *early_ends)
-    complete = _value_end_regex(close, early_ends, whitespace)
-    possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
-    # The look-ahead makes the search faster, because it rejects most characters with one test.
-    lookahead = _first_char_lookahead((*markers, whitespace))
-    return _EndSearch(
-        complete=re.compile(f"{lookahead}(?:{complete})"),
-        possible=re.compile(f"{lookahead}(?:{possible})"),
-    )
+        self.find_possible_end = re.compile(f"(?=[{first_chars}])(?:{possible})").search
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
@@ -144,13 +101,8 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -
 
     The group "close" matches the closing marker of the value. The group "early" matches a marker
     that follows the value if the closing marker is missing. If there is no such marker, this group
-    never matches. Example: for the closing marker `</p>`, the early end `</call>` and the white
-    space `\n`, the regex matches `\n</p>` and `</call>`.
-
-    Args:
-        close: The closing marker of the value.
-        early_ends: The markers that follow the value if its closing marker is missing.
-        whitespace: The optional white space before these markers.
+    never matches. Example: for the closing marker `</p>`, the early end `</call>` and the optional
+    white space `\n`, the regex matches `\n</p>` and `</call>`.
     """
     close_group = f"(?P<close>{_any_marker_regex((close,))})"
     early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
@@ -177,31 +129,6 @@ def _any_marker_regex(markers: Iterable[str]) -> str:
     that also matches `<a> <b>`.
     """
     return "|".join(map(spaced_marker_regex, markers)) or _NEVER
-
-
-def _compile_close_or_opening(closes: list[str], openings: tuple[str, ...]) -> re.Pattern[str]:
-    """Compile a regex for a closing tag (group "close"), or for the start of an opening tag.
-
-    Example: the regex matches `</parameter>` and `<parameter=`.
-    """
-    return re.compile(f"(?P<close>{_any_marker_regex(closes)})|{_any_marker_regex(openings)}")
-
-
-def _compile_marker_sequence(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Compile a regex that matches any number of `markers`, and white space around the markers.
-
-    Example: the regex matches `</function> </call><call>` and the empty text.
-    """
-    return re.compile(rf"(?:\s*(?:{_any_marker_regex(markers)}))*\s*")
-
-
-def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that accepts the first character of any of `texts`.
-
-    Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
-    """
-    first_chars = "".join(re.escape(text[0]) for text in texts if text)
-    return f"(?=[{first_chars}])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +186,12 @@ class CompiledTags:
         # opening `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
         early_ends = (*stop_markers, *(opening for opening in openings if len(opening) > 1))
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
-        closes = [variant.close for variant in self.variants]
-        self._close_or_opening = _compile_close_or_opening(closes, openings)
-        self._markers_between_calls = _compile_marker_sequence(markers_between_calls)
+        # Matches a closing tag (group "close"), or the start of an opening tag.
+        closes = _any_marker_regex(variant.close for variant in self.variants)
+        self._close_or_opening = re.compile(f"(?P<close>{closes})|{_any_marker_regex(openings)}")
+        # Matches any number of markers and the white space around them: `</function> </call>`.
+        between_calls = _any_marker_regex(markers_between_calls)
+        self._markers_between_calls = re.compile(rf"(?:\s*(?:{between_calls}))*\s*")
 
     @lru_cache(maxsize=1024)  # noqa: B019  # A program has few formats, and keeps all of them.
     def for_key(self, key: str) -> CompiledTags:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.nested_elements import Element, ElementKind
@@ -33,19 +32,6 @@ _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
 _CONTAINERS = (ElementKind.OBJECT, ElementKind.ARRAY)
 _CLOSING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "]", ElementKind.OBJECT: "}"}
-
-
-class _NextPrefix(NamedTuple):
-    """The position of the next tag prefix, which is the text before a tag: `~` in `~<city>`.
-
-    Attributes:
-        start: The position of the prefix, or the end of the text if the text contains no prefix.
-        is_complete: Whether the whole prefix has arrived. False if only the beginning of a prefix
-            has arrived, or if the text contains no prefix.
-    """
-
-    start: int
-    is_complete: bool
 
 
 class NestedReader(StepReader):
@@ -125,7 +111,9 @@ class NestedReader(StepReader):
         is_tag_open = len(self._elements) > 1  # The outermost element has no tags.
         stop_marker = NO_MATCH if is_tag_open else match_marker(self._stop_marker, text, pos)
         if stop_marker >= 0:  # The result is a position, so the marker matches.
-            self._end_call()
+            self._close_arguments()
+            self.writer.end()
+            self.status = DONE
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
@@ -225,13 +213,8 @@ class NestedReader(StepReader):
         No text is read. Examples: in `~<city>~</city>`, the element contains an empty text. In
         `~<city>~<name>`, the element contains child elements, and the first child is `name`.
 
-        Args:
-            element: The innermost open element.
-            text: The text that contains the second tag.
-            prefix_start: The position of the second tag, including the prefix of this tag.
-
-        Returns:
-            Whether the kind was set. False if the second tag is incomplete.
+        `prefix_start` is the position of the second tag, including the prefix of this tag. Return
+        whether the kind was set. It was not set if the second tag is incomplete.
         """
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         if text.startswith(_CLOSING_TAG_START, tag_start):
@@ -268,39 +251,29 @@ class NestedReader(StepReader):
         Examples: for `~<days>~<item>`, the kind of `days` becomes ARRAY, and `[` is written. For
         `~<city>~<name>`, the kind of `city` becomes OBJECT, and `{` is written.
 
-        Args:
-            element: The innermost open element.
-            first_child: The name of the element's first child.
+        `first_child` is the name of the element's first child.
         """
         if not element.is_key_written:
-            self._write_omitted_key(element)
+            # `_open_element` wrote no key, because the previous sibling has the same name, and both
+            # elements could become the items of one array. An element with children cannot be an
+            # item of this array, so the object contains the key twice. Example: for
+            # `~<a>1~</a>~<a>~<b>`, `1` and `, "a": ` are written here.
+            self._write_key(self._elements[-2], element.name)
+            element.is_key_written = True
         element.kind = element.container_kind(first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
 
-    def _write_omitted_key(self, element: Element) -> None:
-        """Write the JSON key that was not written when `element` was opened.
-
-        `_open_element` writes no key if the previous sibling has the name of the element, because
-        both elements may become the items of one array. An element with children cannot be an item
-        of this array, so the object contains the key twice. Example: for `~<a>1~</a>~<a>~<b>`, the
-        texts `1` and `, "a": ` are written, after the first key. Afterwards
-        `element.is_key_written` is true.
-        """
-        parent = self._elements[-2]  # `element` is the innermost element.
-        self._write_key(parent, element.name)
-        element.is_key_written = True
-
-    def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
+    def _next_prefix(self, text: str, pos: int) -> tuple[int, bool]:
         """Find the next tag prefix, such as `~` in `~<city>`, or an incomplete prefix at the end.
 
-        Examples with the tag prefix `]<]` and `pos=0`: `a]<]` gives `_NextPrefix(1, True)`, and
-        `a]<` gives `_NextPrefix(1, False)`. The text `a`, which contains no prefix, gives
-        `_NextPrefix(1, False)`, where 1 is the end of the text.
+        Return the position of the prefix, and whether the whole prefix has arrived. Examples with
+        the tag prefix `]<]` and `pos=0`: `a]<]` gives `(1, True)`, and `a]<` gives `(1, False)`.
+        The text `a`, which contains no prefix, gives `(1, False)`, where 1 is the end of the text.
         """
         match = self._find_prefix(text, pos)
         if match is None:
-            return _NextPrefix(len(text), is_complete=False)
-        return _NextPrefix(match.start(), is_complete=match.group() == self._tag_prefix)
+            return len(text), False
+        return match.start(), match.group() == self._tag_prefix
 
     def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int:
         """If there is a tag at `pos`, read the tag. Otherwise read the text up to the next tag.
@@ -333,25 +306,19 @@ class NestedReader(StepReader):
             element.text_pieces.append(text)
 
     def _close_element(self) -> None:
-        """Close the innermost open element, and write the rest of its JSON value.
+        """Close the innermost open element, and write or store the rest of its JSON value.
 
         Examples: `"` is written for a string, `]` for an array, and `3` for `~<days>3~</days>`.
+        After `~<tag>a~</tag>`, the value `"a"` is stored if the schema allows an array, because
+        another `~<tag>` may follow. The two values would then become `["a", "b"]`. The stored
+        values are written when a sibling with another name opens (`_open_element`), or when the
+        parent closes.
         """
         element = self._elements.pop()
         self._write_stored_values(element)
         if element.kind in _CLOSING_TEXTS:
             self.writer.write(_CLOSING_TEXTS[element.kind])
-        else:
-            self._write_or_store_value(element)
-
-    def _write_or_store_value(self, element: Element) -> None:
-        """If the value of a closed element may become an array item, store it. Otherwise write it.
-
-        Example: after `~<tag>a~</tag>`, the value `"a"` is stored if the schema allows an array,
-        because another `~<tag>` may follow. The two values would then become `["a", "b"]`. The
-        stored values are written when a sibling with another name opens (`_open_element`), or when
-        the parent closes (`_close_element`).
-        """
+            return
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = element.value_as_json()
         schema_allows_array = element.types is None or "array" in element.types
@@ -362,12 +329,6 @@ class NestedReader(StepReader):
             parent.stored_values.append(value)
         else:  # `_open_element` has written the comma and the key.
             self.writer.write(value)
-
-    def _end_call(self) -> None:
-        """Write the closing brace of the arguments, end the tool call and set the status DONE."""
-        self._close_arguments()
-        self.writer.end()
-        self.status = DONE
 
     def _close_arguments(self) -> None:
         """Write the arguments that are still stored, and then the closing brace."""

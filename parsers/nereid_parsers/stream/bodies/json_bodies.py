@@ -36,16 +36,17 @@ class JsonArgumentsReader(BodyReader):
         `1}</call>`, the writer receives `{"a": ` and `1}`. `status` becomes DONE after the closing
         brace, and BROKEN if the text is not valid.
 
-        Returns:
-            The position up to which the text was read.
+        Return the position up to which the text was read.
         """
         if not self.writer.is_open:
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            self._start_call(first_char=text[pos])
-            if self.status is BROKEN:
-                return pos
+            has_started = self._start_named_call(self._head)
+            # If the request does not offer the function, no tool call starts, so the text is
+            # content. If the arguments are not an object, the tool call ends with a fault.
+            if not has_started or text[pos] != "{":
+                return self._reject(pos)
         # The JSON object may arrive in several pieces. The scanner finds the end of the object.
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -54,17 +55,6 @@ class JsonArgumentsReader(BodyReader):
         if self.status is DONE:
             self.writer.end()
         return end
-
-    def _start_call(self, first_char: str) -> None:
-        """Start the tool call. Set the status BROKEN if the function or the arguments are invalid.
-
-        If the request does not offer the function, no tool call starts, so the text is content. If
-        `first_char` shows that the arguments are not an object, the tool call starts, and ends with
-        a fault.
-        """
-        has_started = self._start_named_call(self._head)
-        if not has_started or first_char != "{":
-            self.status = BROKEN
 
 
 class ArrayReader(BodyReader):
@@ -94,9 +84,7 @@ class ArrayReader(BodyReader):
         `[{"name": "f"}, {"na` contains one complete member, so `last_call_end` becomes 14. If no
         member ends in the piece, `last_call_end` becomes None.
 
-        Returns:
-            The position up to which the text was read. The caller passes the rest again, together
-            with the text that follows.
+        Return the position up to which the text was read.
         """
         self.last_call_end = None
         size = len(text)
@@ -130,14 +118,16 @@ class ArrayReader(BodyReader):
             `{`                  The reader of the next member is created. `{` stays unread.
             any other            `status` becomes BROKEN.
 
-        Returns:
-            The position after the character, or `pos` if the character stays unread.
+        Return the position after the character, or `pos` if the character stays unread.
         """
         char = text[pos]
         if char.isspace():
             return pos + 1
         if not self._is_bracket_open:
-            return self._read_opening_bracket(char, pos)
+            if char != "[":
+                return self._reject(pos)
+            self._is_bracket_open = True
+            return pos + 1
         if char == ",":
             return pos + 1
         if char == "]":
@@ -149,16 +139,6 @@ class ArrayReader(BodyReader):
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos
         return self._reject(pos)
-
-    def _read_opening_bracket(self, char: str, pos: int) -> int:
-        """Read the opening bracket of the array. If `char` is another character, reject the text.
-
-        `char` is the character at `pos`. Return the position after the bracket, or `pos`.
-        """
-        if char != "[":
-            return self._reject(pos)
-        self._is_bracket_open = True
-        return pos + 1
 
     @property
     def has_all_arguments(self) -> bool:

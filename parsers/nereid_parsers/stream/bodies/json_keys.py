@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple
 
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.tool_declarations import Keys, NameIsKey
@@ -87,18 +86,6 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     return dict(roles_by_rising_precedence)
 
 
-class _Deviation(NamedTuple):
-    """The role of an unexpected key, such as `input` instead of `arguments`.
-
-    Attributes:
-        role: The role that the parser assigns to the key.
-        description: The description of the deviation from the format, for the events.
-    """
-
-    role: KeyRole
-    description: str
-
-
 class KeyRoles:
     """Assigns a role, such as name, arguments or id, to each key of a tool call's JSON object.
 
@@ -164,59 +151,23 @@ class KeyRoles:
             `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
                                                                         object may be content
         """
-        if is_object and self._may_deviate():
-            deviation = _likely_deviation(path, keys, has_name=self._parts.name is not None)
-            if deviation is not None:
-                self._writer.add_deviation(deviation.description)
-                return deviation.role
-        if _last_key(path) in keys.extra:  # The format names this key, for example `type`.
+        parent_path, _, key = path.rpartition(".")
+        # Something other than the keys must show that the object is a tool call: a marker, an
+        # earlier tool call, or the name of an offered tool.
+        is_recognizable = self._is_confirmed or self._writer.tools.is_known
+        if is_object and is_recognizable and not self._parts.has_arguments:
+            is_beside_arguments = parent_path == keys.arguments.rpartition(".")[0]
+            if key in _ARGUMENTS_KEYS and is_beside_arguments:
+                self._writer.add_deviation(f"the arguments are under the key {key!r}")
+                return KeyRole.ARGUMENTS
+            # Only a key of the outermost object, which has no name yet, can be a wrapper.
+            if path in _WRAPPER_KEYS and self._parts.name is None:
+                self._writer.add_deviation(f"the tool call is under the key {key!r}")
+                return KeyRole.WRAPPER
+        if key in keys.extra:  # The format names this key, for example `type`.
             return KeyRole.IGNORED
         is_certainly_call = self._is_confirmed or self._writer.is_open
         return KeyRole.IGNORED if is_certainly_call else KeyRole.INVALID
-
-    def _may_deviate(self) -> bool:
-        """Return whether an undeclared key may contain the arguments or the whole tool call.
-
-        The arguments must not have been read. Something other than the keys must show that the
-        object is a tool call: a marker, an earlier tool call, or the name of an offered tool.
-        """
-        is_recognizable = self._is_confirmed or self._writer.tools.is_known
-        return is_recognizable and not self._parts.has_arguments
-
-
-def _likely_deviation(path: str, keys: Keys, *, has_name: bool) -> _Deviation | None:
-    """Return the likely role of an undeclared key, such as `input`, or None if no role is likely.
-
-    Models sometimes write another key than the declared key of the arguments, or enclose the whole
-    tool call in an object. Examples for the declared keys `name` and `arguments`:
-
-        object                              path       role
-        `{"name": "f", "input": {}}`        input      ARGUMENTS
-        `{"function": {"name": "f", ..}}`   function   WRAPPER
-        `{"name": "f", "note": 1}`          note       None
-
-    Args:
-        path: The path of the key. `keys` does not declare this path.
-        keys: The declaration of the keys.
-        has_name: Whether the name of the function precedes the key.
-    """
-    key = _last_key(path)
-    is_beside_arguments = _parent(path) == _parent(keys.arguments)
-    if key in _ARGUMENTS_KEYS and is_beside_arguments:
-        return _Deviation(KeyRole.ARGUMENTS, f"the arguments are under the key {key!r}")
-    if path in _WRAPPER_KEYS and not has_name:  # Only a key of the outermost object can match.
-        return _Deviation(KeyRole.WRAPPER, f"the tool call is under the key {key!r}")
-    return None
-
-
-def _last_key(path: str) -> str:
-    """Return the last key of a path: `a.b.c` gives `c`."""
-    return path.rpartition(".")[2]
-
-
-def _parent(path: str) -> str:
-    """Return a path without its last key: `a.b.c` gives `a.b`, and `a` gives ""."""
-    return path.rpartition(".")[0]
 
 
 def _parent_paths(path: str) -> list[str]:

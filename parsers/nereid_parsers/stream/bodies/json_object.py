@@ -96,8 +96,7 @@ class ObjectReader(StepReader):
             quote                  The next step reads the key. The quote stays unread.
             any other              The character is not valid. `status` becomes BROKEN.
 
-        Returns:
-            The position after the text that was read, or `pos` if the character stays unread.
+        Return the position after the text that was read, or `pos` if the character stays unread.
         """
         char = text[pos]
         if char.isspace() or char == ",":
@@ -116,9 +115,8 @@ class ObjectReader(StepReader):
         second `}` ends the tool call. If the tool call contains no arguments, as in this example,
         the arguments `{}` are written.
 
-        Returns:
-            The position after the brace. `pos`, with the status BROKEN, if the object is not a tool
-            call.
+        Return the position after the brace, or `pos`, with the status BROKEN, if the object is not
+        a tool call.
         """
         is_inner_object = bool(self._outer_keys)
         if is_inner_object:
@@ -316,24 +314,16 @@ class ObjectReader(StepReader):
                 return NEED_MORE
             if object_start == NO_MATCH:
                 return self._reject(pos)
-        if not self._start_call_at_arguments():
+        if self._name_is_key:  # As in `{"f": {..arguments..}}`.
+            self._parts.name = self._key
+        # A confirmed tool call started when its name was read. If the arguments precede the name,
+        # the tool call starts later, when the name has been read.
+        starts_now = self._parts.name is not None and not self.writer.is_open
+        if starts_now and not self._start_call():
             return self._reject(pos)
         self._parts.has_arguments = True
         self._select_arguments_step(text[pos])
         return pos
-
-    def _start_call_at_arguments(self) -> bool:
-        """Start the tool call if the name is known and the tool call has not started yet.
-
-        A confirmed tool call started when its name was read. If the arguments precede the name, the
-        tool call starts later, when the name has been read.
-        Return False if the request does not offer the named function.
-        """
-        if self._name_is_key:  # As in `{"f": {..arguments..}}`.
-            self._parts.name = self._key
-        is_name_known = self._parts.name is not None
-        has_started = self.writer.is_open  # A confirmed tool call starts at its name.
-        return self._start_call() if is_name_known and not has_started else True
 
     def _select_arguments_step(self, first_char: str) -> None:
         r"""Select the method that reads the arguments, depending on their first character.
@@ -385,9 +375,6 @@ class ObjectReader(StepReader):
 
         Example: in `{"name": "f", "arguments": "{\"a\": 1}"}`, the arguments are a string. The text
         `{"a": 1}` is written. For an empty string, `{}` is written.
-
-        Args:
-            text: The decoded value of the JSON string.
         """
         self._write_or_store(text.strip() or "{}")
         self._parts.has_all_arguments = True

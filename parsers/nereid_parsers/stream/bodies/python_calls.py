@@ -170,8 +170,7 @@ class PythonCallsReader(StepReader):
         Example: for `'Paris'`, `"Paris"` is written. At the end of the value, the next step reads
         the comma or the bracket after the value.
 
-        Returns:
-            The position after the piece, or NEED_MORE if no text could be read.
+        Return the position after the piece, or NEED_MORE if no text could be read.
         """
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
@@ -200,12 +199,10 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, call_end: int) -> None:
-        """End the tool call at its `)`. The next step reads the text after the `)`.
+        """End the tool call at its `)`, after which the position is `call_end`.
 
-        Example: for `f(a=1)`, `}` is written, and for `f()`, `{}` is written.
-
-        Args:
-            call_end: The position after the `)`.
+        The next step reads the text after the `)`. Example: for `f(a=1)`, `}` is written, and for
+        `f()`, `{}` is written.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
@@ -225,8 +222,7 @@ class PythonCallsReader(StepReader):
         Example: in `[f(), g()]`, the separator is `,`. After the separator, the next step reads a
         tool call. The bracket `]` sets the status DONE, and any other text sets the status BROKEN.
 
-        Returns:
-            The position after the separator or the bracket, or `pos` if the text is not valid.
+        Return the position after the separator or the bracket, or `pos` if the text is not valid.
         """
         # `closing_bracket` and `separator` are "" if the format does not declare them.
         closing_bracket = self._declaration.close

@@ -81,14 +81,15 @@ class TaggedReader(StepReader):
                                  tag is skipped.
             `Paris`              The status becomes BROKEN.
 
-        Returns:
-            The position after the text that was read, or NEED_MORE.
+        Return the position after the text that was read, or NEED_MORE.
         """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
         if self._tags.is_at_stop_marker(text, pos):
-            self._end_call()
+            self._close_arguments()
+            self.writer.end()
+            self.status = DONE
             return pos
         opening = self._tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
@@ -96,19 +97,14 @@ class TaggedReader(StepReader):
             return opening.end
         if opening == NEED_MORE:  # As in `<param`. Never at the end of the message.
             return NEED_MORE
-        if self._is_incomplete_tag_or_stop_marker(text, pos):  # Such as `</func`.
+        # Such as `</func`. At the end of the message, no more text can complete the tag.
+        is_incomplete = (
+            self._tags.may_become_stop_marker(text, pos)
+            or self._tags.match(text, pos, is_final=False) == NEED_MORE
+        )
+        if is_incomplete:
             return len(text) if self.is_final else NEED_MORE
         return self._reject(pos)  # Text between the arguments is not valid.
-
-    def _is_incomplete_tag_or_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether the text at `pos` is an incomplete opening tag or stop marker.
-
-        Examples: the result is True for `<param` and for `</func`, and False for `Paris`. It is
-        also True at the end of the message, when no more text can complete the tag.
-        """
-        if self._tags.may_become_stop_marker(text, pos):
-            return True
-        return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
     def _start_value(self, opening: TagOpening) -> None:
         """Write the JSON key of a new argument, and create the object that stores its value.
@@ -134,28 +130,24 @@ class TaggedReader(StepReader):
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip the declared white space before a value. The next step reads the value.
 
-        Example: for the declaration `"<parameter={key}>\n"`, the line break before `3` is skipped
-        in `\n3</parameter>`. The model may omit this white space.
+        If the value must be a string, write its opening quote. Example: for the declaration
+        `"<parameter={key}>\n"`, the line break before `3` is skipped in `\n3</parameter>`. The
+        model may omit this white space.
 
-        Returns:
-            The position where the value starts. NEED_MORE if only a part of the white space has
-            arrived.
+        Return the position where the value starts, or NEED_MORE if only a part of the white space
+        has arrived.
         """
         padding = self._value.tag.padding  # The declared white space before the value.
         has_padding = text.startswith(padding, pos)
         may_become_padding = not self.is_final and padding.startswith(text[pos:])
         if may_become_padding and not has_padding:
             return NEED_MORE
-        self._select_value_step()
-        return pos + len(padding) if has_padding else pos
-
-    def _select_value_step(self) -> None:
-        """Select the next step. If the value must be a string, write its opening quote."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
             self._next_step = self._copy_string
         else:
             self._next_step = self._store_value
+        return pos + len(padding) if has_padding else pos
 
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
         """Find the end of the current value in the unread text `text[pos:]`.
@@ -239,8 +231,7 @@ class TaggedReader(StepReader):
         `ris</parameter>`, `Pa` and `ris"` are written. After the closing marker, the next step
         reads the next tag.
 
-        Returns:
-            The position after the text that was read, or NEED_MORE if no text could be read.
+        Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
         text_end, next_pos = self._find_value_end(text, pos)
         has_new_text = text_end > pos
@@ -264,8 +255,7 @@ class TaggedReader(StepReader):
                                             `_copy_string` reads the rest of the string.
             none          `1`               none
 
-        Returns:
-            The position after the text that was read, or NEED_MORE if no text could be read.
+        Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
         text_end, next_pos = self._find_value_end(text, pos)
         has_new_text = text_end > pos
@@ -279,12 +269,6 @@ class TaggedReader(StepReader):
             self.writer.write('"' + escape_json(self._value.text))
             self._next_step = self._copy_string
         return text_end if has_new_text else NEED_MORE
-
-    def _end_call(self) -> None:
-        """Write the closing brace of the arguments, end the tool call and set the status DONE."""
-        self._close_arguments()
-        self.writer.end()
-        self.status = DONE
 
     def _close_arguments(self) -> None:
         """Write the closing brace of the arguments, or `{}` if there are no arguments."""
@@ -300,13 +284,7 @@ class TaggedReader(StepReader):
         self.writer.end("there is text between the arguments")
 
     def finish(self) -> None:
-        """If the message ends inside a tool call, write the stored text and end this tool call."""
-        if self.writer.is_open:
-            self._write_last_text()
-        super().finish()  # Ends the tool call, with a description of the fault.
-
-    def _write_last_text(self) -> None:
-        """Write the last text of the arguments, because the message ends inside the tool call.
+        """If the message ends inside a tool call, write the stored text and end this tool call.
 
         Only complete arguments are closed. If the message ends inside a value, the arguments stay
         incomplete, so that the client can recognise that they are cut off:
@@ -319,7 +297,8 @@ class TaggedReader(StepReader):
         # The next step of the reader shows in which part of the call the message has ended.
         is_between_arguments = self._next_step == self._read_tag_or_end
         is_in_stored_value = self._next_step == self._store_value
-        if is_between_arguments:
+        if self.writer.is_open and is_between_arguments:
             self._close_arguments()
-        elif is_in_stored_value and self._value.pieces:
+        elif self.writer.is_open and is_in_stored_value and self._value.pieces:
             self.writer.write(self._value.to_json())
+        super().finish()  # Ends the tool call, with a description of the fault.

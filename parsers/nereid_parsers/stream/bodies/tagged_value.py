@@ -151,9 +151,6 @@ def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
     declares any type except a string, and `<p name="days">` declares nothing. The declared type
     `integer` is not used more precisely, because some templates declare the type "number" for
     every value that is not a string.
-
-    Args:
-        fields: The fields of the tag, for example `{"key": "days", "type": "integer"}`.
     """
     if "string" in fields:
         is_string = fields["string"] == _TRUE

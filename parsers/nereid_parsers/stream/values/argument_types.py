@@ -51,19 +51,13 @@ class Tools:
         # The cached results of `argument_types`. A key consists of the function's name and the
         # argument's name. A value of None means that the argument may have any type.
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
-        if tools is None:
-            return
-        for tool in tools:
+        for tool in tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            if isinstance(function, Mapping):
-                self._add(function)
-
-    def _add(self, function: Mapping[str, Any]) -> None:
-        """Store the JSON schema of a function's parameters. Ignore a function without a name."""
-        name = function.get("name")
-        schema = function.get("parameters", function.get("input_schema"))
-        if isinstance(name, str):
-            self.parameters[name] = follow_references(schema) if isinstance(schema, Mapping) else {}
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                continue
+            schema = function.get("parameters", function.get("input_schema"))
+            is_object = isinstance(schema, Mapping)
+            self.parameters[function["name"]] = follow_references(schema) if is_object else {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether the tools contain a function with this name."""
@@ -87,13 +81,10 @@ class Tools:
             return frozenset({"string"})  # Without a schema, every value is read as a string.
         cache_key = (function, key)
         if cache_key not in self._argument_types:
-            self._argument_types[cache_key] = self._declared_argument_types(function, key)
+            root = self.parameters.get(function, {})
+            schema = self.argument_schema(function, key)
+            self._argument_types[cache_key] = json_types_of(schema, root)
         return self._argument_types[cache_key]
-
-    def _declared_argument_types(self, function: str, key: str) -> frozenset[str] | None:
-        """Return the JSON types that the schema of `function` declares for the argument `key`."""
-        parameters = self.parameters.get(function, {})
-        return json_types_of(self.argument_schema(function, key), root=parameters)
 
     def argument_schema(self, function: str, key: str) -> object:
         """Return the JSON schema of the argument `key`, or None if it is not declared."""
@@ -168,14 +159,6 @@ def _declared_types(
             return combine_types(
                 [json_types_of(part, root, depth + 1, known_types) for part in parts]
             )
-    return _implied_type(schema)
-
-
-def _implied_type(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the JSON type that a keyword of the schema implies: "array" for `items`.
-
-    Example: `{"items": {}}` gives `{"array"}`. Without such a keyword, the result is None.
-    """
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
             return frozenset({json_type})
@@ -198,10 +181,7 @@ def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | Non
     The items of `parts` are the types of the schemas in an `allOf`. Usually only one of these
     schemas declares types, for example a reference to another schema.
     """
-    for types in parts:
-        if types is not None:
-            return types
-    return None
+    return next((types for types in parts if types is not None), None)
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:

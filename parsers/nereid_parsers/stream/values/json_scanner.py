@@ -51,9 +51,9 @@ class JsonScanner:
         Example: for the text `{"a": "}"} </call>` and the position 0, the result is 10 and the
         status is DONE. For the text `{"a": `, the result is 6 and the status is MORE.
 
-        Returns:
-            The position after the value, if the status is DONE. If the status is MORE, the end of
-            the text. If the status is BROKEN, the position of the bracket that does not match.
+        Return the position after the value, if the status is DONE. If the status is MORE, return
+        the end of the text. If the status is BROKEN, return the position of the bracket that does
+        not match.
         """
         size = len(text)
         if self._is_escaped and pos < size:

@@ -87,9 +87,8 @@ class LiteralReader:
             pos: The position at which the piece starts.
             is_final: Whether no more text follows.
 
-        Returns:
-            The position up to which the text was read. If this position is not the end of the text,
-            the caller passes the rest again, together with more text.
+        Return the position up to which the text was read. If this position is not the end of the
+        text, the caller passes the rest again, together with more text.
         """
         size = len(text)
         while pos < size and self.status is MORE:
@@ -97,7 +96,9 @@ class LiteralReader:
             if string is None:
                 end = self._read_token(text, pos, is_final)
             else:
-                end = self._read_string(string, text, pos, is_final)
+                end = string.reader.read(text, pos, is_final)
+                if string.reader.is_closed:
+                    self._close_string(string)
             if end == pos:  # More text is required, or the text is not valid.
                 return pos
             pos = end
@@ -176,7 +177,9 @@ class LiteralReader:
             return pos + 1
         is_first_key = not self._containers[-1].has_written_key
         if is_first_key and char in ",}":
-            self._turn_into_set(first_item=key)
+            # The braces enclose a set, which becomes a JSON array.
+            self._containers[-1].json_close = "]"
+            self._json_parts.append("[" + key.item_json)
             return self._read_comma_or_bracket(text, pos)
         return self._reject(pos)
 
@@ -198,14 +201,6 @@ class LiteralReader:
         else:
             self._value_types = None
         self._expected = Expected.VALUE
-
-    def _turn_into_set(self, first_item: KeyOrItem) -> None:
-        """Treat the innermost braces as a set, not as an object: write `[` and the first item.
-
-        Example: in `{'a', 'b'}`, `["a"` is written, because a set becomes a JSON array.
-        """
-        self._containers[-1].json_close = "]"
-        self._json_parts.append("[" + first_item.item_json)
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
         """Read the comma or bracket after a value. Return the position after the comma or bracket.
@@ -249,8 +244,7 @@ class LiteralReader:
         Instead of an item or key, a closing bracket may follow an opening bracket or a comma, as in
         `[]` and `{'a': 1,}`. Examples: for `(`, `[` is written, and for `None`, `null` is written.
 
-        Returns:
-            The position after the text that was read, or `pos` if more text is required.
+        Return the position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
         # An item or a key is expected only inside brackets, so `_containers` is not empty.
@@ -306,13 +300,12 @@ class LiteralReader:
     def _read_word(self, text: str, pos: int, is_final: bool) -> int:
         """Read a number, a constant, a key without quotes or a string without quotes.
 
-        Examples: the constant `True`, the key `days` in `{days:3}`, and the string `New York` in
-        `{city:New York}`.
+        Examples: the constant `True` is written as `true`, the number `07` as `7`, and the string
+        `New York` in `{city:New York}` as `"New York"`. The key `days` in `{days:3}` is stored.
 
-        Returns:
-            The position after the word. The result is `pos` if the word may continue after the end
-            of the text, and also if the text is not valid. In the second case, the status becomes
-            BROKEN.
+        Return the position after the word. The result is `pos` if the word may continue after the
+        end of the text, and also if the text is not valid. In the second case, the status becomes
+        BROKEN.
         """
         is_key = self._expected in _KEYS
         may_contain_spaces = self._dialect.allows_unquoted_strings and not is_key
@@ -326,20 +319,14 @@ class LiteralReader:
         if end == pos:
             return self._reject(pos)
         self._write_comma_and_set_expected()
-        self._write_word(text[pos:end].rstrip(), is_key)
-        return end
-
-    def _write_word(self, word: str, is_key: bool) -> None:
-        """Write a word as JSON. If the word is a key, store the word as `self._key` instead.
-
-        Examples: `07` is written as `7`, `True` as `true`, and `New York` as `"New York"`. The word
-        `1` in `{1: 'a'}` is stored as the key `"1"`. The number `1` is stored, too, because `1` may
-        turn out to be the first item of a set, as in `{1, 2}`.
-        """
+        word = text[pos:end].rstrip()
         if is_key:
+            # `1` in `{1` is stored as the key `"1"`, and as the number `1`, because it may turn out
+            # to be the first item of a set, as in `{1, 2}`.
             self._key = KeyOrItem(quote_json(word), item_json=to_json(word, types=None))
         else:
             self._json_parts.append(to_json(without_leading_zeros(word), types=None))
+        return end
 
     # ---- strings ---------------------------------------------------------------------------------
 
@@ -364,13 +351,6 @@ class LiteralReader:
         )
         reader = StringReader(quote, self._dialect, match_text_after, output)
         self._string = OpenString(role, reader, output)
-
-    def _read_string(self, string: OpenString, text: str, pos: int, is_final: bool) -> int:
-        """Read a piece of `string`. Return the position after the piece."""
-        end = string.reader.read(text, pos, is_final)
-        if string.reader.is_closed:
-            self._close_string(string)
-        return end
 
     def _role_of_string(self) -> StringRole:
         """Return the `StringRole` of the next string in the literal, for example KEY or VALUE.

@@ -214,8 +214,7 @@ class StringReader:
 
         Examples: `\'` is written as `'`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
 
-        Returns:
-            The position after the escape sequence, or `pos` if more text is required.
+        Return the position after the escape sequence, or `pos` if more text is required.
         """
         is_cut_off = pos + 1 == len(text)  # Only the backslash has arrived.
         if is_cut_off:
@@ -236,8 +235,7 @@ class StringReader:
         character, only the backslash and the letter are read, and are written as two characters.
         Example: of `\xyz`, `\x` is read and written as the JSON text `\\x`.
 
-        Returns:
-            The position after the text that was read, or `pos` if more digits may follow.
+        Return the position after the text that was read, or `pos` if more digits may follow.
         """
         letter_end = pos + 2
         num_digits = _NUM_HEX_DIGITS[text[pos + 1]]

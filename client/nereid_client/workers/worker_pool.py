@@ -9,8 +9,8 @@ import sqlite3
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,14 +125,10 @@ class WorkerPool:
     def _run_on_port(self, port: int) -> int:
         """Run the workers with a new folder that they share, and delete the folder at the end."""
         _delete_abandoned_folders()
-        prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
-        with (
-            tempfile.TemporaryDirectory(prefix=prefix, dir=_parent_folder()) as folder,
-            open_locked(Path(folder, _LOCK_FILE)),
-        ):
+        with _locked_folder() as folder:
             self._handle_signals()
             try:
-                return self._run_in_folder(Path(folder), port)
+                return self._run_in_folder(folder, port)
             finally:
                 self._end_all()
 
@@ -274,6 +270,23 @@ def _parent_folder() -> Path:
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
+@contextmanager
+def _locked_folder() -> Iterator[Path]:
+    """Create a folder that no other worker pool deletes, and delete it at the end of the block.
+
+    The folder has a hidden name until its lock file is locked. Otherwise, another pool could delete
+    the folder, because a folder whose file is not locked seems to be abandoned.
+    """
+    prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
+    hidden = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=_parent_folder()))
+    with open_locked(hidden / _LOCK_FILE):
+        folder = hidden.rename(hidden.with_name(hidden.name.removeprefix(".")))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _delete_abandoned_folders() -> None:
     """Delete each folder of a killed worker pool. The folder can contain stored responses."""
     for folder in _parent_folder().glob(f"{_FOLDER_PREFIX}*-*"):
@@ -288,8 +301,8 @@ def _is_abandoned(folder: Path) -> bool:
     may run in another container, whose processes have other ids.
     """
     pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-    # The file is missing if the pool has created only the folder yet, or if an older version of
-    # Nereid, which locked no file, has created the folder.
+    # The file is missing if an older version of Nereid, which locked no file, has created the
+    # folder.
     if not (folder / _LOCK_FILE).exists():
         return not Path("/proc", pid).exists()
     try:

@@ -323,6 +323,28 @@ def test_only_the_folders_of_pools_that_have_ended_are_deleted(monkeypatch, tmp_
         assert (running.exists(), ended.exists()) == (True, False)
 
 
+def test_a_pool_that_starts_deletes_no_folder_that_another_pool_has_just_created(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(worker_pool, "_parent_folder", lambda: tmp_path)
+    open_locked = worker_pool.open_locked
+
+    def open_later(path):
+        path.touch()
+        monkeypatch.setattr(worker_pool, "open_locked", open_locked)
+        worker_pool._delete_abandoned_folders()  # as another pool in this moment
+        return open_locked(path)
+
+    monkeypatch.setattr(worker_pool, "open_locked", open_later)
+    pool = WorkerPool(Settings(frontend_workers=2), [])
+    folders = []
+    monkeypatch.setattr(pool, "_handle_signals", lambda: None)
+    monkeypatch.setattr(pool, "_run_in_folder", lambda folder, _: folders.extend(folder.iterdir()))
+    pool._run_on_port(1)
+    assert [file.name for file in folders] == ["lock"]
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_requests_of_a_worker_that_dies_while_the_server_stops_are_not_waited_for(tmp_path):
     pool = WorkerPool(Settings(frontend_workers=2), [])
     pool._is_draining = True

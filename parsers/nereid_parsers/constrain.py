@@ -14,7 +14,7 @@ follow the reasoning, and must have the form that the format declares. Three det
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from nereid_parsers.constrain_answer import report_unenforced
 from nereid_parsers.constrain_calls import (
@@ -57,9 +57,7 @@ from nereid_parsers.declarations import (
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.parser import OutputStart
-from nereid_parsers.tool_declarations import (
-    ToolSection,
-)
+from nereid_parsers.tool_declarations import ToolSection
 
 # Matches one character that is neither `[` nor white space. Free text must start with such a
 # character, because `[` would start a list of tool calls.
@@ -106,51 +104,28 @@ def reasoning_gate(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     write the opening marker (`may_open`), or the prompt has already closed the reasoning (neither).
     Return None if the format has no reasoning, or if no marker closes the reasoning.
 
-    Example: if the prompt ends with `<think>`, the reasoning is open, and the result is
-    `ReasoningGate("<think>", "</think>", is_open=True, may_open=False)`.
+    Examples for a prompt that ends inside the reasoning (`is_open=True, may_open=False`): the
+    markers are `<think>` and `</think>` if the layout is `Sections`, and
+    `<|channel|>analysis<|message|>` and `<|end|>` if the layout is `Messages`.
 
     Args:
         fmt: The format of the output.
         start: The state of the reasoning at the end of the prompt.
     """
-    markers = _reasoning_markers(fmt.layout)
-    if markers is None:
+    layout = fmt.layout
+    if isinstance(layout, Messages):  # The reasoning is a separate message, with a header.
+        route = first_route(layout, Stage.REASONING)
+        if route is None or not layout.ends:
+            return None
+        # The other markers in `layout.ends` end the whole output, not only one message.
+        opening, closing = header_text(layout, route), layout.ends[0]
+    elif layout.reasoning is None:
         return None
-    opening, closing = markers
+    else:
+        opening, closing = layout.reasoning.open, layout.reasoning.close
     is_open = start.stage is Stage.REASONING
     may_open = not is_open and not start.has_reasoned
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
-
-
-class _ReasoningMarkers(NamedTuple):
-    """The marker that opens the reasoning, and the marker that closes the reasoning."""
-
-    opening: str
-    closing: str
-
-
-def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
-    """Return the opening marker and the closing marker of the reasoning.
-
-    Return None if the format has no reasoning, or if no marker closes the reasoning.
-
-    Examples: `("<think>", "</think>")` for the layout `Sections`, and
-    `("<|channel|>analysis<|message|>", "<|end|>")` for the layout `Messages`.
-    """
-    if isinstance(layout, Sections):  # Markers enclose the reasoning.
-        declaration = layout.reasoning
-        if declaration is None:
-            return None
-        # `Reasoning` does not accept an empty `close`, so the format always has a closing marker.
-        return _ReasoningMarkers(declaration.open, declaration.close)
-    # In the layout `Messages`, the reasoning is a separate message. `route` describes the header of
-    # this message.
-    route = first_route(layout, Stage.REASONING)
-    if route is None or not layout.ends:
-        return None
-    # The other markers in `layout.ends` end the whole output, not only one message.
-    message_end = layout.ends[0]
-    return _ReasoningMarkers(header_text(layout, route), message_end)
 
 
 # ---- the layout Sections -------------------------------------------------------------------------
@@ -177,10 +152,23 @@ def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) ->
         raise unclosed_reasoning_error(fmt)
     if declaration is None or state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return NOTHING
-    text = _reasoning_text(fmt, layout, declaration)
+    close = declaration.close.strip()
+    reasoning: Node = {
+        "type": "tag",
+        "begin": "" if state is ReasoningState.OPEN else declaration.open.strip(),
+        "content": _reasoning_text(fmt, layout, declaration),
+        "end": close,
+    }
+    header = _repeated_header(fmt)
     if state is ReasoningState.OPEN:
-        return _opened_reasoning(declaration, text, _repeated_header(fmt))
-    return _optional_reasoning(declaration, text, _repeated_header(fmt))
+        return sequence(reasoning, WHITESPACE, header)
+    options = [reasoning]
+    if declaration.is_opened_by_model:
+        # A model that normally starts with `<think>` may write only `</think>` to skip the
+        # reasoning.
+        options.append(const(close))
+    # White space around the markers is optional, because some models omit the white space.
+    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, header))
 
 
 def _repeated_header(fmt: FormatData) -> Node:
@@ -209,47 +197,6 @@ def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -
     )
 
 
-def _opened_reasoning(declaration: Reasoning, text: Node, header: Node) -> Node:
-    """Return the grammar node for reasoning and its closing marker, as in `Hm.</think>`.
-
-    The prompt already contains the opening marker. Example of matching text: `Hm.</think>`.
-
-    Args:
-        declaration: The declaration of the reasoning and its markers.
-        text: The node for the reasoning without markers.
-        header: The node for the header that may follow the reasoning.
-    """
-    close = declaration.close.strip()
-    reasoning: Node = {"type": "tag", "begin": "", "content": text, "end": close}
-    return sequence(reasoning, WHITESPACE, header)
-
-
-def _optional_reasoning(declaration: Reasoning, text: Node, header: Node) -> Node:
-    """Return the grammar node that matches either reasoning with its markers, or the empty text.
-
-    Example of matching text: `<think>Hm.</think>`.
-
-    Args:
-        declaration: The declaration of the reasoning and its markers.
-        text: The node for the text between the markers.
-        header: The node for the header that may follow the reasoning.
-    """
-    close = declaration.close.strip()
-    reasoning: Node = {
-        "type": "tag",
-        "begin": declaration.open.strip(),
-        "content": text,
-        "end": close,
-    }
-    options = [reasoning]
-    if declaration.is_opened_by_model:
-        # A model that normally starts with `<think>` may write only `</think>` to skip the
-        # reasoning.
-        options.append(const(close))
-    # White space around the markers is optional, because some models omit the white space.
-    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, header))
-
-
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the grammar node for the whole text after the reasoning.
 
@@ -266,23 +213,18 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     """
     if not request.tools:
         return _content_node(layout.content, request.answer)
-    tools = _declared_tools(fmt, layout)
+    tools = layout.tools
+    if tools is None:
+        raise ConstraintError(
+            f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
+            "format that defines tool calls, or send a request without tools."
+        )
     if request.must_call:
         return _only_calls(tools, layout.content, request)
     if request.answer is None:
         return _text_with_calls(fmt, layout, tools, request)
     calls = section_node(tools, request)
     return one_of(calls, _content_node(layout.content, request.answer))
-
-
-def _declared_tools(fmt: FormatData, layout: Sections) -> ToolSection:
-    """Return `layout.tools`. Raise ConstraintError if the format does not declare tool calls."""
-    if layout.tools is None:
-        raise ConstraintError(
-            f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
-            "format that defines tool calls, or send a request without tools."
-        )
-    return layout.tools
 
 
 def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -> Node:
@@ -298,9 +240,7 @@ def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -
 def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
     """Return the grammar node for the content and its markers: `<response>Hello</response>`.
 
-    Args:
-        wrapper: The declaration of the markers around the content, or None if there are no markers.
-        answer: The node that the content must match, or None for free text.
+    The content must match the node `answer`. If `answer` is None, the content is free text.
     """
     content = any_text() if answer is None else answer
     if wrapper is None:
@@ -313,10 +253,7 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
 
     Some templates write the markers of the content before tool calls, even if there is no content.
     Examples of matching texts: `<response></response>`, `</response>` and the empty text.
-
-    Args:
-        wrapper: The declaration of the markers around the content. If `wrapper` is None, or has no
-            opening marker, the node matches only the empty text.
+    If `wrapper` is None, or has no opening marker, the node matches only the empty text.
     """
     if wrapper is None or not wrapper.open.strip():
         return NOTHING
@@ -337,21 +274,23 @@ def _text_with_calls(
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     Here `<tool_call>` is the "trigger". xgrammar allows any text before the trigger. The text that
     starts with the trigger must be a valid tool call.
-
-    Args:
-        fmt: The format of the output.
-        layout: The layout of `fmt`.
-        tools: The declaration of the tool calls.
-        request: The constraints of the request: its tools, and the allowed number of tool calls.
     """
-    if _is_unmarked_list(tools):  # A list such as `[f(a=1)]`, without any marker before it.
-        return _unmarked_list_or_text(tools, request)
+    call = tools.calls[0]
+    if isinstance(call.body, ListBody) and not tools.opens and not call.trigger:
+        # The calls are a list such as `[f(a=1), g()]` without any marker before it. A list starts
+        # with `[`, so free text must not start with `[`. Free text may contain `[` at any other
+        # place, so a list cannot follow free text.
+        return one_of(section_node(tools, request), sequence(_NO_BRACKET, any_text()))
     calls = _marked_calls(tools, request)
-    if any(_ends_with_repetition(node) for node in calls):  # No marker ends the calls.
-        return _text_then_calls(tools, calls)
+    repetitions = ("star", "plus", "tags_with_separator")
+    if any(elements_of(node)[-1]["type"] in repetitions for node in calls):
+        # No marker ends the calls, as in `Let me look.<calls>f(), g()`, so no text can follow them.
+        # The node is a sequence, because the tags in `triggered_tags` need an end marker.
+        text = any_text((trigger_of(tools),))
+        return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
     # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore white
     # space before the trigger is removed.
-    tags = [_tag_without_leading_whitespace(node) for node in calls]
+    tags = [{**node, "begin": node["begin"].lstrip()} for node in map(tag, calls)]
     return {
         "type": "triggered_tags",
         "triggers": _triggers(fmt, layout, tools, tags),
@@ -360,37 +299,12 @@ def _text_with_calls(
     }
 
 
-def _text_then_calls(tools: ToolSection, calls: list[Node]) -> Node:
-    """Return the grammar node for free text, which tool calls without an end marker may follow.
-
-    Example of matching text: `Let me look.<calls>f(), g()`. No text can follow the tool calls. The
-    node is a sequence, because the tags in `triggered_tags` need an end marker.
-
-    Args:
-        tools: The declaration of the tool calls.
-        calls: The nodes of the tool calls, of which one may follow the text.
-    """
-    text = any_text((trigger_of(tools),))
-    return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
-
-
-def _ends_with_repetition(node: Node) -> bool:
-    """Return whether a node ends with a repeated part, as in `<calls>f(), g()`."""
-    return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
-
-
 def _triggers(fmt: FormatData, layout: Sections, tools: ToolSection, tags: list[Node]) -> list[str]:
     """Return the triggers: the texts that start a tool call, such as `<tool_call>`.
 
     All tool calls have one trigger if possible. No other marker of the format may start with the
     trigger. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer` opens the
     content. Then `<|channel|>` is no trigger, but `<|channel|>tool.` is.
-
-    Args:
-        fmt: The format of the output.
-        layout: The layout of `fmt`.
-        tools: The declaration of the tool calls.
-        tags: The nodes of the tool calls. Each of them starts with a trigger.
     """
     other_markers = _markers_outside_calls(fmt, layout)
     call = tools.calls[0]
@@ -413,35 +327,6 @@ def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
     if layout.reasoning is not None:
         markers += [*layout.reasoning.opens, *layout.reasoning.closes]
     return [marker.strip() for marker in markers]
-
-
-def _unmarked_list_or_text(tools: ToolSection, request: Request) -> Node:
-    """Return the grammar node for either a list of tool calls, such as `[f(), g()]`, or free text.
-
-    Examples of matching texts: `[f(a=1), g()]` and `Let me look.` Only the first character
-    distinguishes the two texts: a list starts with `[`, so free text must not start with `[`. Free
-    text may contain `[` at any other place, so a list cannot follow free text.
-    """
-    calls = section_node(tools, request)
-    text_without_calls = sequence(_NO_BRACKET, any_text())
-    return one_of(calls, text_without_calls)
-
-
-def _is_unmarked_list(tools: ToolSection) -> bool:
-    """Return whether the format writes tool calls as a list without a marker: `[f(), g()]`."""
-    call = tools.calls[0]
-    has_marker = bool(tools.opens or call.trigger)
-    return isinstance(call.body, ListBody) and not has_marker
-
-
-def _tag_without_leading_whitespace(node: Node) -> Node:
-    r"""Convert the node of a tool call to a `tag` node whose `begin` has no leading white space.
-
-    xgrammar requires that `begin` starts with a trigger, such as `<tool_call>`. Example: the tag of
-    `const("\n<tool_call>")` has the `begin` text `<tool_call>`.
-    """
-    node_as_tag = tag(node)
-    return {**node_as_tag, "begin": node_as_tag["begin"].lstrip()}
 
 
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:

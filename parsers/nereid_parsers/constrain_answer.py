@@ -141,25 +141,16 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
         raise ConstraintError(
             f"response_format: json_schema must be an object, but is {shorten(schema_and_strict)}"
         )
-    schema = rewrite_for_xgrammar(_required_schema(schema_and_strict))
+    declared_schema = schema_and_strict.get("schema", {})  # `{}` accepts any value.
+    if not isinstance(declared_schema, Mapping | bool):
+        raise ConstraintError(
+            "response_format: json_schema.schema must be an object, true or false, but is "
+            f"{shorten(declared_schema)}"
+        )
+    schema = rewrite_for_xgrammar(declared_schema)
     is_strict = bool(schema_and_strict.get("strict"))
     report_unenforced(schema, is_strict, "response_format", is_answer=True)
     return json_schema(schema)
-
-
-def _required_schema(schema_and_strict: Mapping[str, Any]) -> Mapping[str, Any] | bool:
-    """Return the value of the key `schema`. The default is `{}`, which accepts any value.
-
-    Raises:
-        ConstraintError: The value is neither an object nor a boolean, so it is not a JSON schema.
-    """
-    schema = schema_and_strict.get("schema", {})
-    if not isinstance(schema, Mapping | bool):
-        raise ConstraintError(
-            "response_format: json_schema.schema must be an object, true or false, but is "
-            f"{shorten(schema)}"
-        )
-    return schema
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
@@ -221,10 +212,7 @@ def _check_node(node: object, path: str) -> None:
     The JSON schemas inside `node` are checked too. If xgrammar does not enforce a keyword of a
     schema, a warning is logged. If the node with this schema is strict, an error is raised instead.
 
-    Args:
-        node: The value that the client has sent as a grammar node.
-        path: The path of the node in the request, for use in error messages. Example:
-            `response_format.format.elements[0]`.
+    `path` is the path of the node in the request, such as `response_format.format.elements[0]`.
     """
     node_type = node.get("type") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping) or not isinstance(node_type, str):
@@ -255,11 +243,6 @@ def _inner_nodes(
         {"type": "sequence", "elements": [a, b]}    (a, "$.elements[0]"), (b, "$.elements[1]")
         {"type": "optional", "content": a}          (a, "$.content")
         {"type": "const_string", "value": "text"}   none
-
-    Args:
-        node: The grammar node.
-        node_type: The type of `node`.
-        path: The path of `node` in the request.
 
     Raises:
         ConstraintError: A node of this type must contain a list of nodes, but `node` contains no
@@ -294,7 +277,12 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     Raises:
         ConstraintError: The structural tag is not valid.
     """
-    triggers = _required_triggers(response_format.get("triggers"))
+    triggers = response_format.get("triggers")
+    if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
+        raise ConstraintError(
+            "response_format.triggers: the value must be a list of non-empty strings, but it is "
+            f"{shorten(triggers)}"
+        )
     path = "response_format.structures"
     structures = _required_list(response_format.get("structures"), path)
     tags = [
@@ -304,31 +292,14 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
 
 
-def _required_triggers(value: object) -> list[str]:
-    """Return `value`, a list of non-empty strings. Raise ConstraintError for any other value.
-
-    Raises:
-        ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
-    """
-    if isinstance(value, list) and value and all(_is_text(item) for item in value):
-        return value
-    raise ConstraintError(
-        "response_format.triggers: the value must be a list of non-empty strings, but it is "
-        f"{shorten(value)}"
-    )
-
-
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
     """Convert one member of the request's `structures` list to a grammar node of type `tag`.
 
     Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag that matches `<f>`, any
     JSON value and `</f>`.
 
-    Args:
-        structure: The member, which the client has sent.
-        triggers: The texts at which xgrammar starts to enforce a tag. xgrammar requires that
-            `begin` starts with one of these texts.
-        path: The path of the member in the request, for use in error messages.
+    xgrammar starts to enforce a tag at one of the texts in `triggers`, so `begin` must start with
+    one of these texts. `path` is the path of the member in the request, for error messages.
 
     Raises:
         ConstraintError: The member is not valid.

@@ -118,27 +118,17 @@ def _tagged_text(
         return _tagged_free_text(declaration, argument.key)
     # The node matches only the declared form of the tags. Every further form would repeat the list
     # of allowed values, which would make the grammar larger.
-    return one_of(
-        *(_tagged_choices(declaration, argument.key, group) for group in _choice_groups(choices))
-    )
-
-
-def _choice_groups(choices: list[Any]) -> list[list[Any]]:
-    """Split the allowed values into the strings and the other values. Omit an empty group."""
     strings = [choice for choice in choices if isinstance(choice, str)]
     others = [choice for choice in choices if not isinstance(choice, str)]
-    return [group for group in (strings, others) if group]
+    groups = [group for group in (strings, others) if group]
+    return one_of(*(_tagged_choices(declaration, argument.key, group) for group in groups))
 
 
 def _tagged_choices(declaration: TaggedArguments, key: str, choices: list[Any]) -> Node:
     """Return the grammar node for a tagged argument whose value is one of `choices`.
 
-    Example: if `choices` contains "fast", the node matches `<p=mode>fast</p>`.
-
-    Args:
-        declaration: The declaration of the tags.
-        key: The name of the argument.
-        choices: The allowed values. Either all of them are strings, or none of them.
+    Either all of `choices` are strings, or none of them. Example: if `choices` contains "fast", the
+    node matches `<p=mode>fast</p>`.
     """
     if isinstance(choices[0], str):
         opening = _opening_tag_of_string(declaration, key)
@@ -214,13 +204,6 @@ def _tagged_json(
 
     The value is JSON text. Instead of true, false and null, the model may also write the Python
     words True, False and None.
-
-    Args:
-        declaration: The declaration of the tags. `declaration.also` contains the other forms in
-            which models write the tags.
-        key: The name of the argument.
-        schema: The JSON schema of the argument.
-        types: The JSON types that the schema allows.
     """
     # The texts for the fields of the opening tag, as in `<p name="{key}" string="{string}">`. Most
     # tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
@@ -272,13 +255,8 @@ def _json_or_python_word(
     """Return the grammar node for a value: either JSON text or a Python word, such as `None`.
 
     Models also write the Python words True, False and None for booleans and null. If the schema
-    lists the allowed values, the node matches only JSON text.
-
-    Args:
-        schema: The JSON schema of the value.
-        types: The JSON types that the schema allows.
-        closing_tag: The tag after the value. The JSON text must not contain this tag, because the
-            parser ends the value at the first closing tag.
+    lists the allowed values, the node matches only JSON text. The JSON text must not contain
+    `closing_tag`, because the parser ends the value at the first closing tag.
     """
     json_text = json_schema(schema, excludes=closing_tag)
     if "enum" in schema or "const" in schema:

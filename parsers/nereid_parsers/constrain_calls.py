@@ -80,7 +80,10 @@ def section_node(section: ToolSection, request: Request) -> Node:
     if request.is_single or not _may_repeat(call):
         content = one_of(*items)
     else:
-        content = one_or_more(items, _separator_node(section))
+        # If the declared separator contains only white space, such as one line break, up to two
+        # spaces or line breaks are allowed, because the parser skips white space between calls.
+        has_text = bool(section.separator.strip())
+        content = one_or_more(items, const(section.separator) if has_text else WHITESPACE)
     return sequence(const(section.open), content, const(section.close))
 
 
@@ -94,26 +97,12 @@ def _may_repeat(call: Call) -> bool:
     return has_markers or not isinstance(call.body, ListBody)
 
 
-def _separator_node(section: ToolSection) -> Node:
-    """Return the grammar node for the text between two tool calls.
-
-    If the declared separator contains only white space, such as one line break, the node matches up
-    to two spaces or line breaks instead, because the parser skips white space between tool calls.
-    """
-    return const(section.separator) if section.separator.strip() else WHITESPACE
-
-
 def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> Node:
     """Return the grammar node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f()]`.
 
     Models of some formats also write a single tool call as a JSON object without the list, such as
     `{"name": "f", ..}`. `section` then contains a second declaration, of this object, and the node
     matches both forms.
-
-    Args:
-        section: The declarations of the tool calls. The first one declares the list.
-        body: The body of the first declaration.
-        request: The tools that the model may call, and whether the model may make only one call.
     """
     list_call, *other_calls = section.calls
     list_of_calls = list_node(list_call, body, request)
@@ -211,7 +200,7 @@ def _array_member(array: JsonArray, tool: ToolSchema) -> Node:
     json_object = _object_node(array.keys, tool)
     if isinstance(array.keys, NameIsKey):
         return json_object
-    return _with_whitespace(json_object, _ARRAY_WHITESPACE)
+    return _with_whitespace(json_object)
 
 
 def _body_node(body: Body, tool: ToolSchema) -> Node:
@@ -284,7 +273,8 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     if isinstance(keys, NameIsKey):
         return sequence(const("{"), name, const(": "), arguments, const("}"))
     members = _members_node(keys, name, arguments)
-    if _is_id_optional(keys):
+    is_id_in_outermost_object = keys.id is not None and "." not in keys.id
+    if is_id_in_outermost_object and "id" not in keys.order:
         # The optional id may be the first or the last member. The grammar also accepts an
         # object that contains the id twice, as the first and the last member.
         id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
@@ -294,24 +284,13 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     return sequence(const("{"), members, const("}"))
 
 
-def _is_id_optional(keys: Keys) -> bool:
-    """Return whether the outermost object may, but need not, have a member with the call's id."""
-    is_required = "id" in keys.order  # `order` lists the members that the model must write.
-    is_in_outermost_object = keys.id is not None and "." not in keys.id
-    return is_in_outermost_object and not is_required
-
-
 def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
     """Return the grammar node for the required members of a tool call's JSON object.
 
     The braces around the members do not belong to the node. Example of matching text:
     `"name": "f", "arguments": {"a": 1}`. `keys.order` defines the order of the members. If this
-    order contains the id, the node also matches a member with any id.
-
-    Args:
-        keys: The declaration of the object's keys.
-        name: The node for the name of the function, including the quotes.
-        arguments: The node for the arguments.
+    order contains the id, the node also matches a member with any id. The node `name` also matches
+    the quotes around the name.
     """
     # A path such as "function.name" contains the keys of nested objects.
     members = {"name": (keys.name, name), "arguments": (keys.arguments, arguments)}
@@ -338,10 +317,8 @@ def _members_at_paths(values: Mapping[str, Node]) -> Node:
 def _member(key: str, values: Mapping[str, Node]) -> Node:
     """Return the grammar node for one member of a JSON object, such as `"name": "f"`.
 
-    Args:
-        key: The key of the member.
-        values: The nodes for the texts inside the member's value. Their keys are paths, as in
-            `_members_at_paths`. The path "" belongs to a node for the whole value.
+    The keys of `values` are paths inside the member's value, as in `_members_at_paths`, and the
+    values are the nodes for the texts at these paths. The path "" belongs to the whole value.
     """
     if "" in values:
         value = values[""]
@@ -350,39 +327,35 @@ def _member(key: str, values: Mapping[str, Node]) -> Node:
     return sequence(const(f"{json.dumps(key)}: "), value)
 
 
-def _with_whitespace(node: Node, whitespace: Node) -> Node:
+def _with_whitespace(node: Node) -> Node:
     """Return a copy of `node` that allows white space inside braces, after commas and after colons.
 
-    Example: `const('{"name": ')` gives the sequence `{`, `whitespace`, `"name":`, `whitespace`.
-
-    Args:
-        node: The node for a JSON object, or for a part of a JSON object.
-        whitespace: The node that matches the white space.
+    `node` matches a JSON object, or a part of a JSON object. Example: `const('{"name": ')` gives
+    the sequence `{`, white space, `"name":`, white space.
     """
     # White space is added only to constants. Other nodes, such as a schema, define their own white
     # space.
     match node["type"]:
         case "optional":
-            return optional(_with_whitespace(node["content"], whitespace))
+            return optional(_with_whitespace(node["content"]))
         case "sequence":
-            parts = [_with_whitespace(part, whitespace) for part in node["elements"]]
-            return sequence(*parts)
+            return sequence(*map(_with_whitespace, node["elements"]))
         case "const_string":
-            return _json_text_with_whitespace(node["value"], whitespace)
+            return _json_text_with_whitespace(node["value"])
     return node
 
 
-def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
+def _json_text_with_whitespace(json_text: str) -> Node:
     """Return a node for `json_text` with optional white space inside `{}`, after `,` and after `:`.
 
-    The node `whitespace` matches the white space. White space between the tokens of `json_text` is
-    ignored. Example: `{"a": ` gives the sequence `{`, `whitespace`, `"a":`, `whitespace`.
+    White space between the tokens of `json_text` is ignored. Example: `{"a": ` gives the sequence
+    `{`, white space, `"a":`, white space.
     """
     parts: list[Node] = []
     for token in _JSON_TOKENS.findall(json_text):
         if token == "}":
-            parts.append(whitespace)
+            parts.append(_ARRAY_WHITESPACE)
         parts.append(const(token))
         if token in ("{", ",", ":"):
-            parts.append(whitespace)
+            parts.append(_ARRAY_WHITESPACE)
     return sequence(*parts)

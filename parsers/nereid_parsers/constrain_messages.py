@@ -101,21 +101,15 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
         if state is ReasoningState.OPEN:
             raise unclosed_reasoning_error(fmt)
         return NOTHING
-    text_after_header = sequence(_reasoning_body(fmt, layout), next_message_start)
+    # The other markers in `layout.ends` end the whole output, so the text of the reasoning must not
+    # contain these markers.
+    first_end, *other_ends = layout.ends
+    text = any_text((layout.start, *other_ends, *fmt.ends))
+    body: Node = {"type": "tag", "begin": "", "content": text, "end": first_end}
+    text_after_header = sequence(body, next_message_start)
     if state is ReasoningState.OPEN:
         return text_after_header
     return optional(sequence(const(header_text(layout, route)), text_after_header))
-
-
-def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
-    """Return the grammar node for the text of a reasoning message and the end marker after it.
-
-    The end marker is the first marker in `layout.ends`. The other markers in `layout.ends` end the
-    whole output, so the text of the reasoning must not contain these markers.
-    """
-    first_end, *other_ends = layout.ends
-    text = any_text((layout.start, *other_ends, *fmt.ends))
-    return {"type": "tag", "begin": "", "content": text, "end": first_end}
 
 
 def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
@@ -181,29 +175,18 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     ]
     # Some models write a special marker, such as `<|call|>`, after a tool call. This marker ends
     # the whole output, so no second tool call can follow.
-    has_only_one_call = request.is_single or bool(layout.call_end)
-    return one_of(*calls) if has_only_one_call else one_or_more(calls, _message_boundary(layout))
-
-
-def _message_boundary(layout: Messages) -> Node:
-    """Return the grammar node for the text between two messages: `<|end|><|start|>assistant`.
-
-    The end marker is the first marker in `layout.ends`, because the other markers also end the
-    model's turn.
-    """
+    if request.is_single or layout.call_end:
+        return one_of(*calls)
+    # The first marker in `layout.ends` ends one message. The other markers also end the turn.
     message_end = layout.ends[0] if layout.ends else ""
-    return const(message_end + layout.start)
+    return one_or_more(calls, const(message_end + layout.start))
 
 
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
     """Return the grammar node for the header of a message that calls the function `name`.
 
-    Example of a matching text: ` to=functions.f<|message|>`.
-
-    Args:
-        layout: The declaration of the messages.
-        routes: The declarations of the headers of tool calls. The most common header is first.
-        name: The name of the function.
+    Example of a matching text: ` to=functions.f<|message|>`. `routes` are the declarations of the
+    headers of tool calls. The most common header is first.
 
     Raises:
         ConstraintError: The text of the first header is not known.

@@ -204,10 +204,6 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, *, has_tools: boo
     `_ToolChoice(mode="required", names={"f"}, names_one_function=True)`. If the field is missing,
     the mode is "auto" for a request with tools, and "none" for a request without tools.
 
-    Args:
-        choice: The value of the field, or None if the field is missing.
-        has_tools: Whether the request has tools.
-
     Raises:
         ConstraintError: The value is not a `tool_choice` of the OpenAI API.
     """
@@ -265,9 +261,7 @@ def _parse_allowed_tools(value: object) -> _ToolChoice:
 def _object(value: object, place: str) -> Mapping[str, Any]:
     """Return `value` unchanged. Raise ConstraintError if `value` is not a JSON object.
 
-    Args:
-        value: A value of the request.
-        place: The name of the value in the error message, such as "tool_choice".
+    `place` is the name of the value in the error message, such as "tool_choice".
     """
     if not isinstance(value, Mapping):
         raise ConstraintError(f"{place} must be an object, but it is {shorten(value)}")

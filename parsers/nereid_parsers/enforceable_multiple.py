@@ -123,42 +123,22 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     if not all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple)):
         return []
     # Each bound of the schema limits the integer `n` in the product `n * multiple`.
-    smallest_factors = _smallest_factor_per_bound(schema, multiple)
-    largest_factors = _largest_factor_per_bound(schema, multiple)
+    smallest_factors: list[int] = []
+    largest_factors: list[int] = []
+    if "minimum" in schema:
+        smallest_factors.append(math.ceil(schema["minimum"] / multiple))
+    if "exclusiveMinimum" in schema:
+        smallest_factors.append(math.floor(schema["exclusiveMinimum"] / multiple) + 1)
+    if "maximum" in schema:
+        largest_factors.append(math.floor(schema["maximum"] / multiple))
+    if "exclusiveMaximum" in schema:
+        largest_factors.append(math.ceil(schema["exclusiveMaximum"] / multiple) - 1)
     if not smallest_factors or not largest_factors:
         return []
     factors = range(max(smallest_factors), min(largest_factors) + 1)
     if len(factors) > _MAX_MULTIPLES:
         return []
     return [factor * multiple for factor in factors]
-
-
-def _smallest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
-    """Return, for each lower bound, the smallest `n` for which the bound allows `n * multiple`.
-
-    Examples for the multiple 5: `{"minimum": 10}` gives [2], because 2 * 5 is allowed, and
-    `{"exclusiveMinimum": 10}` gives [3]. A schema without lower bounds gives [].
-    """
-    factors: list[int] = []
-    if "minimum" in schema:
-        factors.append(math.ceil(schema["minimum"] / multiple))
-    if "exclusiveMinimum" in schema:
-        factors.append(math.floor(schema["exclusiveMinimum"] / multiple) + 1)
-    return factors
-
-
-def _largest_factor_per_bound(schema: Schema, multiple: int) -> list[int]:
-    """Return, for each upper bound, the largest `n` for which the bound allows `n * multiple`.
-
-    Examples for the multiple 5: `{"maximum": 10}` gives [2], because 2 * 5 is allowed, and
-    `{"exclusiveMaximum": 10}` gives [1]. A schema without upper bounds gives [].
-    """
-    factors: list[int] = []
-    if "maximum" in schema:
-        factors.append(math.floor(schema["maximum"] / multiple))
-    if "exclusiveMaximum" in schema:
-        factors.append(math.ceil(schema["exclusiveMaximum"] / multiple) - 1)
-    return factors
 
 
 def is_number(value: object) -> TypeGuard[float]:

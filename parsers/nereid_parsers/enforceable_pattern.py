@@ -221,22 +221,15 @@ def _problem_of_set(text: str) -> str:
         return _NEEDS_JSON_ESCAPE
     if any(character < " " for character in text):
         return r"contains a control character, which must be written as an escape such as \n"
-    if _contains_set(text):
+    # Libraries for regular expressions interpret a set inside a set differently, as in
+    # `[[:alpha:]]` and `[a-z&&[^b]]`.
+    without_escapes = _ESCAPE.sub("", text[1:-1])
+    if "[" in without_escapes or "&&" in without_escapes:
         return "contains another set"
     for letter in _ESCAPE.findall(text):
         if letter.isalnum() and letter not in _LETTERS_SUPPORTED_IN_SETS:
             return rf"contains \{letter}, which is not supported"
     return ""
-
-
-def _contains_set(text: str) -> bool:
-    """Return whether a set contains another set, as in `[[:alpha:]]` and `[a-z&&[^b]]`.
-
-    Libraries for regular expressions interpret such a set differently.
-    """
-    inside = text[1:-1]
-    without_escapes = _ESCAPE.sub("", inside)
-    return "[" in without_escapes or "&&" in without_escapes
 
 
 def _begins_or_ends_alternative(tokens: list[PatternToken], at: int) -> bool:

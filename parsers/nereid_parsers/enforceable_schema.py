@@ -81,10 +81,7 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
     The schemas of an `allOf` are merged, and then `multipleOf` is rewritten. Example:
     `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
 
-    Args:
-        schema: A JSON schema, or a list of schemas.
-        scope: The outermost schema, and the references that were replaced to build `schema`.
-        depth: The number of lists and objects that enclose `schema`.
+    `depth` is the number of lists and objects that enclose `schema`.
     """
     if depth > _MAX_DEPTH:
         return schema
@@ -173,7 +170,10 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     try:
         keywords, members = _split_all_of(schema)
         has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
-        if has_only_annotations and _is_one_reference(members):
+        is_one_reference = (
+            len(members) == 1 and isinstance(members[0], Mapping) and "$ref" in members[0]
+        )
+        if has_only_annotations and is_one_reference:
             # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
             # follows a reference itself, so the definition need not be inserted.
             return _SchemaInScope({**members[0], **keywords}, scope)
@@ -224,11 +224,6 @@ def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
     if "allOf" in schema and not members:
         raise CannotMergeError("the list allOf is empty")
     return keywords, members
-
-
-def _is_one_reference(members: list[Any]) -> bool:
-    """Return whether the members of an `allOf` are one reference: `[{"$ref": ..}]`."""
-    return len(members) == 1 and isinstance(members[0], Mapping) and "$ref" in members[0]
 
 
 def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:

@@ -170,10 +170,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         {"properties": {"a": {}}} and {"additionalProperties": False} give
         {"properties": {}, "additionalProperties": False}.
 
-    Args:
-        first: A schema of an object.
-        second: Another schema of the object.
-        required: The names of the properties that the object must have.
+    `required` contains the names of the properties that the object must have.
 
     Raises:
         CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result.
@@ -188,30 +185,18 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     first_others = _schema_of_other_properties(first)
     second_others = _schema_of_other_properties(second)
     others = _merge_or_forbid(first_others, second_others)
+    # xgrammar does not support False as the schema of a property. A property is forbidden only by
+    # `{"additionalProperties": False}`, which forbids every property that is not listed.
     forbidden_names = [name for name, schema in merged.items() if schema is False]
-    _check_forbidden_names(forbidden_names, required, allows_others=others is not False)
+    if not set(required).isdisjoint(forbidden_names):
+        raise CannotMergeError("a required property is forbidden")
+    if forbidden_names and others is not False:
+        raise CannotMergeError("a property is forbidden, but other properties are allowed")
     # A forbidden property is not listed, so `{"additionalProperties": False}` forbids it.
     allowed = {name: schema for name, schema in merged.items() if schema is not False}
     if first_others is True and second_others is True:
         return {"properties": allowed}
     return {"properties": allowed, "additionalProperties": others}
-
-
-def _check_forbidden_names(names: list[str], required: list[str], *, allows_others: bool) -> None:
-    """Raise CannotMergeError if the properties `names` cannot be forbidden.
-
-    xgrammar does not support False as the schema of a property. A property is forbidden only by
-    `{"additionalProperties": False}`, which forbids every property that is not listed.
-
-    Args:
-        names: The names of the forbidden properties.
-        required: The names of the properties that the object must have.
-        allows_others: Whether the object may have properties that are not listed.
-    """
-    if not set(required).isdisjoint(names):
-        raise CannotMergeError("a required property is forbidden")
-    if names and allows_others:
-        raise CannotMergeError("a property is forbidden, but other properties are allowed")
 
 
 def _schema_of_property(schema: Schema, name: str) -> object:

@@ -152,24 +152,13 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     last_start = prompt.rfind(message_start)
     if last_start < 0:  # The prompt contains no message.
         return ""
-    if not layout.ends:  # No end marker can show that the last message is complete.
-        return _open_message_without_ends(fmt, message_start, prompt)
+    if not layout.ends:
+        # Without end markers, only two prompts show that the model continues the last message:
+        # `..>>>` ends with the marker before each message, and `..<|assistant|>Hi` ends with the
+        # beginning of the model's turn, which is `Hi`.
+        if prompt.rstrip().endswith(message_start):
+            return message_start
+        return _text_after_turn(fmt, prompt) or ""
     last_message = prompt[last_start:]
     is_closed = any(end in last_message for end in layout.ends)
     return "" if is_closed else last_message
-
-
-def _open_message_without_ends(fmt: FormatData, message_start: str, prompt: str) -> str:
-    """Return the unfinished last message of a prompt whose messages have no end markers.
-
-    Without end markers, only two prompts show that the model continues the last message:
-
-        end of the prompt     result
-        `..>>>`               `>>>`, the marker before each message
-        `..<|assistant|>Hi`   `Hi`, the text after the marker that opens the model's turn
-
-    For any other prompt, the result is "".
-    """
-    if prompt.rstrip().endswith(message_start):
-        return message_start
-    return _text_after_turn(fmt, prompt) or ""

@@ -88,12 +88,8 @@ def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> 
     ends. Such a schema is described as a whole. Example: `{"items": {"not": {}}}` at the path `$`
     yields "not at $.items".
 
-    Args:
-        schema: The JSON schema.
-        path: The path of `schema` in the outermost schema, for example `$.items`.
-        depth: The number of schemas that enclose `schema`.
-        is_answer: Whether the schema describes the whole answer. For an answer, keywords that the
-            library llguidance enforces are not described.
+    For the whole answer (`is_answer`), keywords that the library llguidance enforces are not
+    described. `depth` is the number of schemas that enclose `schema`.
     """
     if not isinstance(schema, Mapping):
         return
@@ -204,10 +200,6 @@ def _describe_partly_enforced(schema: Mapping[str, Any], path: str) -> Iterator[
     bounds, `allOf` only for a single schema, and `oneOf` only if no value matches two of its
     schemas, because xgrammar treats `oneOf` as `anyOf`. The keywords of inner schemas are not
     described. Example: an `allOf` of two schemas at the path `$` yields "allOf of 2 parts at $".
-
-    Args:
-        schema: The JSON schema.
-        path: The path of `schema` in the outermost schema, for example `$.items`.
     """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
@@ -250,9 +242,7 @@ def _types_add_no_restriction(schema: Mapping[str, Any], cause: str) -> bool:
     `{"type": "string", "enum": ["a"]}`, the keyword `enum` accepts only strings. A reference is
     assumed to accept only values of the declared types.
 
-    Args:
-        schema: A JSON schema with the keyword `type`.
-        cause: A keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
+    `cause` is a keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
     """
     types = schema["type"]
     allowed_types = types if isinstance(types, list) else [types]

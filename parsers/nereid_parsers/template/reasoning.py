@@ -17,9 +17,8 @@ call, if this marker also ends reasoning. The module `reasoning_in_prompts` cont
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
-from nereid_parsers.format import Opener, Reasoning, Wrapper
+from nereid_parsers.format import Opener, Reasoning
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     FIRST_TOOL,
@@ -61,10 +60,6 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     The result also contains the message fields from which the template renders reasoning. If the
     markers of reasoning cannot be found, the attribute `part` of the result is None.
 
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders conversations with the
-            template.
-
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
     findings = find_rendered_reasoning(turn)
@@ -86,14 +81,10 @@ def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasonin
 
     The markers are searched in four places: a rendered message with reasoning, the generation
     prompts, the instructions of a prompt, and the source of the template. The first place that
-    contains markers gives the result.
+    contains markers gives the result. If `conversation` is None, the template renders no reasoning,
+    and no rendered message is searched.
 
     Mutates: `turn.prober`, which records the successful search for the report.
-
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders conversations.
-        conversation: A conversation whose reasoning the template renders. If the template renders
-            no reasoning, the argument is None, and no rendered message is searched.
     """
     if conversation is not None:
         markup = find_markers_in_message(turn, conversation)
@@ -126,23 +117,30 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
     Example: the message "<think>REASONING</think>CONTENT" contains the markers `<think>` and
     `</think>`.
 
+    Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
+
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
-        conversation: A conversation whose answer has reasoning. The template renders the reasoning.
-
-    Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
+        conversation: A conversation whose answer has reasoning, and also content or a call of
+            FIRST_TOOL. The template renders all of them.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
         closing marker of reasoning is missing.
     """
-    texts = _cut_at_reasoning(turn, conversation)
-    pair = _markers_of_reasoning(turn, texts)
-    is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
+    text = turn.text_after_header(conversation) or ""
+    before, _, rest = text.partition(REASONING_TEXT)
+    has_content = conversation.answer is not None and bool(conversation.answer.content)
+    after_reasoning, _, after_content = rest.partition(CONTENT_TEXT if has_content else FIRST_TOOL)
+    opening = _opening_before_reasoning(turn, before)
+    closing = closing_marker(after_reasoning, opening)
+    if not opening:  # The opening marker is derived: `<think>` from `</think>`.
+        opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
+    is_marker_missing = not opening.strip() or not closing.strip()
     if is_marker_missing:
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
-            f"between {texts.before!r} and {texts.after_reasoning!r}."
+            f"between {before!r} and {after_reasoning!r}."
         )
         return None
     turn.prober.record(
@@ -150,13 +148,16 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         "The message has reasoning.",
         left=_without_reasoning(conversation),
         right=conversation,
-        finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
+        finding=f"Reasoning is written between {opening!r} and {closing!r}.",
     )
     header = turn.header.strip()
-    return replace(
-        declare_reasoning(pair, header, texts.after_reasoning),
-        wrapper=_wrapper_after_reasoning(texts, pair.closing, header),
-    )
+    markup = declare_reasoning(MarkerPair(opening, closing), header, after_reasoning)
+    if not has_content:
+        return markup
+    before_content = after_reasoning.removeprefix(closing)
+    if header:  # Some templates repeat the header before the content.
+        before_content = before_content.replace(header, "")
+    return replace(markup, wrapper=content_wrapper(before_content, after_content))
 
 
 def _without_reasoning(conversation: Conversation) -> Conversation:
@@ -165,103 +166,12 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
     return replace(conversation, answer=replace(answer, reasoning=""))
 
 
-class _TextAroundReasoning(NamedTuple):
-    """The texts around the reasoning and around the content of a rendered message.
-
-    Example: "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
-    `after_reasoning` "</think><answer>" and `after_content` "</answer>".
-
-    Attributes:
-        before: The text before the reasoning.
-        after_reasoning: The text between the reasoning and the content. If the message has no
-            content, the text between the reasoning and the name of the called function.
-        after_content: The text after the content. None if the message has no content.
-    """
-
-    before: str
-    after_reasoning: str
-    after_content: str | None
-
-
-def _cut_at_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextAroundReasoning:
-    """Render an answer with reasoning. Return the texts around the reasoning and the content.
-
-    Examples of rendered answers:
-
-        <think>REASONING</think><answer>CONTENT</answer>
-            gives `before` "<think>", `after_reasoning` "</think><answer>" and `after_content`
-            "</answer>".
-        <think>REASONING</think><call>f</call>
-            gives `before` "<think>", `after_reasoning` "</think><call>" and `after_content` None.
-
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders the answer.
-        conversation: A conversation whose answer has reasoning, and also content or a call of
-            FIRST_TOOL. The caller has found that the template renders all of them.
-    """
-    text = turn.text_after_header(conversation) or ""
-    before, _, rest = text.partition(REASONING_TEXT)
-    has_content = conversation.answer is not None and bool(conversation.answer.content)
-    if has_content:
-        after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
-        return _TextAroundReasoning(before, after_reasoning, after_content)
-    after_reasoning, _, _ = rest.partition(FIRST_TOOL)
-    return _TextAroundReasoning(before, after_reasoning, after_content=None)
-
-
-def _wrapper_after_reasoning(
-    texts: _TextAroundReasoning, closing: str, header: str
-) -> Wrapper | None:
-    """Return the markers around the content that follows the reasoning, or None if there are none.
-
-    Example: in "<think>REASONING</think><|assistant|><answer>CONTENT</answer>", the content is
-    between `<answer>` and `</answer>`. The closing marker `</think>` and the header `<|assistant|>`
-    are not markers of the content, so they are removed.
-
-    Args:
-        texts: The texts around the reasoning and the content of the message. If the message has no
-            content, the result is None.
-        closing: The closing marker of reasoning, such as `</think>`.
-        header: The text that opens an assistant message, such as `<|assistant|>`, or "". Some
-            templates repeat this text before the content.
-    """
-    if texts.after_content is None:
-        return None
-    before_content = texts.after_reasoning.removeprefix(closing)
-    if header:
-        before_content = before_content.replace(header, "")
-    return content_wrapper(before_content, texts.after_content)
-
-
-def _markers_of_reasoning(turn: ModelTurn, texts: _TextAroundReasoning) -> MarkerPair:
-    """Return the opening and closing markers of reasoning. A missing marker is "" or white space.
-
-    Usually, both markers are in the rendered message or in a prompt, as in
-    "<think>REASONING</think>CONTENT". If the opening marker is in neither, it is derived from the
-    closing marker: `<think>` from `</think>`. A derived marker must occur in the template.
-
-    Args:
-        turn: The generation prompts and the template.
-        texts: The texts around the reasoning of the rendered message.
-    """
-    opening = _opening_before_reasoning(turn, texts.before)
-    closing = closing_marker(texts.after_reasoning, opening)
-    if not opening:
-        opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
-    return MarkerPair(opening, closing)
-
-
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
     r"""Return the opening marker of reasoning, such as `<think>`, or "" if there is none.
 
     Usually, the rendered message contains the opening marker. In some templates, the prompt ends
     with this marker, so the message starts directly with the reasoning. Example: `before` is "",
     and the prompt ends with "<|assistant|><think>\n". The result is "<think>\n".
-
-    Args:
-        turn: The prompts of the template. Each prompt ends with the header of the model's answer,
-            such as `<|assistant|>`, and with the text after this header.
-        before: The text of the rendered message before the reasoning.
     """
     if before.strip():
         return last_opening(before)  # The reasoning directly follows `before`.
@@ -311,13 +221,13 @@ def find_interruption(
     Example: in "<think>REASONING<tool_call>..", the template has omitted `</think>`, so the parser
     must end the reasoning at `<tool_call>`.
 
+    Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
+
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
         part: The markers of reasoning.
         conversation: A conversation whose reasoning the template renders, or None. To find the
             marker, the same conversation is rendered with another answer: reasoning and a call.
-
-    Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
 
     Returns:
         A tuple with this one marker, as the value of `Reasoning.interrupted_by`. The tuple is empty

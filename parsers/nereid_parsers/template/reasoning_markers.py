@@ -79,9 +79,6 @@ def last_opening(before: str) -> str:
     ('\n<think>\n', ' <|open|>think<|sep|>')
     >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
     ('\nI think:\n', 'I think:\n')
-
-    Args:
-        before: The text of the rendered message before the reasoning.
     """
     all_markers = list(MARKER.finditer(before))
     if not all_markers:
@@ -91,18 +88,10 @@ def last_opening(before: str) -> str:
     is_followed_by_words = bool(after_marker.strip()) and after_marker[0].isspace()
     if is_followed_by_words:
         return after_marker
-    joined_to_marker = _last_space_and_word(before[: last_marker.start()])
+    # The text since the last white space before the marker is joined to the marker.
+    words_and_spaces = _SPACES.split(before[: last_marker.start()])  # ["Hello.", " ", "<|open|>.."]
+    joined_to_marker = "".join(words_and_spaces[-2:])
     return joined_to_marker + last_marker.group() + after_marker
-
-
-def _last_space_and_word(text: str) -> str:
-    r"""Return the end of `text`, beginning with the last white space in `text`.
-
-    >>> _last_space_and_word("Hello. <|open|>think"), _last_space_and_word("Hello.\n")
-    (' <|open|>think', '\n')
-    """
-    words_and_spaces = _SPACES.split(text)  # such as ["Hello.", " ", "<|open|>think"]
-    return "".join(words_and_spaces[-2:])
 
 
 def first_opening(after_header: str) -> str:
@@ -114,10 +103,6 @@ def first_opening(after_header: str) -> str:
 
     >>> first_opening("<think>\n</think>"), first_opening("I think:\n<end>")
     ('<think>\n', 'I think:\n')
-
-    Args:
-        after_header: The text of the prompt after the header. If this text is blank, the prompt
-            opens no reasoning, and the result is "".
     """
     opening = _marker_or_words_at_start(after_header)
     return opening if opening.strip() else ""
@@ -137,10 +122,7 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
 
-    Args:
-        after_reasoning: The text between the reasoning and the next part of the message. If this
-            text contains no marker, the result is the whole text.
-        opening: The text that opens the reasoning, such as `<think>`.
+    If `after_reasoning` contains no marker, the result is the whole text.
     """
     compound = compound_closing(after_reasoning, opening.strip())
     return compound or _marker_or_words_at_start(after_reasoning)
@@ -175,41 +157,30 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
     >>> pair = MarkerPair("<think>", "</think>")
     >>> declare_reasoning(pair, "<|assistant|>", "</think><|assistant|>").inner_headers
     ('<|assistant|>',)
-
-    Args:
-        pair: The opening marker and the closing marker of reasoning.
-        header: The header of the model's messages, or "".
-        after_reasoning: The text between the reasoning and the next part of the message.
     """
-    other_texts = (pair.closing, header, after_reasoning)
-    alternative = _alternative_opening(pair.opening, other_texts)
-    also_open = () if alternative is None else (alternative,)
+    also_open = _alternative_opening(pair.opening, (pair.closing, header, after_reasoning))
     part = Reasoning(pair.opening, pair.closing, also_open=also_open)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(part, inner_headers=(header,) if is_header_repeated else ())
 
 
-def _alternative_opening(opening: str, other_texts: tuple[str, ...]) -> str | None:
+def _alternative_opening(opening: str, other_texts: tuple[str, ...]) -> tuple[str, ...]:
     """If several markers open reasoning, return the last one. Some models write only this marker.
 
-    Return None if only one marker opens the reasoning, or if the last marker also has another
-    meaning. Example: `<|sep|>` also occurs in the text that closes the reasoning, so the parser
-    could not decide what `<|sep|>` alone means.
+    Return () if only one marker opens the reasoning, or if the last marker also has another
+    meaning, because one of the `other_texts` contains it. Example: `<|sep|>` also occurs in the
+    text that closes the reasoning, so the parser could not decide what `<|sep|>` alone means.
 
     >>> _alternative_opening("<|message|><|thinking|>", other_texts=("<|end|>",))
-    '<|thinking|>'
+    ('<|thinking|>',)
     >>> _alternative_opening("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",))
-
-    Args:
-        opening: The text that opens the reasoning.
-        other_texts: The texts that must not contain the last marker: the text that closes the
-            reasoning, the text that opens an assistant message, and the text before the next part.
+    ()
     """
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
     if not last_marker or len(markers(opening)) == 1:
-        return None
+        return ()
     is_ambiguous = any(last_marker in text for text in other_texts)
-    return None if is_ambiguous else last_marker
+    return () if is_ambiguous else (last_marker,)
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
@@ -223,10 +194,8 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     >>> content_wrapper("<answer>", "<|im_end|>")
     Wrapper(open='<answer>', close='')
 
-    Args:
-        before_content: The text between the closing marker of reasoning and the content. The result
-            is None if this text is blank. White space at the start belongs to the reasoning.
-        after_content: The text after the content.
+    The result is None if `before_content`, the text between the closing marker of reasoning and the
+    content, is blank. White space at its start belongs to the reasoning.
     """
     opening = before_content.lstrip()
     if not opening:
@@ -239,8 +208,8 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
 def empty_pairs(text: str) -> list[MarkerPair]:
     """Return the markers of each empty block in `text`, such as `<think></think>`.
 
-    An empty block is, for example, `<think></think>`. The instructions of a prompt often contain
-    empty blocks, to show the markers that the model must write around the reasoning.
+    The instructions of a prompt often contain empty blocks, to show the markers that the model must
+    write around the reasoning.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
     [MarkerPair(opening='<think>', closing='</think>'),
@@ -266,37 +235,13 @@ def named_pair(literal: str) -> MarkerPair | None:
     MarkerPair(opening='<think>', closing='</think>')
     >>> named_pair("</think>")
     MarkerPair(opening='<think>', closing='</think>')
-
-    Args:
-        literal: The string constant.
-    """
-    return _thinking_pair_in(literal) or _pair_of_closing(literal.strip())
-
-
-def _thinking_pair_in(literal: str) -> MarkerPair | None:
-    """Return the first pair of markers in `literal` whose closing marker refers to thinking.
-
-    >>> _thinking_pair_in("Write <think>your thoughts</think> first.")
-    MarkerPair(opening='<think>', closing='</think>')
-
-    Return None if `literal` does not contain both markers of a pair.
     """
     all_markers = markers(literal)
     for closing in filter(is_thinking_marker, all_markers):
         for opening in _possible_openings(closing):
             if opening in all_markers:
                 return MarkerPair(opening, closing)
-    return None
-
-
-def _pair_of_closing(text: str) -> MarkerPair | None:
-    """If `text` is a closing marker such as `</think>`, return this marker with its opening marker.
-
-    >>> _pair_of_closing("</think>")
-    MarkerPair(opening='<think>', closing='</think>')
-
-    Return None if `text` is anything else, such as an opening marker or a sentence.
-    """
+    text = literal.strip()
     is_closing_alone = text in markers(text) and is_thinking_marker(text)
     openings = _possible_openings(text) if is_closing_alone else []
     return MarkerPair(openings[0], closing=text) if openings else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
 
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
@@ -78,39 +77,25 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
     Mutates: `turn.prober.form`. From then on, the prober writes the reasoning of a message to the
         place from which the template reads reasoning, for example to the field `reasoning_content`.
-
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
     """
     switches = _effects_of_switches(turn.prompts)
-    rendered = _find_conversation(turn)
-    if rendered is None:  # The template renders no reasoning.
+    found = _find_conversation(turn)
+    if found is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
-    turn.prober.form = replace(turn.prober.form, reasoning=rendered.place)
-    return ReasoningFindings(
-        conversation=rendered.conversation,
-        fields=_rendered_fields(turn.prober, rendered),
-        switches=switches,
-    )
+    conversation, place = found
+    turn.prober.form = replace(turn.prober.form, reasoning=place)
+    # `place` is either a part of the content, or stands for all fields.
+    is_in_content = place in (PARTS, BLOCKS)
+    fields = (place,) if is_in_content else _rendered_fields(turn.prober, conversation)
+    return ReasoningFindings(conversation=conversation, fields=fields, switches=switches)
 
 
-class _RenderedReasoning(NamedTuple):
-    """A conversation whose reasoning the template renders.
-
-    Attributes:
-        conversation: The conversation, whose last message contains reasoning.
-        place: The place of the reasoning in this message, see `InputForm.reasoning`.
-    """
-
-    conversation: Conversation
-    place: str
-
-
-def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
+def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
     """Find a conversation for which the template renders the reasoning of the answer.
 
     Return the first rendered conversation in which the content and the tool calls follow the
-    reasoning. The conversations differ in three things:
+    reasoning, and the place of the reasoning in the answer (see `InputForm.reasoning`). The
+    conversations differ in three things:
 
         the answer      It has content, a tool call, or both. Content alone is preferred.
         the switches    The settings of the thinking switches, such as `enable_thinking=True`.
@@ -121,27 +106,17 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     # `turn.prompts` contains one prompt for each setting of the thinking switches.
     prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
     settings = [prompt.switches for prompt in prompts] or [NO_SWITCHES]
-    places = _possible_places(turn)
+    places = [ALL_REASONING_FIELDS, PARTS]
+    # Templates without the word "blocks" cannot read blocks.
+    if any("blocks" in literal for literal in turn.prober.template.literals):
+        places.append(BLOCKS)
     for answer, switches, place in product(_ANSWERS, settings, places):
         form = replace(turn.prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
         text = turn.text_after_header(conversation, form)
         if text is not None and _is_rendered_completely(answer, text):
-            return _RenderedReasoning(conversation, place)
+            return conversation, place
     return None
-
-
-def _possible_places(turn: ModelTurn) -> list[str]:
-    """List the possible places of reasoning in a message, for example a field of the message.
-
-    The places are fields such as `reasoning_content`, a part of the content (PARTS), and a block of
-    the content (BLOCKS), see `InputForm.reasoning`. BLOCKS is included only if the template
-    contains the word "blocks", because other templates cannot read blocks.
-    """
-    mentions_blocks = any("blocks" in literal for literal in turn.prober.template.literals)
-    if mentions_blocks:
-        return [ALL_REASONING_FIELDS, PARTS, BLOCKS]
-    return [ALL_REASONING_FIELDS, PARTS]
 
 
 def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
@@ -165,25 +140,17 @@ def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
     return not answer.calls or FIRST_TOOL in after_reasoning
 
 
-def _rendered_fields(prober: Prober, rendered: _RenderedReasoning) -> tuple[str, ...]:
-    """Return the message fields from which the template renders reasoning.
+def _rendered_fields(prober: Prober, conversation: Conversation) -> tuple[str, ...]:
+    """Return the message fields from which the template renders the reasoning of a conversation.
 
     Example: the result is ("reasoning_content",) for a template that writes
-    `{{ message.reasoning_content }}`. If the template reads the reasoning from a part of the
-    content, the result is ("parts",) or ("blocks",), the words with which the report names these
-    places.
-
-    Args:
-        prober: Renders the conversation once for each possible field, with the reasoning in this
-            field only.
-        rendered: A conversation whose reasoning the template renders.
+    `{{ message.reasoning_content }}`. The conversation is rendered once for each possible field,
+    with the reasoning in this field only.
     """
-    if rendered.place in (PARTS, BLOCKS):
-        return (rendered.place,)
     rendered_fields = []
     for field_name in REASONING_FIELDS:
         form_with_field = replace(prober.form, reasoning=field_name)
-        text = prober.render(rendered.conversation, form_with_field)
+        text = prober.render(conversation, form_with_field)
         if text is not None and REASONING_TEXT in text:
             rendered_fields.append(field_name)
     return tuple(rendered_fields)
@@ -195,9 +162,7 @@ def _effects_of_switches(prompts: tuple[GenerationPrompt, ...]) -> dict[str, str
     Example: with the setting enable_thinking=False, the prompt ends with the header
     `<|im_start|>assistant` and "<think></think>". The default prompt ends with the header alone.
     The result is {"enable_thinking=False": "<think></think>"}.
-
-    Args:
-        prompts: One prompt for each setting of the switches. The default prompt is first.
+    `prompts` contains one prompt for each setting of the switches. The default prompt is first.
     """
     if not prompts:
         return {}
@@ -220,13 +185,5 @@ def _makes_superfluous(prompt: GenerationPrompt, other: GenerationPrompt) -> boo
     only `a=True` is reported.
     """
     has_same_effect = prompt.after_header == other.after_header
-    return has_same_effect and _switches_of(prompt).issubset(_switches_of(other))
-
-
-def _switches_of(prompt: GenerationPrompt) -> set[object]:
-    """Convert the thinking switches of a prompt, such as `enable_thinking=False`, into a set.
-
-    The set contains a pair for each template variable, such as ("enable_thinking", False), and the
-    text of the system message, such as "/no_think" or "".
-    """
-    return {*prompt.switches.variables, prompt.switches.system}
+    switches = {*prompt.switches.variables, prompt.switches.system}
+    return has_same_effect and switches.issubset({*other.switches.variables, other.switches.system})

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -19,7 +20,6 @@ from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.format_lines import part_lines
 from nereid_parsers.template.parse_renderings import Proof
-from nereid_parsers.template.report_data import as_data
 
 CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters at the end of a prompt that are shown
@@ -156,21 +156,15 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _parse_sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message, and return the result for the report.
+    """Parse a rendered message, and return the spans that the parser recognises, for the report.
 
-    The result, a sample, contains the spans that the parser recognises. A span is a pair of a kind
-    and a text. Example: the message "<think>Hm</think>" has the spans ("markup", "<think>"),
+    Example: the message "<think>Hm</think>" has the spans ("markup", "<think>"),
     ("reasoning", "Hm") and ("markup", "</think>").
-
-    Args:
-        fmt: The format with which the message is parsed.
-        proof: The rendered message with its prompt. The analysis has already recorded which parts
-            of the message are parsed wrongly.
     """
     pieces: list[tuple[str, str]] = []
 
     def add_piece(kind: str, text: str) -> None:
-        """Store a small piece of the message. The parser calls this function for each piece."""
+        """Store a small piece of the message."""
         pieces.append((kind, text))
 
     parser = StreamParser(fmt, tools=TOOLS, prompt=proof.prompt, trace=add_piece)
@@ -199,11 +193,8 @@ def _constraint_text(fmt: Format, prompt: str | None) -> str:
 
     The text is a structural tag in JSON: a description of the allowed outputs, which the engine
     enforces. If the format allows no constraint, the text is a sentence with the reason.
-
-    Args:
-        fmt: The format of the tool calls.
-        prompt: The prompt before the model's answer, or None if there is none. The constraint
-            depends on the prompt, because a prompt may end with the marker that opens reasoning.
+    The constraint depends on the prompt, because a prompt may end with the marker that opens
+    reasoning.
     """
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
@@ -222,15 +213,7 @@ def report_text(report: Report, paint: Paint = no_colour) -> str:
 
 
 def _sections(report: Report, paint: Paint) -> Iterator[list[str]]:
-    """Yield the lines of each section of the report. A section may be empty.
-
-    The sections are the title, the comparisons, the supported features, the format, the parsed
-    messages, the questions that the analysis could not decide, and the constraint of a tool call.
-
-    Args:
-        report: The contents of the report.
-        paint: A function that adds colour to a text of the given kind, such as "title".
-    """
+    """Yield the lines of each section of the report. A section may be empty."""
     analysis = report.analysis
     if report.title:
         yield [paint("title", report.title), report.why]
@@ -250,7 +233,8 @@ def _comparison_section(analysis: TemplateAnalysis, paint: Paint) -> list[str]:
     """Return the lines about all comparisons of renderings."""
     lines = _section("Comparisons", _COMPARISONS_EXPLAINED, paint)
     for comparison in analysis.comparisons:
-        lines += _comparison_lines(comparison, paint)
+        lines.append(f"{paint('name', comparison.name)}: {comparison.changed}")
+        lines += _indented([comparison.finding, *difference_lines(comparison, paint)])
     return lines
 
 
@@ -265,22 +249,12 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
         yield f"    {line}"
 
 
-def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
-    """Yield the lines about one comparison: its label, its finding and the differing texts."""
-    yield f"{paint('name', comparison.name)}: {comparison.changed}"
-    yield f"    {comparison.finding}"
-    yield from _indented(difference_lines(comparison, paint))
-
-
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
     """Yield the lines that the report contains about one parsed message.
 
     The first line contains the name of the sample and whether it was parsed correctly. The second
     line contains the end of the prompt. Each further line contains one span of the message, such as
     "reasoning:'Hm'".
-
-    `paint(kind, text)` adds a colour to `text`. The colour depends on the kind of the text, which
-    is "title", "problem", or the kind of a span, such as "markup".
     """
     if sample.differs:
         result = paint("problem", f"parsed wrongly: {', '.join(sample.differs)} differ")
@@ -370,12 +344,30 @@ def report_json(report: Report) -> str:
     data: dict[str, Any] = {
         "title": report.title,
         "why": report.why,
-        "format": as_data(report.format),
-        "samples": as_data(report.samples),
+        "format": _as_data(report.format),
+        "samples": _as_data(report.samples),
         "constraint": report.constraint,
     }
     if analysis is not None:
-        data["comparisons"] = as_data(analysis.comparisons)
-        data["supports"] = as_data(analysis.supports)
+        data["comparisons"] = _as_data(analysis.comparisons)
+        data["supports"] = _as_data(analysis.supports)
         data["undecided"] = list(analysis.undecided)
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def _as_data(value: Any) -> Any:  # noqa: ANN401  # any value of a report
+    """Convert a value of a report into dicts, lists and plain values, for a JSON document.
+
+    A dataclass becomes a dict of its attributes. The dict also contains the name of the class, as
+    the value of the key `part`. Example: `Wrapper("<a>", "</a>")` gives
+    `{"part": "Wrapper", "open": "<a>", "close": "</a>"}`.
+    """
+    is_dataclass_object = is_dataclass(value) and not isinstance(value, type)
+    if is_dataclass_object:
+        members = {member.name: _as_data(getattr(value, member.name)) for member in fields(value)}
+        return {"part": type(value).__name__, **members}
+    if isinstance(value, list | tuple):
+        return [_as_data(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _as_data(item) for key, item in value.items()}
+    return value.value if isinstance(value, Enum) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
@@ -28,18 +28,6 @@ class ContinuationRefused(RenderRefused):
 
     The text of the error contains the reason.
     """
-
-
-class _MarkedMessages(NamedTuple):
-    """The messages of a request. `_END_OF_MESSAGE` has been appended to the last message.
-
-    Attributes:
-        messages: The messages. The content of the last message ends with `_END_OF_MESSAGE`.
-        final_text: The last text in the content of the last message, without `_END_OF_MESSAGE`.
-    """
-
-    messages: list[dict[str, Any]]
-    final_text: str
 
 
 class RequestTemplate:
@@ -93,9 +81,9 @@ class RequestTemplate:
             return self._render_within({**variables, "messages": messages}, limits)
         # The rendered text contains a placeholder at the end of the last message. The text is cut
         # at this placeholder.
-        marked = self._mark_final_message(messages)
-        rendered = self._render_within({**variables, "messages": marked.messages}, limits)
-        return _cut_at_message_end(rendered, marked.final_text)
+        marked, final_text = self._mark_final_message(messages)
+        rendered = self._render_within({**variables, "messages": marked}, limits)
+        return _cut_at_message_end(rendered, final_text)
 
     def _render_within(self, variables: Mapping[str, Any], limits: Limits) -> str:
         """Render the template within the given limits, and return the text.
@@ -108,7 +96,9 @@ class RequestTemplate:
         text: str = self._of_thread.template.render(variables, Budget(limits))
         return text
 
-    def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
+    def _mark_final_message(
+        self, messages: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], str]:
         """Copy the messages, and append `_END_OF_MESSAGE` to the content of the last message.
 
         In the rendered prompt, `_END_OF_MESSAGE` shows where the content of the last message ends.
@@ -131,46 +121,31 @@ class RequestTemplate:
         if "content" not in self._source:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
-            return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
+            marked, final_text = content + _END_OF_MESSAGE, content
+            return [*messages[:-1], {**messages[-1], "content": marked}], final_text
         if isinstance(content, list):
-            return _mark_last_part(messages, content)
+            marked_parts, final_text = _mark_last_text(content)
+            return [*messages[:-1], {**messages[-1], "content": marked_parts}], final_text
         raise ContinuationRefused(_NO_TEXT)
 
 
-def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
-    """Copy the messages, and append `_END_OF_MESSAGE` to the last text of the last message.
+def _mark_last_text(parts: Sequence[Any]) -> tuple[list[Any], str]:
+    """Copy the parts of a message, and append `_END_OF_MESSAGE` to the last part with text.
 
-    After the rendering, the position of `_END_OF_MESSAGE` is the end of the message in the prompt.
+    Return the copied parts, and the last text without `_END_OF_MESSAGE`.
 
-    Args:
-        messages: The messages of the request.
-        parts: The content of the last message, for example an image and a text:
-            `[{"type": "image"}, {"type": "text", "text": "Hi"}]`.
+    >>> _mark_last_text([{"type": "image"}, {"type": "text", "text": "Hi"}])[0][1]["text"]
+    'HiCONTINUE_FINAL_MESSAGE_TAG '
 
     Raises:
         ContinuationRefused: No part contains text.
     """
-    indices_from_end = reversed(range(len(parts)))
-    last_index = next((index for index in indices_from_end if _has_text(parts[index])), None)
-    if last_index is None:
-        raise ContinuationRefused(_NO_TEXT)
-    last_text: str = parts[last_index]["text"]
-    marked_parts = list(parts)
-    marked_parts[last_index] = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
-    return _replace_content(messages, marked_parts, final_text=last_text)
-
-
-def _replace_content(
-    messages: Sequence[dict[str, Any]], content: object, *, final_text: str
-) -> _MarkedMessages:
-    """Copy the messages, and replace the content of the last message with `content`.
-
-    Args:
-        messages: The messages of the request.
-        content: The new content, which ends with `_END_OF_MESSAGE`.
-        final_text: The last text of the old content.
-    """
-    return _MarkedMessages([*messages[:-1], {**messages[-1], "content": content}], final_text)
+    for index in reversed(range(len(parts))):
+        if _has_text(parts[index]):
+            text: str = parts[index]["text"]
+            marked_part = {**parts[index], "text": text + _END_OF_MESSAGE}
+            return [*parts[:index], marked_part, *parts[index + 1 :]], text
+    raise ContinuationRefused(_NO_TEXT)
 
 
 def _has_text(part: object) -> bool:

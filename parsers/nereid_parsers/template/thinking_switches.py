@@ -42,33 +42,29 @@ def thinking_switches(
         fixed_variables: The names of variables that always have the same value. They are no
             switches.
     """
-    names = _switch_variables(template, fixed_variables)
+    switch_names = sorted(name for name in template.names if _is_thinking_switch(name))
+    names = [name for name in switch_names[:_MAX_NAMES] if name not in fixed_variables]
     one_variable = [
         Switches(variables=((name, value),))
         for name in names
         for value in _possible_values(template, name)
     ]
     # Some templates render reasoning only if several switches, such as `enable_thinking`, are on.
-    all_variables = _all_on_and_all_off(names) if len(names) > 1 else []
+    all_variables = []
+    if len(names) > 1:
+        all_variables = [Switches(tuple((name, on) for name in names)) for on in (True, False)]
+    template_text = "\n".join(template.literals)
+    system_messages = [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
     # If there are too many settings, the last ones are omitted. Therefore, the settings that
     # usually have an effect are first.
-    settings = [NO_SWITCHES, *all_variables, *one_variable, *_system_messages(template)]
+    settings = [NO_SWITCHES, *all_variables, *one_variable, *system_messages]
     return settings[:_MAX_SETTINGS]
 
 
-def _switch_variables(template: CompiledTemplate, fixed_variables: Container[str]) -> list[str]:
-    """Return the template variables that turn thinking on or off, such as `enable_thinking`.
-
-    The variables whose names are in `fixed_variables` are omitted.
-    """
-    names = sorted(name for name in template.names if is_thinking_switch(name))
-    return [name for name in names[:_MAX_NAMES] if name not in fixed_variables]
-
-
-def is_thinking_switch(name: str) -> bool:
+def _is_thinking_switch(name: str) -> bool:
     """Return whether a template variable with this name may turn thinking on or off.
 
-    >>> is_thinking_switch("enable_thinking"), is_thinking_switch("reasoning_content")
+    >>> _is_thinking_switch("enable_thinking"), _is_thinking_switch("reasoning_content")
     (True, False)
     """
     return bool(_SWITCH_NAME.search(name)) and not _NO_SWITCH_NAME.search(name)
@@ -81,10 +77,6 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     values follow: True and False, or words such as "high" and "low". Example: the template contains
     `{% if thinking_mode == "fast" %}`. For the variable `thinking_mode`, the result is
     ["fast", "high", "low", "none", "enabled", "disabled"].
-
-    Args:
-        template: The template, which reads the variable.
-        name: The name of the variable.
     """
     constants = template.compared.get(name, ())
     compared_values = [value for value in constants if isinstance(value, str | int)]
@@ -95,24 +87,3 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     # and True as equal.
     value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
     return list(value_by_text.values())[:_MAX_VALUES]
-
-
-def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings of the variables: in one, all are True, and in the other, all are False.
-
-    >>> [setting.describe() for setting in _all_on_and_all_off(["a", "b"])]
-    ['a=True, b=True', 'a=False, b=False']
-    """
-    all_on = Switches(tuple((name, True) for name in names))
-    all_off = Switches(tuple((name, False) for name in names))
-    return [all_on, all_off]
-
-
-def _system_messages(template: CompiledTemplate) -> list[Switches]:
-    """Return the settings that turn thinking on or off with a system message such as "/think".
-
-    The words are "/think" and "/no_think". The result contains one setting for each of these words
-    that the template contains.
-    """
-    template_text = "\n".join(template.literals)
-    return [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]

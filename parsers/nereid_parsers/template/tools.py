@@ -21,7 +21,6 @@ report.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
@@ -58,11 +57,7 @@ from nereid_parsers.template.difference import leading_marker, markers, text_bet
 from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import restore_numbers_and_ids
-from nereid_parsers.template.unrendered_calls import (
-    describe_unrendered_calls,
-    guess_tool_section,
-    offers_tools,
-)
+from nereid_parsers.template.unrendered_calls import guess_tool_section
 
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
 
@@ -103,71 +98,46 @@ def find_tools(
     Mutates: `turn.prober`, which records comparisons for the report, with the labels T1 to T8. If
         the format cannot be inferred, a sentence with the reason is appended to its list
         `undecided`.
-
-    Args:
-        turn: The text around the model's answers, such as `<|start|>assistant`. `turn.prober`
-            renders the conversations.
-        reasoning: The reasoning part of the format, or None if there is none.
-        wrapper: The markers around the content, or None if there are none.
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
+    prober = turn.prober
     one_call = render_one_call(renderer)  # records T1
     if not one_call:
-        return _findings_without_rendered_calls(renderer)
+        return ToolFindings(part=guess_tool_section(renderer))
     two_calls = render_two_calls(renderer)  # records T2
     texts = _render_calls(renderer, one_call, two_calls)
     # This call records the comparisons T3 to T7b, which only the report needs. They show, for
     # example, how the template renders a call of another function, or a call with two arguments.
-    record_changed_calls(turn.prober)
-    content_before_call = render_content_before_call(turn)  # records T8
-    opening = strip_reasoning_markers(content_before_call.opening, reasoning).strip()
-    has_other_wrapper = wrapper is not None and opening != wrapper.open.strip()
-    other_wrapper = (opening,) if has_other_wrapper and leading_marker(opening) else ()
+    record_changed_calls(prober)
+    inner_headers = _headers_before_call(renderer)  # records T8
     findings = ToolFindings(
         is_parallel=bool(two_calls),
-        with_content=content_before_call.is_rendered,
-        inner_headers=(*content_before_call.inner_headers, *other_wrapper),
+        with_content=inner_headers is not None,
+        inner_headers=inner_headers or (),
     )
     # The two tool calls must differ only in their names and arguments, so their numbers are masked.
     # The prober has already masked numbers directly after the name, as in `f:0`.
     # `mask_call_numbers` also masks numbers at other places, as in `0 f` or `f index=0`.
     texts = mask_call_numbers(texts)
-    inference = infer_call_format(texts)
-    turn.prober.undecided += inference.problems  # sentences about what could not be inferred
-    if inference.call_format is None:
+    call_format = _infer_call_format(texts, prober.undecided)
+    if call_format is None:
         return findings
-    if _is_name_repeated_after_call(inference.call_format):
-        turn.prober.undecided.append(
+    if _is_name_repeated_after_call(call_format):
+        prober.undecided.append(
             "The format of the calls could not be inferred: the text after a call repeats the name "
             f"of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
         )
         return findings
-    findings = _add_form(findings, inference.call_format)
+    findings = _add_form(findings, call_format)
     try:
-        section = _tool_section(inference.call_format)
+        section = _tool_section(call_format)
     except FormatError as error:
-        turn.prober.undecided.append(f"The tool section is invalid: {error}")
+        prober.undecided.append(f"The tool section is invalid: {error}")
         return findings
-    section = add_call_without_arguments(section, inference.call_format, texts.no_arguments)
+    section = add_call_without_arguments(section, call_format, texts.no_arguments)
     # Related models may write tool calls with other markers. `add_family_variants` adds
     # descriptions of these tool calls.
     return replace(findings, part=add_family_variants(section))
-
-
-def _findings_without_rendered_calls(renderer: CallRenderer) -> ToolFindings:
-    """Guess the tool section of a template that renders no tool calls.
-
-    The result is empty if the template does not offer tools to the model.
-
-    Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
-        that describes the guess is appended for the report.
-    """
-    prober = renderer.turn.prober
-    if not offers_tools(prober):
-        return ToolFindings()
-    section = guess_tool_section(renderer)
-    prober.undecided.append(describe_unrendered_calls(section))
-    return ToolFindings(part=section)
 
 
 def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
@@ -208,11 +178,7 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
     whose argument is SPECIAL_VALUE, a string with a line break and the characters `<&>`, shows the
     quotes that some templates write only around such strings.
 
-    Args:
-        renderer: Renders messages with tool calls.
-        one_call: The text of one tool call, which the caller has already rendered.
-        two_calls: The text of two tool calls, which the caller has already rendered. "" if a
-            message can have only one tool call.
+    `one_call` and `two_calls` are the texts that the caller has already rendered.
     """
     number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
     special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
@@ -288,41 +254,23 @@ def render_two_calls(renderer: CallRenderer) -> str:
     return text if is_parallel else ""
 
 
-class ContentBeforeCall(NamedTuple):
-    """Describes how a template renders one message with both content and a tool call.
-
-    Attributes:
-        is_rendered: Whether the template renders both the content and the tool call.
-        inner_headers: The turn markers between the content and the tool call: the header of the
-            second turn, and the end marker of the first turn. Example: `<|start|>assistant` and
-            `<|end|>`. Empty if the content and the tool call are in one turn.
-        opening: The text of the message before the content, such as `<think></think><|note|>`.
-    """
-
-    is_rendered: bool
-    inner_headers: tuple[str, ...] = ()
-    opening: str = ""
-
-
-def render_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Render a message with both content and a tool call. Return how the template writes them.
+def _headers_before_call(renderer: CallRenderer) -> tuple[str, ...] | None:
+    """Render a message with content and a tool call. Return `ToolFindings.inner_headers`.
 
     Some templates write the content and the tool call as two turns. Example: in
     "CONTENT<|end|><|start|>assistant<call>..", the marker `<|end|>` ends the first turn, and the
-    header `<|start|>assistant` opens the second turn. The result contains these two texts as
-    `inner_headers`, because the model must write them itself.
+    header `<|start|>assistant` opens the second turn. The result contains these two texts, because
+    the model must write them itself. Return None if the template does not render such a message.
 
-    Mutates: `turn.prober`. If the message is rendered, the prober records a comparison for the
-        report, with the label T8: a message with only a tool call, and the message with both.
-
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
+    Mutates: `renderer.turn.prober`. If the message is rendered, the prober records a comparison for
+        the report, with the label T8: a message with only a tool call, and the message with both.
     """
+    turn, wrapper = renderer.turn, renderer.wrapper
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = turn.text_after_header(with_content) or ""
     between = text_between(text, CONTENT_TEXT, FIRST_TOOL)
     if between is None:
-        return ContentBeforeCall(is_rendered=False)
+        return None
     # `inner_headers` is empty if no header, such as `<|assistant|>`, is between the content and the
     # tool call.
     inner_headers = _turn_markers_between(between, turn.header.strip())
@@ -330,16 +278,21 @@ def render_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
         finding = "Content and calls are written as separate turns."
     else:
         finding = "Content is written before the call."
-    without_content = conversation_with_calls(*ONE_CALL)
     turn.prober.record(
         "T8 content before a call",
         "The message has content.",
-        left=without_content,
+        left=conversation_with_calls(*ONE_CALL),
         right=with_content,
         finding=finding,
     )
-    opening, _, _ = text.partition(CONTENT_TEXT)
-    return ContentBeforeCall(is_rendered=True, inner_headers=inner_headers, opening=opening)
+    # The text of the message before the content, such as `<|note|>`, may be another text than that
+    # before the content of a message without tool calls, such as `<|answer|>`.
+    before_content, _, _ = text.partition(CONTENT_TEXT)
+    opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
+    has_other_wrapper = wrapper is not None and opening != wrapper.open.strip()
+    if has_other_wrapper and leading_marker(opening):
+        return (*inner_headers, opening)
+    return inner_headers
 
 
 def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
@@ -353,10 +306,6 @@ def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
     ('<|start|>assistant', '<|end|>')
     >>> _turn_markers_between("<call>", header="<|start|>assistant")
     ()
-
-    Args:
-        between: The text after the content and before the name of the called function.
-        header: The text that opens a turn of the model, or "" if turns have no header.
     """
     has_two_turns = bool(header) and header in between
     if not has_two_turns:
@@ -369,44 +318,32 @@ def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:
 # ---- the format ---------------------------------------------------------------------------------
 
 
-class CallInference(NamedTuple):
-    """The inferred format of a template's tool calls, and sentences about what was not inferred.
-
-    Attributes:
-        call_format: The format of the tool calls, or None if the format could not be inferred.
-        problems: Sentences for the report that state what could not be inferred.
-    """
-
-    call_format: CallFormat | None
-    problems: list[str]
-
-
-def infer_call_format(texts: CallTexts) -> CallInference:
+def _infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
     """Infer from rendered tool calls how a template writes tool calls.
 
     The functions in `READERS` are called in order, until one of them returns a format. Each
     function recognises one form of tool calls, for example JSON, and returns None for any other
-    form. If a function recognises the form but infers an invalid format, it raises FormatError. A
-    sentence with the error is then added to the `problems` of the result, and the next function is
-    called.
+    form. If a function recognises the form but infers an invalid format, it raises FormatError, and
+    the next function is called. Return None if no function returns a format.
+
+    Mutates: `undecided`, to which sentences about what could not be inferred are appended.
     """
-    problems = []
     for read_calls in READERS:
         try:
             call_format = read_calls(texts)
         except FormatError as error:
-            problems.append(
+            undecided.append(
                 f"The function {read_calls.__name__} inferred an invalid format of the calls: "
                 f"{error}"
             )
             continue
         if call_format is not None:
-            return CallInference(call_format, problems)
-    problems.append(
+            return call_format
+    undecided.append(
         "The calls have no form that the analysis knows. "
         f"A call is written as {restore_numbers_and_ids(texts.one_call)!r}."
     )
-    return CallInference(None, problems)
+    return None
 
 
 def _tool_section(calls: CallFormat) -> ToolSection:

@@ -27,38 +27,33 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
     A tool section declares how a model writes tool calls, for example between
     `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
     sections of known models. The result is the registered tool section whose markers occur in the
-    template or in the vocabulary, or None if there is no such tool section.
+    template or in the vocabulary, or None if there is no such tool section. The result is also None
+    if the template does not offer tools to the model.
+
+    Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
+        that describes the guess is appended for the report.
     """
+    prober = renderer.turn.prober
+    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
+    if FIRST_TOOL not in prompt:
+        return None
+    section = None
     # If the rendering contains the function's name, the template renders tool calls, but the
     # analysis cannot infer how. Guess nothing in this case, because a guess could contradict the
     # template.
-    if FIRST_TOOL in renderer.text_of_calls(*ONE_CALL):
-        return None
-    return recognise_tool_section(_possible_call_markers(renderer.turn.prober))
-
-
-def offers_tools(prober: Prober) -> bool:
-    """Return whether the template lists the available tools in the prompt."""
-    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
-    return FIRST_TOOL in prompt
-
-
-def describe_unrendered_calls(section: ToolSection | None) -> str:
-    """Describe, for the report, a template that offers tools but renders no complete tool call.
-
-    Args:
-        section: The tool section that was chosen from the registry of formats. None if no tool
-            section was chosen.
-    """
+    if FIRST_TOOL not in renderer.text_of_calls(*ONE_CALL):
+        section = recognise_tool_section(_possible_call_markers(prober))
     if section is None:
-        return (
+        prober.undecided.append(
             "The template offers tools but renders no complete call. Calls are returned as content."
         )
+        return None
     opening = section.open or section.calls[0].open
-    return (
+    prober.undecided.append(
         "The template offers tools but renders no calls. The format of the calls was "
         f"recognised, not inferred: {opening.strip()!r} opens a call."
     )
+    return section
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:

@@ -51,21 +51,12 @@ def _parse(raw: bytes) -> object:
     except RecursionError:
         raise ApiError(400, NESTED_TOO_DEEPLY) from None
     except ValueError as error:
-        reason = _problem_of_number(error)
+        # The number is NaN, infinite, too large for a float, or an integer with thousands of
+        # digits. Python's message about such an integer names a Python function.
+        reason = str(error)
+        if "digits" in reason:
+            reason = f"an integer has more than {sys.get_int_max_str_digits()} digits"
         raise ApiError(400, f"The request body has an invalid number: {reason}") from None
-
-
-def _problem_of_number(error: ValueError) -> str:
-    """Return the reason why the JSON parser rejected a number.
-
-    The number is NaN, infinite, too large for a float (1e999), or an integer with thousands of
-    digits. Only Python itself raises an error for such an integer, and names a Python function in
-    the message, so this message is replaced.
-    """
-    reason = str(error)
-    if "digits" in reason:
-        return f"an integer has more than {sys.get_int_max_str_digits()} digits"
-    return reason
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -137,13 +137,8 @@ def _install_wheel_if_missing(wheel: str, target: Path) -> None:
     # no stamp, and the next run installs the wheel again.
     stamp = target / ".nereid-wheel"
     is_installed = stamp.is_file() and stamp.read_text() == wheel
-    if not is_installed:
-        _pip_install(wheel, target)
-        stamp.write_text(wheel)
-
-
-def _pip_install(wheel: str, target: Path) -> None:
-    """Install a wheel into a folder with pip."""
+    if is_installed:
+        return
     say(f"install-server: installing {wheel} into {target} with pip")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--upgrade", "--target", str(target), wheel]
@@ -152,6 +147,7 @@ def _pip_install(wheel: str, target: Path) -> None:
             f"pip failed to install {wheel} into {target}; its error message is above. The wheel "
             "exists for Linux on x86_64 and aarch64 only."
         )
+    stamp.write_text(wheel)
 
 
 def _copy_stub_for_this_python(server: Path) -> None:

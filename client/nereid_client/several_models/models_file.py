@@ -149,10 +149,15 @@ def _read_models_file(path: Path, defaults: Mapping[str, Mapping[str, str]]) -> 
     memory_budget = _pop_memory_budget(values, path)  # only the tables of the models are left
     specs = [_read_model(name, table, path, defaults) for name, table in values.items()]
     models = ModelsFile(specs)
-    _check_request_names(models.specs, path)
-    _check_repository_names(models.specs, path)
-    _check_has_language_model(models.specs, path)
-    return models if memory_budget is None else _with_estimated_memory(models, memory_budget, path)
+    _check_request_names(specs, path)
+    _check_repository_names(specs, path)
+    if not any(spec.kind == "llm" for spec in specs):
+        raise SettingsError(f"the file {path} must have at least one language model.")
+    if memory_budget is None:
+        return models
+    models = ModelsFile([_estimate_model(s, memory_budget, path) for s in specs], memory_budget)
+    _check_memory_at_start(models, memory_budget, path)
+    return models
 
 
 def _pop_memory_budget(values: dict[str, Any], path: Path) -> int | None:
@@ -197,14 +202,6 @@ def _read_model(
         entry=entry,
         settings={**defaults.get(entry.kind, {}), **entry.settings, "model": str(checkpoint)},
     )
-
-
-def _with_estimated_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
-    """Estimate the memory of each model, and set the default KV cache size of language models."""
-    specs = [_estimate_model(spec, budget, path) for spec in models.specs]
-    estimated = ModelsFile(specs, budget)
-    _check_memory_at_start(estimated, budget, path)
-    return estimated
 
 
 def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
@@ -290,12 +287,6 @@ def adapter_names(lora_adapters: str) -> list[str]:
     """
     pairs = lora_adapters.split(",")
     return [pair.partition("=")[0].strip() for pair in pairs if pair.strip()]
-
-
-def _check_has_language_model(specs: list[ModelSpec], path: Path) -> None:
-    """Raise a SettingsError if none of the models is a language model."""
-    if not any(spec.kind == "llm" for spec in specs):
-        raise SettingsError(f"the file {path} must have at least one language model.")
 
 
 def _triton_name(name: str) -> str:

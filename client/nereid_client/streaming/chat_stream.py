@@ -69,20 +69,12 @@ class _ChatChunks(ChunkBuilder[Delta]):
         if message_delta or any(delta.get(name) for name in _TOKEN_FIELDS):
             chunks.append(self._text_chunk(index, message_delta, delta))
         if "finish_reason" in delta:
-            chunks.append(self._final_chunk(index, delta))
+            choice = _choice(index, {})
+            choice["finish_reason"] = delta["finish_reason"]
+            choice["stop_reason"] = delta.get("stop_reason")  # the name of this field in vLLM
+            choice["matched_stop"] = delta.get("stop_reason")  # its name in SGLang
+            chunks.append(self.chunk(choice))
         return chunks
-
-    def _final_chunk(self, index: int, delta: Delta) -> Json:
-        """Return the last chunk of a choice, which contains the finish reason and no text.
-
-        The chunk contains the stop string or stop token under two names: `stop_reason` (vLLM) and
-        `matched_stop` (SGLang).
-        """
-        choice = _choice(index, {})
-        choice["finish_reason"] = delta["finish_reason"]
-        choice["stop_reason"] = delta.get("stop_reason")
-        choice["matched_stop"] = delta.get("stop_reason")
-        return self.chunk(choice)
 
     def _text_chunk(self, index: int, message_delta: Json, delta: Delta) -> Json:
         """Return a chunk with new parts of a message, and with the fields that describe the tokens.

@@ -146,9 +146,7 @@ class ChildProcess:
         if code is None:
             return f"{self.name} is still running"
         self._reader.join(timeout=1)  # the last lines usually contain the reason
-        if code < 0:
-            return f"{self.name} was ended by {signal.Signals(-code).name}"
-        return f"{self.name} ended with exit code {code}"
+        return f"{self.name} {describe_exit_code(code)}"
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program, if it still runs."""
@@ -222,6 +220,16 @@ class ChildProcess:
             self.first_model_error_at = time.monotonic()
         if reason not in self.model_errors:
             self.model_errors.append(reason)
+
+
+def describe_exit_code(code: int) -> str:
+    """Describe how a process has ended: "ended with exit code 3", or "was ended by SIGKILL".
+
+    If a signal has killed the process, the code is the negative number of the signal.
+    """
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def adopt_orphans() -> None:

@@ -32,31 +32,20 @@ _TEST_ENGINE_VARIABLE = "NEREID_ENGINE"
 def choose_address(repository: Path, environment: Mapping[str, str]) -> str | None:
     """Return a new address for the socket of the fork server, or None if no fork server is needed.
 
-    The fork server is a process that has imported the engine. It creates the processes of the
-    models by forking itself, so that these processes start faster.
+    The fork server saves the time for importing the engine, so it is useless if the models do not
+    import the engine, or if the engine is not installed.
 
     Args:
         repository: the model repository.
         environment: the environment variables of the Triton server.
     """
-    if not _needs_fork_server(repository, environment):
-        return None
-    return f"nereid-{os.getpid()}-{secrets.token_hex(16)}"
-
-
-def _needs_fork_server(repository: Path, environment: Mapping[str, str]) -> bool:
-    """Return whether the models of a repository start faster with a fork server.
-
-    The fork server saves the time for importing the engine, so it is useless if the models do not
-    import the engine, or if the engine is not installed.
-    """
     has_fork_server = ADDRESS_VARIABLE in environment  # another program has started one
     uses_test_engine = bool(environment.get(_TEST_ENGINE_VARIABLE))
     has_engine = (repository / _EXECUTOR).is_dir()
     if has_fork_server or uses_test_engine or not has_engine:
-        return False
+        return None
     is_backend_installed = importlib.util.find_spec(_PACKAGE) is not None
-    return is_backend_installed
+    return f"nereid-{os.getpid()}-{secrets.token_hex(16)}" if is_backend_installed else None
 
 
 def start_fork_server(

@@ -20,6 +20,7 @@ from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.responses import response_store
 from nereid_client.settings import Settings, SettingsError
 from nereid_client.signal_flag import SignalFlag
+from nereid_client.supervise.child_processes import describe_exit_code
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.workers import shared_limits
 from nereid_client.workers.listening_sockets import bound_socket, with_duplicates
@@ -137,9 +138,9 @@ class WorkerPool:
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # The databases are created before the workers start. Otherwise, several workers could
-        # create the same database at the same time.
-        _create_databases(places[0])
+        # This call creates the databases of all workers, because opening a missing database creates
+        # it. Otherwise, several workers could create the same database at the same time.
+        _delete_requests_and_responses(places[0])
         for place in places:
             self._workers.append(_Worker(place, self._start(place)))
         self._drain_if_signalled()
@@ -208,7 +209,7 @@ class WorkerPool:
         # also fail. `record_failure` returns None if the worker has been restarted too often in a
         # row.
         wait_s = worker.restarts.record_failure() if has_started else None
-        ended = _describe_end(code)
+        ended = describe_exit_code(code)
         if wait_s is None:
             complain(f"nereid: the {worker.name} {ended} and is not started again")
             return max(code, 1)  # `code` is negative if a signal has killed the worker
@@ -237,12 +238,8 @@ class WorkerPool:
         the process, but before the process was stored in `_workers`.
         """
         if self._is_draining:
-            self._drain_all()
-
-    def _drain_all(self) -> None:
-        """Send SIGUSR1 to all workers. A second SIGUSR1 has no further effect on a worker."""
-        for worker in self._workers:
-            worker.process.send_signal(signal.SIGUSR1)
+            for worker in self._workers:
+                worker.process.send_signal(signal.SIGUSR1)  # a second one has no further effect
 
     def _handle_signals(self) -> None:
         """Stop the workers after SIGINT or SIGTERM, and pass SIGUSR1 on to all workers."""
@@ -252,7 +249,7 @@ class WorkerPool:
 
         def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
             self._is_draining = True
-            self._drain_all()
+            self._drain_if_signalled()
 
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
@@ -312,18 +309,6 @@ def _is_abandoned(folder: Path) -> bool:
     return True
 
 
-def _describe_end(code: int) -> str:
-    """Describe how a process with this exit code has ended.
-
-    If a signal has killed the process, the code is the negative number of the signal.
-
-    Examples: 3 returns "ended with exit code 3", and -9 returns "was ended by SIGKILL".
-    """
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
 def _reserve_port(host: str, port: int) -> socket.socket:
     """Return a socket that reserves a port. The sockets of the workers can share this port.
 
@@ -333,16 +318,6 @@ def _reserve_port(host: str, port: int) -> socket.socket:
     # port. A shared socket would raise no error if that program were a second frontend.
     bound_socket(host, port, is_shared=False).close()
     return bound_socket(host, port)
-
-
-def _create_databases(place: WorkerPlace) -> None:
-    """Create two databases: one for the requests and one for the responses of all workers.
-
-    All workers use the same databases, so `place` can be the place of any worker.
-    """
-    # `_delete_requests_and_responses` opens both databases, and opening a missing database creates
-    # it. Nothing is deleted, because the new databases have no rows.
-    _delete_requests_and_responses(place)
 
 
 def _remove_socket(place: WorkerPlace) -> bool:

@@ -56,40 +56,52 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
     has one message for each GPU whose memory shares (gpu_memory_utilization) exceed 1 in total.
     """
     problems: list[str] = []
+    # Maps the name of the setting that limits the GPU memory of an engine to the engine's settings.
+    configs: dict[str, EngineConfig | PoolingConfig] = {}
     for model in (*_LANGUAGE_MODELS, EMBEDDING, RERANK):
         path = repository / model / "config.pbtxt"
         if not path.is_file():
             continue  # The repository does not serve this model.
         try:
-            _check_model(model, _read_initialize_arguments(path), environ)
+            config = _check_model(model, _read_initialize_arguments(path), environ)
         except ConfigError as error:
             if str(error) not in problems:
                 problems.append(str(error))
+            continue
+        if config is not None:
+            prefix = "" if model == "executor" else f"{model}_"
+            configs[f"{prefix}gpu_memory_utilization"] = config
     if not problems:  # A memory share can be read only if all settings of its model are valid.
-        problems += _find_overcommitted_gpus(repository, environ)
+        problems += _find_overcommitted_gpus(configs)
     return problems
 
 
-def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Raise a ConfigError for the first wrong setting of the Triton model `model`."""
-    if model in _LANGUAGE_MODELS:
-        settings, config = read_settings(args, environ)
-        read_chat_template(settings)
-        read_template_defaults(settings)
-        _check_formats(settings)
-        _check_folders(settings, config)
-        _check_length(config)
-    else:
-        read_pooling_settings(model, args, environ)
+def _check_model(
+    model: str, args: Mapping[str, str], environ: Mapping[str, str]
+) -> EngineConfig | PoolingConfig | None:
+    """Raise a ConfigError for the first wrong setting of the Triton model `model`.
+
+    Return the settings of the model's engine; None if the model starts no engine.
+    """
+    if model not in _LANGUAGE_MODELS:
+        return read_pooling_settings(model, args, environ)[1]
+    settings, config = read_settings(args, environ)
+    read_chat_template(settings)
+    read_template_defaults(settings)
+    _check_formats(settings)
+    _check_folders(settings, config)
+    _check_length(config)
+    return config if model == "executor" else None
 
 
-def _find_overcommitted_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
+def _find_overcommitted_gpus(configs: Mapping[str, EngineConfig | PoolingConfig]) -> list[str]:
     """Return one message for each GPU whose memory shares add up to more than 1.
 
-    The shares are checked even if this machine has no GPU. All settings must be valid.
+    The shares are checked even if this machine has no GPU. The keys of `configs` are the names of
+    the settings of the shares, such as "embedding_gpu_memory_utilization".
     """
     shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
-    for setting, config in _read_configs(repository, environ).items():
+    for setting, config in configs.items():
         if config.device != "cpu":
             # A device without a number, such as "cuda", is the first GPU.
             device = config.device if ":" in config.device else "cuda:0"
@@ -104,29 +116,6 @@ def _find_overcommitted_gpus(repository: Path, environ: Mapping[str, str]) -> li
                 f"memory ({terms}). Lower a share, or set the device of a model to another GPU."
             )
     return problems
-
-
-def _read_configs(
-    repository: Path, environ: Mapping[str, str]
-) -> dict[str, EngineConfig | PoolingConfig]:
-    """Return the settings of each served model: the language model and the pooling models.
-
-    Each key of the result is the name of the setting that limits the model's GPU memory, for
-    example "embedding_gpu_memory_utilization". A pooling model without a checkpoint is left out.
-    """
-    configs: dict[str, EngineConfig | PoolingConfig] = {}
-    path = repository / "executor" / "config.pbtxt"
-    if path.is_file():
-        _, engine_config = read_settings(_read_initialize_arguments(path), environ)
-        configs["gpu_memory_utilization"] = engine_config
-    for kind in (EMBEDDING, RERANK):
-        path = repository / kind / "config.pbtxt"
-        if path.is_file():
-            arguments = _read_initialize_arguments(path)
-            _, pooling_config = read_pooling_settings(kind, arguments, environ)
-            if pooling_config is not None:  # None means that the settings name no checkpoint.
-                configs[f"{kind}_gpu_memory_utilization"] = pooling_config
-    return configs
 
 
 def _read_initialize_arguments(path: Path) -> dict[str, str]:

@@ -191,14 +191,8 @@ class FeedbackWriter:
         """
         address, _, signed_state = message.partition(b"\n")
         self.attach(address.decode("ascii", "replace"))
-        return self._verify(signed_state)
-
-    def _verify(self, signed_state: bytes) -> bytes:
-        """Return the packed StepState that follows a signature of 16 bytes.
-
-        The key of the signature comes from the mapped memory. A client cannot choose this memory,
-        because `attach` accepts only a memory file that a process of the server's own user created.
-        """
+        # The key of the signature comes from the mapped memory. A client cannot choose this memory,
+        # because `attach` accepts only a memory file of the server's own user.
         signature = signed_state[:_SIGNATURE_BYTES]
         state = signed_state[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, _signature(self._key, state)):

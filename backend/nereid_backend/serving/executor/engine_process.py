@@ -173,15 +173,11 @@ class EngineService:
         """Replace the weights as soon as no request runs. Until then, hold back new messages."""
         self._pending_reload = reload
         if reload.mode == "refuse":
-            self._refuse_running_requests()
+            message = "the weights of the model are being replaced. Try again."
+            for request_id in self._num_unfinished_sequences:
+                self._send(["refused", request_id, CapacityError.__name__, message])
+                self._engine.abort(request_id)
         self._reload_if_idle()
-
-    def _refuse_running_requests(self) -> None:
-        """End all running requests with an error, because the weights are replaced."""
-        message = "the weights of the model are being replaced. Try again."
-        for request_id in self._num_unfinished_sequences:
-            self._send(["refused", request_id, CapacityError.__name__, message])
-            self._engine.abort(request_id)
 
     def _reload_if_idle(self) -> None:
         """Replace the weights if a replacement was requested and no request runs any more.
@@ -192,22 +188,18 @@ class EngineService:
             return
         reload = self._pending_reload
         self._pending_reload = None
-        self._replace_weights(reload)
-        # Start a new list before the messages are handled, because a message can request another
-        # replacement of the weights. `handle` then stores all later messages in the new list.
-        messages = self._held_messages
-        self._held_messages = []
-        for kind, values in messages:
-            self.handle(kind, values)
-
-    def _replace_weights(self, reload: _Reload) -> None:
-        """Replace the weights, and send the result: the names of the adapters, or an error."""
         try:
             self._engine.reload(reload.path, lambda line: self._send(["progress", line]))
         except RequestError as error:
             self._send(["refused", reload.call_id, RequestError.__name__, str(error)])
         else:
             self._send(["adapters", reload.call_id, self._engine.lora_names])
+        # Start a new list before the messages are handled, because a message can request another
+        # replacement of the weights. `handle` then stores all later messages in the new list.
+        messages = self._held_messages
+        self._held_messages = []
+        for kind, values in messages:
+            self.handle(kind, values)
 
     def advance(self) -> None:
         """Let the engine compute the next tokens of its running requests, and send the results.
@@ -224,20 +216,17 @@ class EngineService:
         for update in updates:
             if update.finish_reason is not None:  # The sequence of the update has ended.
                 self._note_end_of_sequence(update.request_id)
-        self._send_stats_if_due()
+        # Send the statistics every 0.1 s, and whenever the engine has no work.
+        now = time.monotonic()
+        if now >= self._stats_due or not self._engine.has_work():
+            self._send(["stats", self._engine.stats()._asdict()])
+            self._stats_due = now + _STATS_INTERVAL_S
         self._reload_if_idle()
 
     def _send_items(self, kind: str, items: Sequence[object]) -> None:
         """Send a message that contains `items`. Do nothing if there are no items."""
         if items:
             self._send([kind, items])
-
-    def _send_stats_if_due(self) -> None:
-        """Send the statistics of the engine every 0.1 s, and whenever the engine has no work."""
-        now = time.monotonic()
-        if now >= self._stats_due or not self._engine.has_work():
-            self._send(["stats", self._engine.stats()._asdict()])
-            self._stats_due = now + _STATS_INTERVAL_S
 
     def _note_end_of_sequence(self, request_id: str) -> None:
         """Record that a sequence has ended. A request runs until all its sequences have ended."""

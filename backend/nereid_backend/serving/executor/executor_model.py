@@ -36,7 +36,7 @@ from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import check_single_instance, read_settings
 from nereid_backend.serving.tensors import Tensors
 from nereid_backend.serving.tracing import Tracing
-from nereid_backend.serving.wire import RequestEnvelope, StepState, unpack_update
+from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
@@ -346,27 +346,21 @@ class ExecutorModel(SupervisedModel[Stream]):
         elif update.error is None:
             self._add_update(stream, update)
         else:
-            self._end_with_error(process, stream, update.error, is_refused=update.is_refused)
-
-    def _end_with_error(
-        self, process: SupervisedProcess, stream: Stream, message: str, *, is_refused: bool
-    ) -> None:
-        """End a stream with an error that the engine has reported.
-
-        If `is_refused` is true, the request is invalid. Otherwise, the engine has failed.
-        """
-        if len(stream.sequences) > 1:
-            # The engine has ended only one sequence, but the error ends the whole request.
-            send_abort(process, stream.request_id)
-        if is_refused:
-            # In an error about a grammar, the engine names the type of the grammar. `refusal`
-            # replaces this type with the name of the field in which the client sent the grammar.
-            self.end(stream, RequestError(stream.refusal(message)))
-        else:
-            self.end(stream, EngineError(message))
+            if len(stream.sequences) > 1:
+                # The engine has ended only one sequence, but the error ends the whole request.
+                send_abort(process, stream.request_id)
+            if update.is_refused:
+                # In an error about a grammar, the engine names the type of the grammar. `refusal`
+                # replaces this type with the name of the field in which the client sent it.
+                self.end(stream, RequestError(stream.refusal(update.error)))
+            else:
+                self.end(stream, EngineError(update.error))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
-        """Add an update from the engine to `stream`. The loop then checks the stream at once."""
+        """Add an update from the engine to `stream`. The loop then checks the stream at once.
+
+        End a stream with too many unsent tokens.
+        """
         now = time.monotonic()
         if update.new_token_ids:
             self._note_start(stream, now)
@@ -374,10 +368,6 @@ class ExecutorModel(SupervisedModel[Stream]):
         stream.add(update)
         self._unsent[stream.request_id] = stream
         stream.next_check = 0.0  # This time has passed, so `do_periodic_work` checks the stream.
-        self._end_if_too_slow(stream)
-
-    def _end_if_too_slow(self, stream: Stream) -> None:
-        """End a stream with an error if it has too many unsent tokens."""
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
             self._aborts.abort(stream)
@@ -432,23 +422,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         # The detector finds steps that never reach the postprocessor, so record the step before it
         # is sent.
         self._lost_clients.record_sent_step(stream)
-        tensors.send(stream.sender, self._response_with(state), final=state.is_last)
-        if state.is_last:
-            self._reset_attempts(stream)
-            self._remove(stream)
-
-    def _response_with(self, state: StepState) -> Any:  # noqa: ANN401 - the server's own type
-        """Return a response that contains `state`, signed with the key of this executor."""
         message = self._feedback.sign(state.pack())
-        return tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
-
-    def _reset_attempts(self, stream: Stream) -> None:
-        """Set the number of restart attempts to 0 if an ended stream shows that the engine works.
-
-        Afterwards, only new restart attempts count toward the setting max_engine_restarts.
-        """
-        if stream.has_finished_sequence:
-            self.owner(stream.request_id).num_attempts = 0
+        response = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
+        tensors.send(stream.sender, response, final=state.is_last)
+        if state.is_last:
+            if stream.has_finished_sequence:
+                # The engine works, so only new restart attempts count toward max_engine_restarts.
+                self.owner(stream.request_id).num_attempts = 0
+            self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
         """Remove a stream, release its memory slots, and record the end of its request."""

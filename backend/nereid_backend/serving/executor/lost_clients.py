@@ -26,9 +26,8 @@ from nereid_backend.serving.feedback import FeedbackReader
 # at most `_LONGEST_INTERVAL_S` seconds. If more time has passed, this process was probably paused,
 # and perhaps the postprocessor, too.
 _LONGEST_INTERVAL_S = 0.25
-# Suppose the postprocessor has processed step 8 of stream A, but not step 7 of stream B. Either
-# step 8 has overtaken step 7, or step 7 was dropped. If the postprocessor has processed no step of
-# stream B for `_OVERTAKING_S` seconds, step 7 counts as dropped.
+# If the postprocessor has processed step 8 of stream A, but no step of stream B for `_OVERTAKING_S`
+# seconds, step 7 of stream B counts as dropped. Earlier, step 8 may have overtaken step 7.
 _OVERTAKING_S = 1.0
 
 
@@ -70,9 +69,7 @@ class LostClientDetector:
     def detect_lost_client(self, stream: Stream) -> bool:
         """Return whether the server has dropped a step of `stream`. If so, the client is gone.
 
-        A step is a message to the postprocessor. The steps of all streams are numbered together,
-        and the server delivers the steps in this order. An unprocessed step of `stream` counts as
-        dropped in two cases:
+        An unprocessed step of `stream` counts as dropped in two cases:
         - The postprocessor has processed no step of `stream` for more than `patience_s` seconds.
         - The postprocessor has processed a later step of any stream, and has processed no step of
           `stream` for at least `_OVERTAKING_S` seconds. Example: step 7 belongs to `stream`, and

@@ -85,7 +85,9 @@ class ScriptedEngine:
         # The package tokenizers is used directly, because importing transformers would take ten
         # times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
-        self._rules = self._read_rules(progress)
+        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
+        self._rules = read_script(path, self._encode)
+        progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
         self.info = _info(config, self._tokenizer)
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
@@ -96,13 +98,6 @@ class ScriptedEngine:
         self._adapters = dict(config.lora_adapters)
         # The first argument None means that there is no prefix cache, so the BlockPool is not used.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
-
-    def _read_rules(self, progress: Callable[[str], None]) -> list[Rule]:
-        """Return the rules of the script at the path in the environment variable NEREID_SCRIPT."""
-        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
-        rules = read_script(path, self._encode)
-        progress(f"engine: the scripted test tool runs {len(rules)} rules from {path}")
-        return rules
 
     def _encode(self, text: str) -> list[int]:
         """Convert a text to token ids without adding special tokens."""

@@ -22,18 +22,12 @@ class ScriptedSequence:
         index: the index of the sequence in its request.
         rule: the rule of the script that matches the prompt.
         num_tokens: the number of tokens so far.
-        due: the time of the next update, by time.monotonic(). The time 0 has already passed.
+        due: the time of the next update, by time.monotonic(). The first update is due immediately.
         is_aborted: whether the next update ends the sequence.
     """
 
     def __init__(self, rule: Rule, index: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Create a sequence without tokens.
-
-        Args:
-            rule: the rule of the script that matches the prompt.
-            index: the index of the sequence in its request.
-            eos_token_ids: the end-of-sequence token; empty if the checkpoint has no such token.
-        """
+        """Create a sequence without tokens. `eos_token_ids` may be empty."""
         self.index = index
         self.rule = rule
         # A rule contains either one output for all sequences of a request, or one output for each
@@ -41,8 +35,6 @@ class ScriptedSequence:
         output = rule.token_ids[index % len(rule.token_ids)]
         self._tokens = output + eos_token_ids if rule.ends else output
         self.num_tokens = 0
-        # The time at which the next update is due, as a value of time.monotonic(). The first update
-        # is due immediately.
         self.due = 0.0
         self.is_aborted = False
 
@@ -93,7 +85,9 @@ def cause_fault(sequence: ScriptedSequence) -> None:
     fault = sequence.rule.fault
     if fault.startswith(_BUSY_PREFIX):
         if sequence.num_tokens == 0:
-            _use_cpu(float(fault.removeprefix(_BUSY_PREFIX)))
+            until = time.monotonic() + float(fault.removeprefix(_BUSY_PREFIX))
+            while time.monotonic() < until:
+                pass
     elif fault and not sequence.is_aborted:
         raise EngineError(fault)
 
@@ -118,13 +112,6 @@ def next_tokens(
         token_ids.append(sequence.next_token())
         finish_reason = _finish_reason(token_ids[-1], sequence.num_tokens, request)
     return token_ids, finish_reason
-
-
-def _use_cpu(seconds: float) -> None:
-    """Use the CPU for some seconds without sending a message."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
 
 
 def _finish_reason(token_id: int, num_tokens: int, request: ScriptedRequest) -> FinishReason | None:

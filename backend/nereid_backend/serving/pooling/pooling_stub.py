@@ -243,16 +243,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             tensors.log.exception("the outputs of a request failed in the %s", self.title)
             self.respond(pending.sender, error)
             return
-        self._record_success(pending, started, num_tokens=int(outcome.num_tokens.sum()))
-        info = self._info() if pending.returns_info else {}
-        self.respond(pending.sender, outputs | info)
-
-    def _record_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
-        """Record the metrics and the spans of a successful request.
-
-        Call this method before the outputs are sent, because the time for sending must not count.
-        `started` is the time at which the computation of the first input started.
-        """
+        # Record the success before the outputs are sent. The time for sending must not count.
+        num_tokens = int(outcome.num_tokens.sum())
         self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
         parent = pending.traceparent
         self._tracing.record("nereid.queue", parent, pending.arrived, started)
@@ -263,6 +255,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             time.monotonic(),
             {"nereid.inputs": pending.num_inputs, "gen_ai.usage.input_tokens": num_tokens},
         )
+        info = self._info() if pending.returns_info else {}
+        self.respond(pending.sender, outputs | info)
 
     def do_periodic_work(self) -> float:
         """Check some requests for cancellation, and end the cancelled requests."""

@@ -94,7 +94,12 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
         # In OpenAI's older API, this field contains the only call of a message.
         calls = [{"type": "function", "function": message["function_call"]}]
     if calls:
-        converted["tool_calls"] = _read_tool_calls(calls, index, limits)
+        if not isinstance(calls, list):
+            raise RequestError(
+                f"messages: the tool_calls of item {index} must be a list, but the request has "
+                f"{shown(calls)}."
+            )
+        converted["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
     return converted
 
 
@@ -179,16 +184,6 @@ def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
         f"messages: item {index} has a content part {kind}, but this server supports only "
         f"parts with text, images, videos or audio. {_EXAMPLE_OF_PART}"
     )
-
-
-def _read_tool_calls(calls: Any, index: int, limits: RequestLimits) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Convert the tool calls of the message at position `index` for the chat template."""
-    if not isinstance(calls, list):
-        raise RequestError(
-            f"messages: the tool_calls of item {index} must be a list, but the request has "
-            f"{shown(calls)}."
-        )
-    return [_read_tool_call(call, index, limits) for call in calls]
 
 
 def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON

@@ -107,19 +107,14 @@ def take_media(body: dict[str, Any]) -> list[bytes]:
     media: list[bytes] = []
     messages = body.get("messages")
     if isinstance(messages, list):
-        body["messages"] = [_take_media_of(message, media) for message in messages]
+        converted = []
+        for message in messages:
+            parts = _parts_of(message)
+            if parts is not None:
+                message = {**message, "content": [_take_medium(part, media) for part in parts]}
+            converted.append(message)
+        body["messages"] = converted
     return media
-
-
-def _take_media_of(message: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a chat message whose images, videos and audio are replaced by placeholders.
-
-    Mutates: `media`. The images, videos and audio files of the message are appended.
-    """
-    parts = _parts_of(message)
-    if parts is None:
-        return message
-    return {**message, "content": [_take_medium(part, media) for part in parts]}
 
 
 def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
@@ -134,7 +129,10 @@ def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     # The source of a video or of audio is always a data URL. If a part contains only base64 text, a
     # data URL is made from this text.
     if is_video_part(part):
-        source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
+        video = read_video_part(part, "messages", ImageLimits())
+        if not all(isinstance(frame, str) for frame in video.frames):
+            raise RequestError("messages: each frame of a video must be a string in base64.")
+        source, placeholder = video_url(video), VIDEO_PLACEHOLDER
     elif is_audio_part(part):
         source, placeholder = audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER
     else:
@@ -144,14 +142,6 @@ def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     # raises a RequestError for them.
     media.append(source.encode("utf-8", "surrogatepass"))
     return placeholder
-
-
-def _video_source(part: dict[str, Any]) -> str:
-    """Return a data URL that contains the frames of a video part."""
-    video = read_video_part(part, "messages", ImageLimits())
-    if not all(isinstance(frame, str) for frame in video.frames):
-        raise RequestError("messages: each frame of a video must be a string in base64.")
-    return video_url(video)
 
 
 def _image_source(part: dict[str, Any]) -> str:

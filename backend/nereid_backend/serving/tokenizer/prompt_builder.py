@@ -54,7 +54,10 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    _block_torch_import()
+    # transformers imports torch if torch is installed, and works without torch if the import fails.
+    # torch needs much memory and can crash, and this process does not need it. The entry None in
+    # sys.modules makes an import fail.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     with importing():  # makes the import of transformers faster
         from transformers import AutoTokenizer
 
@@ -116,16 +119,6 @@ def _check_template(template: object, path: Path) -> None:
         )
 
 
-def _block_torch_import() -> None:
-    """Make every later import of torch in this process fail, unless torch is already imported.
-
-    transformers imports torch if torch is installed, and works without torch if the import fails.
-    torch needs much memory and can crash, and this process does not need it.
-    """
-    # The entry None in sys.modules makes an import fail.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-
-
 class PromptBuilder:
     """Builds prompts with one checkpoint's tokenizer and chat template.
 
@@ -157,25 +150,17 @@ class PromptBuilder:
         self._template_defaults = dict(template_defaults or {})
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._renderer = ChatTemplateRenderer(tokenizer)
-        self._check_template_defaults()
-        self.limits = self._derive_limits(max_model_len, max_image_bytes)
-
-    def _check_template_defaults(self) -> None:
-        """Raise a ConfigError if the settings define a reserved variable of the chat template."""
         reserved = sorted(self._renderer.reserved_variables & self._template_defaults.keys())
         if reserved:
             raise ConfigError(
                 f"chat_template_kwargs: the name {reserved[0]} is reserved, because the server "
                 "sets this variable itself."
             )
-
-    def _derive_limits(self, max_model_len: int, max_image_bytes: int) -> RequestLimits:
-        """Return the size limits of a request, including `max_image_bytes` for its images."""
         limits_without_images = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )
         max_request_bytes = limits_without_images.max_request_bytes + max_image_bytes
-        return replace(limits_without_images, max_request_bytes=max_request_bytes)
+        self.limits = replace(limits_without_images, max_request_bytes=max_request_bytes)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. The tokenizer adds no special token at the beginning.

@@ -139,7 +139,12 @@ def read_sampling(
         grammar=grammar,
         thinking=thinking,
     )
-    _check_best_of(checked.best_of, params.n)
+    if checked.best_of not in (None, params.n):
+        raise RequestError(
+            f"best_of: the value must equal n ({params.n}), but the request has {checked.best_of}. "
+            f"This server returns every choice that it generates. Send n={checked.best_of} and "
+            "select the choices with the highest cumulative_logprob."
+        )
     return params, _options(checked)
 
 
@@ -164,16 +169,6 @@ def _cache_salt(fields: RequestFields) -> str:
     if not fields.extra_key:
         return fields.cache_salt
     return f"{fields.cache_salt}\0{fields.extra_key}"
-
-
-def _check_best_of(best_of: int | None, n: int) -> None:
-    """Raise a RequestError if `best_of` is set and differs from the number of choices `n`."""
-    if best_of not in (None, n):
-        raise RequestError(
-            f"best_of: the value must equal n ({n}), but the request has {best_of}. This server "
-            f"returns every choice that it generates. Send n={best_of} and select the choices with "
-            "the highest cumulative_logprob."
-        )
 
 
 def _options(fields: RequestFields) -> RequestOptions:
@@ -226,17 +221,13 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
             "logprobs: the value must be true or false, but the request has "
             f"{shown(fields.logprobs)}. Send the number of tokens as top_logprobs."
         )
-    return _check_num_logprobs(fields.logprobs)
-
-
-def _check_num_logprobs(logprobs: object) -> int:
-    """Return the field `logprobs` of a completion. Raise a RequestError if it is wrong."""
+    logprobs = fields.logprobs
     if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs: the value must be an integer from 0 to {MAX_LOGPROBS}, but the request has "
             f"{shown(logprobs)}."
         )
-    return logprobs
+    return int(logprobs)
 
 
 def _read_logit_bias(biases: Mapping[str | int, Any]) -> dict[int, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nereid_parsers import ConstraintError, Format
 from nereid_parsers.constrain_answer import answer_node
-from nereid_parsers.format import ReasoningGate, Sections
+from nereid_parsers.format import Sections
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
@@ -69,7 +69,10 @@ def build_chat_grammar(
     gate = fmt.reasoning_gate(prompt)
     # If the prompt ends inside reasoning, the grammar applies only to the text after the reasoning.
     after = gate.end.strip() if gate is not None and gate.is_open else ""
-    if output is not None and not has_calls and _content_is_bare(fmt, gate):
+    # Without markers around content and without reasoning, the output is only content.
+    has_content_markers = not isinstance(fmt.layout, Sections) or fmt.layout.content is not None
+    is_bare = not has_content_markers and (gate is None or not gate.may_open)
+    if output is not None and not has_calls and is_bare:
         return _request_grammar(output, _build_spec(output, after))
     allows_parallel_calls = _allows_parallel_calls(fields)
     with _convert_errors(output):
@@ -96,16 +99,6 @@ def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
     """
     output = read_output_format(fields)
     return RequestGrammar() if output is None else _request_grammar(output, _build_spec(output, ""))
-
-
-def _content_is_bare(fmt: Format, gate: ReasoningGate | None) -> bool:
-    """Return whether the output is only content, without markers and without reasoning.
-
-    The output is only content if the chat format has no markers around content, and if the output
-    cannot contain reasoning.
-    """
-    may_open = gate is not None and gate.may_open
-    return isinstance(fmt.layout, Sections) and fmt.layout.content is None and not may_open
 
 
 def _refuse_lark(output: OutputFormat) -> None:

@@ -164,7 +164,7 @@ def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
     Example: if `call_format` was inferred from the rendered tool calls "<calls>..</calls><|end|>",
     the end markers are `<|end|>`, because this marker ends the model's turn.
     """
-    turn_ends = split_text_after_calls(call_format.markup).turn_ends
+    _, turn_ends = split_text_after_calls(call_format.markup)
     # EOS_TOKEN is an invented end-of-sequence token that the analysis passes to the template. No
     # model generates this token, so it is removed from the end markers.
     end_markers = tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
@@ -360,5 +360,5 @@ def _tool_section(calls: CallFormat) -> ToolSection:
     if not opening.strip():
         return ToolSection(calls.calls, separator=separator)
     # White space after the closing marker belongs to the text that ends the message.
-    close = split_text_after_calls(calls.markup).section_close.rstrip()
-    return ToolSection(calls.calls, open=opening, close=close, separator=separator)
+    section_close, _ = split_text_after_calls(calls.markup)
+    return ToolSection(calls.calls, open=opening, close=section_close.rstrip(), separator=separator)

@@ -86,52 +86,24 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
     return [*pieces, rest]
 
 
-class TextAfterCalls(NamedTuple):
-    """The text after the tool calls of a message, split into two parts.
-
-    Attributes:
-        section_close: The text that closes the tool section.
-        turn_ends: The markers that end the model's turn.
-    """
-
-    section_close: str
-    turn_ends: list[str]
-
-
-def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
+def split_text_after_calls(markup: ListMarkup) -> tuple[str, list[str]]:
     """Divide the text that follows the tool calls, such as `</calls><|end|>`, into two parts.
 
-    The first part closes the list of tool calls, and the second part ends the message:
+    The first part is the text that closes the list of tool calls. The second part consists of the
+    markers that end the message:
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
-    TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
-
-    Args:
-        markup: The texts before all tool calls (`open`) and after all tool calls (`close`).
+    ('</calls>', ['<|end|>'])
     """
-    matches = list(MARKER.finditer(markup.close))
+    # Each marker that opens the list has one closing marker. If words without a marker open the
+    # list, one marker closes the list. If no text opens the list, no marker closes the list.
+    num_closing_markers = len(markers(markup.open)) or (1 if markup.open.strip() else 0)
     # The first markers close the list of tool calls. All later markers end the message.
-    turn_ends = matches[_num_closing_markers(markup.open) :]
+    turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
     if not turn_ends:
-        return TextAfterCalls(markup.close, [])
+        return markup.close, []
     section_close = markup.close[: turn_ends[0].start()]
-    return TextAfterCalls(section_close, [match.group() for match in turn_ends])
-
-
-def _num_closing_markers(opening: str) -> int:
-    """Return the number of markers, such as `</calls>`, that close the list of all tool calls.
-
-    `opening` is the text that opens the list. Each opening marker has one closing marker. If words
-    without a marker open the list, one marker closes the list. If no text opens the list, no marker
-    closes the list.
-
-    >>> [_num_closing_markers(opening) for opening in ("<calls><list>", "Calls:", "")]
-    [2, 1, 0]
-    """
-    num_opening_markers = len(markers(opening))
-    if num_opening_markers > 0:
-        return num_opening_markers
-    return 1 if opening.strip() else 0
+    return section_close, [match.group() for match in turn_ends]
 
 
 # ---- the digits that number the tool calls ------------------------------------------------------
@@ -154,43 +126,14 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    gaps = _find_number_gaps(texts.two_calls)
-    return CallTexts._make(_mask_numbers(text, gaps) for text in texts)
-
-
-class _NumberGaps(NamedTuple):
-    """The distance between a function's name and the number of its tool call, in characters.
-
-    Attributes:
-        before_name: The number of characters between a digit before the name and the name. None if
-            no digit precedes the name.
-        after_name: The number of characters between the name and a digit after the name. None if no
-            digit follows the name.
-    """
-
-    before_name: int | None
-    after_name: int | None
-
-
-def _find_number_gaps(two_calls: str) -> _NumberGaps:
-    """Find out where a template writes the number of a tool call, relative to the function's name.
-
-    The result contains the number of characters between the number and the name. To find the
-    number, the texts around the two names are compared, from each name outwards. At the first
-    difference, the second tool call must have the next higher digit.
-
-    >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
-    _NumberGaps(before_name=1, after_name=None)
-    >>> _find_number_gaps("zqFirstTool:0, zqSecondTool:1")
-    _NumberGaps(before_name=None, after_name=1)
-    """
-    before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
-    before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
-    # The text before each name is reversed, so that an index counts from the name. Example: the
-    # text before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
+    # To find the numbers, the texts around the two names are compared, from each name outwards. The
+    # text before each name is reversed, so that an index counts from the name. Example: the text
+    # before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
+    before_first_name, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
+    before_second_name, _, after_second_name = texts.two_calls.partition(SECOND_TOOL)
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
-    return _NumberGaps(before_name=gap_before_name, after_name=gap_after_name)
+    return CallTexts._make(_mask_numbers(text, gap_before_name, gap_after_name) for text in texts)
 
 
 def _index_of_number(first: str, second: str) -> int | None:
@@ -211,23 +154,24 @@ def _index_of_number(first: str, second: str) -> int | None:
     return index if are_digits and int(next_number) == int(number) + 1 else None
 
 
-def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
+def _mask_numbers(text: str, gap_before_name: int | None, gap_after_name: int | None) -> str:
     r"""In `text`, replace the one-digit number of each tool call with COUNTER_MARK.
 
-    `gaps` contains the distance between such a digit and the function's name. If the character at
-    this distance is no digit, the text remains unchanged.
+    The gaps are the numbers of characters between the function's name and a digit before or after
+    the name. A gap is None if there is no such digit. If the character at this distance is no
+    digit, the text remains unchanged.
 
-    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
+    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", gap_before_name=1, gap_after_name=None)
     '\ufdd0 zqFirstTool, \ufdd0 zqSecondTool'
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
         name_start = text.find(name)
         if name_start < 0:
             continue
-        if gaps.before_name is not None:
-            text = _mask_digit(text, name_start - 1 - gaps.before_name)
-        if gaps.after_name is not None:
-            text = _mask_digit(text, name_start + len(name) + gaps.after_name)
+        if gap_before_name is not None:
+            text = _mask_digit(text, name_start - 1 - gap_before_name)
+        if gap_after_name is not None:
+            text = _mask_digit(text, name_start + len(name) + gap_after_name)
     return text
 
 

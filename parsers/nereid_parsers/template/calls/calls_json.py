@@ -66,10 +66,6 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 
     For the first example, the result declares that a tool call is an object with the keys `name`
     and `arguments` between the markers `<call>` and `</call>`.
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
     """
     json_of_call = _find_json_call(texts.one_call, FIRST_TOOL)
     if json_of_call is None:
@@ -89,10 +85,6 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
 
     If the template renders only one tool call in a message, the result declares no separator.
     Return None if the JSON of one of the two tool calls is not found.
-
-    Args:
-        texts: The rendered tool calls.
-        json_of_call: The object in `texts.one_call`.
     """
     keys = infer_keys(json_of_call.value)
     if not texts.two_calls:
@@ -107,20 +99,13 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
     if is_one_array:
         return _declare_object_and_array(keys, json_of_call, array=first)
     markup = _markup_around_both(first, second)
-    return CallFormat("JSON", _declare_objects(keys, markup), markup)
-
-
-def _declare_objects(keys: Keys | NameIsKey, markup: ListMarkup) -> tuple[Call, ...]:
-    """Describe tool calls that a template writes as separate objects, such as `<call>{..}</call>`.
-
-    If markers enclose each tool call, the result also declares an array between these markers,
-    because some models write several tool calls as an array: `<call>[{..}, {..}]</call>`.
-    """
-    object_call = _declare_call(JsonObject(keys), markup)
+    calls = [_declare_call(JsonObject(keys), markup)]
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
-    if not is_call_enclosed:
-        return (object_call,)
-    return (object_call, _declare_call(JsonArray(keys), markup))
+    if is_call_enclosed:
+        # Some models write several tool calls as an array between these markers:
+        # `<call>[{..}, {..}]</call>`.
+        calls.append(_declare_call(JsonArray(keys), markup))
+    return CallFormat("JSON", tuple(calls), markup)
 
 
 def _declare_object_and_array(
@@ -133,12 +118,6 @@ def _declare_object_and_array(
 
         equal markers        `<call>{..}</call>`    `<call>[{..}, {..}]</call>`
         different markers    `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
-
-    Args:
-        keys: The keys of the name and the arguments in an object, or `NameIsKey()` if the name
-            itself is a key, as in `{"f": {"a": 1}}`.
-        json_object: The object in a message with one tool call.
-        array: The array in a message with two tool calls.
     """
     array_format = _declare_one_array(keys, array)
     # `array_format.markup` declares the markers that enclose all tool calls of a message. If the
@@ -162,10 +141,6 @@ def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | No
 
     If the template renders only one tool call in a message, the first case is assumed. Return None
     if the first member of the array is not an object, as in `["v1", {"name": ..}]`.
-
-    Args:
-        texts: The rendered tool calls.
-        json_of_call: The array in `texts.one_call`.
     """
     first_member = json_of_call.value[0]
     if not isinstance(first_member, dict):
@@ -186,11 +161,6 @@ def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat
     array, as in `[TOOL_CALLS][{..}, {..}]`. Otherwise the texts before and after the array are
     declared as the markers around all tool calls, as in `<calls>[{..}, {..}]</calls>`, because a
     model may also write several arrays or objects between these markers.
-
-    Args:
-        keys: The keys of the name and the arguments in an object of the array, or `NameIsKey()` if
-            the name itself is a key, as in `{"f": {"a": 1}}`.
-        array: The array in the rendered tool calls of a message.
     """
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
@@ -239,19 +209,11 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
     brackets = [index for index, char in enumerate(before_name) if char in "{["]
     for start in brackets[-_MAX_JSON_STARTS:]:
         found = _decode_json(text, start)
-        if found is not None and _contains_call(found.value, name):
-            return found
+        if found is not None:
+            members = found.value if isinstance(found.value, list) else [found.value]
+            if any(_is_call(member, name) for member in members):
+                return found
     return None
-
-
-def _contains_call(value: object, name: str) -> bool:
-    """Return whether `value` is a call of the function `name`, or an array with such a call.
-
-    >>> _contains_call({"name": "f"}, "f"), _contains_call([{"name": "f"}], "f")
-    (True, True)
-    """
-    members = value if isinstance(value, list) else [value]
-    return any(_is_call(member, name) for member in members)
 
 
 def _decode_json(text: str, start: int) -> _JsonInText | None:
@@ -295,10 +257,6 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     Return None if no JSON object with the argument follows the name. Example: the result for
     `<call>f<args>{"a": 1}</call>` declares the opening marker `<call>`, the header `{name}<args>`
     (the text before the JSON) and the closing marker `</call>`.
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
     """
     json_of_call = _find_json_arguments(texts.one_call, FIRST_TOOL, FIRST_KEY)  # `{"a": 1}`
     if json_of_call is None:

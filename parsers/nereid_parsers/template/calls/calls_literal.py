@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import NamedTuple
 
 from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
 from nereid_parsers.template.calls.call_heads import calls_with_head
@@ -36,9 +35,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         markers around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
         markers around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
 
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message. Then the second case is assumed.
+    The second case is assumed if the template allows only one tool call in a message.
     """
     suffix = _suffix_of_name(texts.one_call)
     if suffix is None:
@@ -46,7 +43,9 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     if texts.two_calls:
         markup = _markup_of_two_calls(texts.two_calls, last_character=")")
     else:
-        markup = _markup_of_python_list(texts.one_call)
+        before, after = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, ")")
+        # A single tool call shows no separator, so the separator is assumed to be ", ".
+        markup = ListMarkup(open=before, separator=", ", close=after)
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
     if not has_markers_around_each:
         return _declare_python_section(markup, suffix)
@@ -54,16 +53,6 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
     call = Call(one_call, open=markup.item_open, close=markup.item_close)
     return CallFormat("Python calls, each marked", (call,), markup)
-
-
-def _markup_of_python_list(one_call: str) -> ListMarkup:
-    """Return the markup of a Python list that contains a single tool call, such as `[f(a="x")]`.
-
-    In this example, `open` is "[" and `close` is "]". A single tool call shows no separator, so the
-    `separator` is assumed to be ", ".
-    """
-    around = _text_around_call(one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
-    return ListMarkup(open=around.before, separator=", ", close=around.after)
 
 
 def _suffix_of_name(one_call: str) -> str | None:
@@ -84,26 +73,6 @@ def _suffix_of_name(one_call: str) -> str | None:
     return suffix if is_python else None
 
 
-class _SectionMarkers(NamedTuple):
-    """The text before the first tool call of a message, and the text after the last tool call."""
-
-    open: str
-    close: str
-
-    def has_brackets(self) -> bool:
-        """Return whether the brackets of a Python list enclose the tool calls."""
-        return self.open.rstrip().endswith("[") and self.close.lstrip().startswith("]")
-
-    def without_brackets(self) -> _SectionMarkers:
-        """Remove the brackets of a Python list from the markers.
-
-        >>> _SectionMarkers("<calls>[", "]</calls>").without_brackets()
-        _SectionMarkers(open='<calls>', close='</calls>')
-        """
-        opening = self.open.rstrip().removesuffix("[")
-        return _SectionMarkers(opening, self.close.lstrip().removeprefix("]"))
-
-
 def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Declare the format of a list of Python calls, as in `<calls>[f(a="x"), g()]</calls>`.
 
@@ -114,41 +83,22 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         `<calls>[f(a="x")]</calls>`    `[f(a="x"), g()]` and `f(a="x"), g()`
         `<calls>f(a="x")</calls>`      `f(a="x"), g()`
 
-    Args:
-        markup: The texts before and after all calls, and the separator between two calls. The texts
-            before and after each call, `item_open` and `item_close`, are only white space.
-        suffix: The text between the function's name and the parenthesis, such as ".call".
+    The texts before and after each call, `item_open` and `item_close`, are only white space.
     """
-    markers = _SectionMarkers(markup.open + markup.item_open, markup.item_close + markup.close)
+    opening, closing = markup.open + markup.item_open, markup.item_close + markup.close
     separator = markup.item_close + markup.separator + markup.item_open
-    bare_calls = PythonCalls(open="", close="", separator=separator, suffix=suffix)
-    if markers.has_brackets():
-        calls_in_brackets = replace(bare_calls, open="[", close="]")
-        return _python_call_format(markers.without_brackets(), [calls_in_brackets, bare_calls])
-    return _python_call_format(markers, [bare_calls])
-
-
-def _python_call_format(markers: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
-    """Return the format of a list of Python calls, such as `<calls>f(a="x"), g(b="y")</calls>`.
-
-    Example: for `<calls>f(a="x")</calls>`, the result declares `<calls>` and `</calls>` as the
-    markers around all tool calls.
-
-    Args:
-        markers: The texts before and after all tool calls.
-        bodies: The forms of the calls, such as with and without brackets. The form that the
-            template writes is first.
-    """
-    has_closing_marker = bool(markers.close.strip())
-    if has_closing_marker:
-        calls = tuple(Call(body) for body in bodies)
-        markup = ListMarkup(open=markers.open, close=markers.close)
-    else:
+    bodies = [PythonCalls(open="", close="", separator=separator, suffix=suffix)]
+    has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
+    if has_brackets:
+        bodies = [replace(bodies[0], open="[", close="]"), *bodies]
+        opening = opening.rstrip().removesuffix("[")
+        closing = closing.lstrip().removeprefix("]")
+    if not closing.strip():
         # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is
         # declared as the opening marker of a tool call.
-        calls = (Call(bodies[0], open=markers.open),)
-        markup = ListMarkup()
-    return CallFormat("Python calls", calls, markup)
+        return CallFormat("Python calls", (Call(bodies[0], open=opening),), ListMarkup())
+    calls = tuple(Call(body) for body in bodies)
+    return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
@@ -157,10 +107,6 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     Some templates write a marker instead of the quotes around a string. Example: the result for
     `<call>f{a:<q>x<q>}</call>` declares the quote `<q>` and the markers `<call>` and `</call>`.
     Return None if the keys have quotes, or if the strings have no quotes.
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
     """
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
@@ -199,27 +145,20 @@ def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
     Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
     is "[", `separator` is ", " and `close` is "]".
     """
-    first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
-    second = _text_around_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
-    return list_markup(first.before, between=second.before, after=second.after)
+    before, after_first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
+    between, after = _text_around_call(after_first, SECOND_TOOL, SECOND_VALUE, last_character)
+    return list_markup(before, between, after)
 
 
-class _TextAroundCall(NamedTuple):
-    """The texts before and after one tool call."""
-
-    before: str
-    after: str
-
-
-def _text_around_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
+def _text_around_call(text: str, name: str, value: str, last_character: str) -> tuple[str, str]:
     """Return the texts before and after the tool call that contains `name` and then `value`.
 
     The tool call starts with the name, and ends with the first `last_character` after the value.
 
     >>> _text_around_call('[f(a="x"), g()]', "f", "x", ")")
-    _TextAroundCall(before='[', after=', g()]')
+    ('[', ', g()]')
     """
     before, _, after_name = text.partition(name)
     _, _, after_value = after_name.partition(value)
     _, _, after = after_value.partition(last_character)
-    return _TextAroundCall(before, after)
+    return before, after

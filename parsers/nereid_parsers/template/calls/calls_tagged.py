@@ -33,29 +33,9 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import difference, drop_common_suffix
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
+# Matches a word, or a single character outside the words, such as `=`.
 _WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 _NUMBER_TEXT = str(NUMBER_VALUE)
-
-
-class _TaggedCall(NamedTuple):
-    """The pieces of a tool call that remain after its name, its keys and its values are removed.
-
-    The examples are the texts of `<c f><k>a</k>1<k>b</k>2</c>`, a call of `f` with the arguments
-    `a` and `b`.
-
-    Attributes:
-        before_name: The text before the function's name: `<c `.
-        before_first_key: The text between the name and the first key: `><k>`.
-        before_value: The text between a key and its value: `</k>`.
-        between_arguments: The text between the first value and the second key: `<k>`.
-        after: The text after the second value: `</c>`.
-    """
-
-    before_name: str
-    before_first_key: str
-    before_value: str
-    between_arguments: str
-    after: str
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
@@ -67,25 +47,28 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         header of the tool call          `<call {name}>`
         tags of an argument              `<arg key="{key}">` and `</arg>`
         closing text of the tool call    `</call>`
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
     """
     # Some closing tags repeat the key, as in `<city>Rome</city>`. The functions below expect the
     # placeholder `{key}` in place of the repeated key.
     texts = CallTexts(*(_mask_repeated_keys(text) for text in texts))
-    call = _cut_at_arguments(texts.two_arguments)  # The texts around the name, keys and values.
-    if call is None:
+    # In `<c f><k>a</k>1<k>b</k>2</c>`, the words are `f`, `a`, `1`, `b` and `2`, and the pieces are
+    # `<c `, `><k>`, `</k>`, `<k>`, `</k>` and `</c>`.
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
+    pieces = split_at_words(texts.two_arguments, *words)
+    if pieces is None:
         return None
-    markup_to_values = _markup_to_values(texts, call)
+    before_name, before_first_key, before_value, between_arguments, _, after = pieces
+    # The markup of a list in which an item extends from a function's name to its last value.
+    markup_to_values: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
+    if texts.two_calls:
+        markup_to_values = _markup_to_values(texts.two_calls)
     if markup_to_values is None:
         return None
     after_last_value = markup_to_values.item_close  # `</arg></call>`
-    arguments = list_markup(call.before_first_key, call.between_arguments, after_last_value)
+    arguments = list_markup(before_first_key, between_arguments, after_last_value)
     call_close = arguments.close  # `</call>`, the text after the list of arguments
     call_markup = replace(markup_to_values, item_close=call_close)
-    body = _infer_arguments(texts, arguments, call.before_value)
+    body = _infer_arguments(texts, arguments, before_value)
     calls = calls_with_head(call_markup, after_name=arguments.open, body=body)
     return CallFormat("tagged arguments", calls, call_markup)
 
@@ -101,40 +84,17 @@ def _mask_repeated_keys(text: str) -> str:
     return text
 
 
-def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
-    """Remove the name, the keys and the values from a tool call. Return the texts that remain.
-
-    Example: `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>` and `</c>`. The
-    text before the second value is omitted, because it is equal to the text before the first value.
-    Return None if the tool call does not consist of its name and then of pairs of key and value.
-    """
-    # In the example, these words are `f`, `a`, `1`, `b` and `2`.
-    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
-    pieces = split_at_words(two_arguments, *words)
-    if pieces is None:
-        return None
-    before_name, before_first_key, before_value, between_arguments, _, after = pieces
-    return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
-
-
-def _markup_to_values(texts: CallTexts, call: _TaggedCall) -> ListMarkup | None:
+def _markup_to_values(two_calls: str) -> ListMarkup | None:
     """Return the markup of a list in which an item extends from a function's name to a value.
 
     The value is the last value of the tool call, so `item_close` closes the last argument and the
     tool call. Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`,
     `item_open` is `<c `, `item_close` is `</k></c>` and `separator` is `;`. Return None unless each
     of the two tool calls contains its name, its key and its value in this order.
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
-        call: The texts of a single tool call. They are the result if there are no two tool calls.
     """
-    if not texts.two_calls:
-        return ListMarkup(item_open=call.before_name, item_close=call.after)
     first_item = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     second_item = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
-    pieces = split_at_words(texts.two_calls, *first_item, *second_item)
+    pieces = split_at_words(two_calls, *first_item, *second_item)
     if pieces is None:
         return None
     # The other pieces are inside the items.
@@ -149,16 +109,13 @@ def _infer_arguments(texts: CallTexts, arguments: ListMarkup, before_value: str)
     special characters. The result declares two forms: `<p k="{key}"><![CDATA[` and `]]></p>`, and
     `<p k="{key}">` and `</p>`.
 
-    Args:
-        texts: The rendered tool calls. The value of the argument is a string (`one_call`), a number
-            (`number`) or a string with special characters (`special_value`).
-        arguments: The markup of the list of arguments. `item_open` is the text before a key.
-        before_value: The text between a key and its value, if the value is a string.
+    In `arguments`, the markup of the list of arguments, `item_open` is the text before a key.
+    `before_value` is the text between a key and its value, if the value is a string.
     """
     tags = _infer_value_tags(texts, arguments, before_value)
     quotes = _find_quotes(texts, before_value)
     if quotes is not None:
-        return _add_quotes(tags, quotes)
+        return _add_quotes(tags, *quotes)
     return _add_escapes(tags, texts.special_value)
 
 
@@ -166,10 +123,6 @@ def _add_escapes(tags: TaggedArguments, special_value: str) -> TaggedArguments:
     """Declare the escape sequences that the template writes in values, if there are any.
 
     Example: a template that writes `x<y` as `<v>x&lt;y</v>` escapes values as in HTML.
-
-    Args:
-        tags: The tags around the value of an argument.
-        special_value: A rendered tool call whose argument is SPECIAL_VALUE.
     """
     if json.dumps(SPECIAL_VALUE) in special_value:
         # In JSON, only strings contain escape sequences. The tags in `tags.also` are not changed,
@@ -204,12 +157,6 @@ def _infer_value_tags(
         <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
         <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">
                                                                        or <json k="{key}">
-
-    Args:
-        texts: The rendered tool calls. The argument is a string in `texts.one_call` and the number
-            41 in `texts.number`.
-        arguments: The markup of the list of arguments. `item_open` is the text before a key.
-        before_value: The text between a key and its value, if the value is a string.
     """
     after_string = _text_after_plain_string(texts)
     around_string = _TextAroundArgument(arguments.item_open, before_value, after_string)
@@ -257,14 +204,9 @@ def _cut_at_number(text: str, string_arguments: ListMarkup) -> _TextAroundArgume
     Example: the tool call `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
     `</json></call>`.
 
-    Args:
-        text: The rendered tool call. Its only argument is the number 41.
-        string_arguments: The markup of a list of arguments that are strings. `open` is the text
-            between the name and the first argument, such as `>`.
-
-    Returns:
-        The texts, or None if the template does not render the number as "41". If no text precedes
-        the key, as in `<call f>a=41`, `before_key` is the text before the key of a string.
+    `string_arguments` is the markup of a list of arguments that are strings. Return None if the
+    template does not render the number as "41". If no text precedes the key, as in `<call f>a=41`,
+    `before_key` is the text before the key of a string.
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
@@ -315,22 +257,13 @@ def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgu
         return None
     # In the example, `" type="` precedes the type, and `">` follows the type.
     before_type, string_word, number_word, after_type = difference(
-        string.before_value, number.before_value, split=_split_into_words
+        string.before_value, number.before_value, split=_WORD_OR_CHARACTER.findall
     )
     field = _type_field(string_word, number_word)
     if field is None:
         return None
     before_key = escape_braces(string.before_key)
     return f"{before_key}{{key}}{escape_braces(before_type)}{field}{escape_braces(after_type)}"
-
-
-def _split_into_words(text: str) -> list[str]:
-    """Split `text` into words. Each character outside the words becomes a separate string.
-
-    >>> _split_into_words('type="a"')
-    ['type', '=', '"', 'a', '"']
-    """
-    return _WORD_OR_CHARACTER.findall(text)
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
@@ -342,10 +275,6 @@ def _type_field(string_word: str, number_word: str) -> str | None:
         type="string"      type="number"      "{type}": the word is the name of the type
         string="true"      string="false"     "{string}": the word states whether it is a string
         kind="a"           kind="b"           None: the meaning of the word is unknown
-
-    Args:
-        string_word: The word that occurs only in the tag of a string.
-        number_word: The word that occurs in the tag of a number in the place of `string_word`.
     """
     if string_word == "true" and number_word == "false":
         return "{string}"
@@ -356,25 +285,13 @@ def _type_field(string_word: str, number_word: str) -> str | None:
     return None
 
 
-class _Quotes(NamedTuple):
-    """The texts before and after a quoted string, such as `<![CDATA[` and `]]>`."""
-
-    open: str
-    close: str
-
-
-def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
+def _find_quotes(texts: CallTexts, before_value: str) -> tuple[str, str] | None:
     """Find the quotes, such as `<![CDATA[`, around strings that contain characters like `<`.
 
     Example: the plain string `x` is rendered as `<v>x</v></call>`, and the string `x<&>y` is
     rendered as `<v><![CDATA[x<&>y]]></v></call>`. So the quotes are `<![CDATA[` and `]]>`. Return
-    None if the template writes no quotes.
-
-    Args:
-        texts: The rendered tool calls. The argument is a plain string in `texts.one_call`. In
-            `texts.special_value`, it is a string that starts with FIRST_VALUE, contains special
-            characters, and ends with SECOND_VALUE.
-        before_value: The text between the key and a plain string, such as `<v>`.
+    None if the template writes no quotes. `before_value` is the text between the key and a plain
+    string, such as `<v>`.
     """
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
     pieces = split_at_words(texts.special_value, *words)
@@ -388,16 +305,15 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     quote_open = before_special.removeprefix(before_value)
     quote_close = after_special.removesuffix(after_value)
     is_quoted = bool(quote_open.strip() and quote_close.strip())
-    return _Quotes(quote_open, quote_close) if is_quoted else None
+    return (quote_open, quote_close) if is_quoted else None
 
 
-def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
+def _add_quotes(tags: TaggedArguments, quote_open: str, quote_close: str) -> TaggedArguments:
     """Add quotes to the tags around a value. The tags without quotes remain as an alternative.
 
-    The opening quote is added to the tag before the value, and the closing quote is added to the
-    tag after the value. The attribute `also` of the result contains the alternatives.
+    The attribute `also` of the result contains the alternatives.
 
-    >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
+    >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), "<![CDATA[", "]]>")
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
@@ -405,7 +321,7 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     return TaggedArguments(
         # In the opening tag, `{key}` is a field, so all other braces are doubled. The closing tag
         # has no fields, so its braces are not doubled.
-        open=tags.open + escape_braces(quotes.open),
-        close=quotes.close + tags.close,
+        open=tags.open + escape_braces(quote_open),
+        close=quote_close + tags.close,
         also=(unquoted, *tags.also),
     )

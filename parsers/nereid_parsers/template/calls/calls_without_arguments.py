@@ -25,11 +25,9 @@ def add_call_without_arguments(
     Return `section` unchanged if the parser already reads the rendered tool call, or if no variant
     can be inferred.
 
-    Args:
-        section: The declaration of the tool calls.
-        call_format: The inferred format of the tool calls, from which `section` was built.
-        no_arguments: The rendered text of a tool call without arguments. "" if the template fails
-            to render this tool call.
+    `call_format` is the inferred format from which `section` was built. `no_arguments` is the
+    rendered text of a tool call without arguments. It is "" if the template fails to render this
+    tool call.
     """
     if not no_arguments or _is_read(section, no_arguments):
         return section
@@ -56,10 +54,6 @@ def _infer_variants(call_format: CallFormat, no_arguments: str) -> tuple[Call, .
 
     The text after the name of the function, such as `</name></call>`, is divided at its last
     marker: `</name>` belongs to the header, and `</call>` closes the tool call.
-
-    Args:
-        call_format: The inferred format of tool calls with arguments.
-        no_arguments: The rendered text of a tool call without arguments.
     """
     body, markup = call_format.calls[0].body, call_format.markup
     if not isinstance(body, ArgumentsBody):
@@ -69,14 +63,9 @@ def _infer_variants(call_format: CallFormat, no_arguments: str) -> tuple[Call, .
     if has_other_opening:
         return ()
     after_name = after.removesuffix(markup.close)
-    end_of_header = _start_of_last_marker(after_name)
+    marker_starts = [marker.start() for marker in MARKER.finditer(after_name)]
+    end_of_header = marker_starts[-1] if marker_starts else 0
     item_close = after_name[end_of_header:]
     if not item_close.strip():
         return ()
     return calls_with_head(replace(markup, item_close=item_close), after_name[:end_of_header], body)
-
-
-def _start_of_last_marker(text: str) -> int:
-    """Return the index of the last marker in `text`; 0 if there is no marker."""
-    starts = [marker.start() for marker in MARKER.finditer(text)]
-    return starts[-1] if starts else 0

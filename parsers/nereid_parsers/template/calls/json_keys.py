@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from nereid_parsers.format import Keys, NameIsKey
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL
 from nereid_parsers.template.probe import ID_MARK
 
-
-class _MemberPaths(NamedTuple):
-    """The paths to the name, the arguments and the id in the JSON object of a tool call.
-
-    A path is the sequence of keys that leads to a value. Example: in
-    `{"id": 1, "function": {"name": "f", "arguments": {}}}`, the path of the name is
-    ("function", "name"), and the path of the id is ("id",).
-
-    Attributes:
-        name: The path of the function's name.
-        arguments: The path of the arguments.
-        id: The path of the id, or None if the object has no id.
-    """
-
-    name: tuple[str, ...]
-    arguments: tuple[str, ...]
-    id: tuple[str, ...] | None
+# The path of a value in a JSON object: the keys that lead to the value. Example: in
+# `{"function": {"name": "f"}}`, the path of "f" is ("function", "name").
+_Path = tuple[str, ...]
 
 
 def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
@@ -44,61 +30,48 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     name_path = find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
         return NameIsKey()
-    paths = _MemberPaths(
-        name=name_path,
-        arguments=find_path(call, _has_first_argument) or ("arguments",),
-        id=_find_id_path(call, name_path),
-    )
-    return Keys(
-        name=".".join(paths.name),
-        arguments=".".join(paths.arguments),
-        id=None if paths.id is None else ".".join(paths.id),
-        extra=_other_keys(call, paths),
-        order=_order_of_members(call, paths),
-    )
-
-
-def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
-    """Return the keys, such as "type", that the parser ignores in the JSON object of a tool call.
-
-    The result always contains the key "type".
-
-    >>> _other_keys({"index": 0, "name": "f", "args": {}}, _MemberPaths(("name",), ("args",), None))
-    ('index', 'type')
-    """
-    outer_keys = [path[0] for path in paths if path is not None]
+    arguments_path = find_path(call, _has_first_argument) or ("arguments",)
+    id_path = _find_id_path(call, name_path)
+    outer_keys = [path[0] for path in (name_path, arguments_path, id_path) if path is not None]
     other_keys = [key for key in call if key not in outer_keys]
-    # Models may add the key "type" even if the template does not write this key.
-    return tuple(dict.fromkeys((*other_keys, "type")))
+    return Keys(
+        name=".".join(name_path),
+        arguments=".".join(arguments_path),
+        id=None if id_path is None else ".".join(id_path),
+        # Models may add the key "type" even if the template does not write this key.
+        extra=tuple(dict.fromkeys((*other_keys, "type"))),
+        order=_order_of_members(call, name_path[0], arguments_path[0], id_path),
+    )
 
 
-def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
+def _order_of_members(
+    call: dict[str, Any], name_key: str, arguments_key: str, id_path: _Path | None
+) -> tuple[str, ...]:
     """Return the order in which the name, the arguments and the id occur in a tool call's JSON.
 
     If the output of a model is constrained, the model must write these members in this order. An id
     at the end is omitted from the result, because the constraint treats such an id as optional.
 
-    >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
-    >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
+    >>> call = {"call_id": "1", "function": "f", "args": {}}
+    >>> _order_of_members(call, "function", "args", id_path=("call_id",))
     ('id', 'name', 'arguments')
-    >>> _order_of_members({"function": "f", "args": {}, "call_id": "1"}, paths)
+    >>> call = {"function": "f", "args": {}, "call_id": "1"}
+    >>> _order_of_members(call, "function", "args", id_path=("call_id",))
     ('name', 'arguments')
     """
-    name_key = paths.name[0]
-    arguments_key = paths.arguments[0]
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    if paths.id is not None:
+    if id_path is not None:
         # One inner object may contain the id and the name: {"function": {"id": .., "name": ..}}.
         # In this case, `member_by_key` maps the key "function" to "name", and not to "id".
-        member_by_key.setdefault(paths.id[0], "id")
+        member_by_key.setdefault(id_path[0], "id")
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
     is_id_at_end = order[-1] == "id"
     return order[:-1] if is_id_at_end else order
 
 
-def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
+def _find_id_path(call: dict[str, Any], name_path: _Path) -> _Path | None:
     """Return the keys that lead to the id in `call`, the JSON object of a tool call.
 
     The id is the first value that contains ID_MARK, the placeholder character for ids. If there is
@@ -116,17 +89,8 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
     path = find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
     if path is not None:
         return path
-    top_level_paths = ((key,) for key in call if _is_named_id(key))
+    top_level_paths = ((key,) for key in call if "id" in key.lower().split("_"))
     return next((path for path in top_level_paths if path != name_path), None)
-
-
-def _is_named_id(key: str) -> bool:
-    """Return whether `key` contains the word "id". The character "_" separates words.
-
-    >>> _is_named_id("call_id"), _is_named_id("idea")
-    (True, False)
-    """
-    return "id" in key.lower().split("_")
 
 
 def _has_first_argument(value: object) -> bool:
@@ -134,7 +98,7 @@ def _has_first_argument(value: object) -> bool:
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 
-def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> tuple[str, ...] | None:
+def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> _Path | None:
     """Search a JSON object for a value that `is_wanted` accepts. Return the path of this value.
 
     The path is the sequence of keys that leads to the value. Inner objects of the JSON object

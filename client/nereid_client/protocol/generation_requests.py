@@ -54,6 +54,14 @@ class ChatMessage(RequestBody):
     """The text of the message, or a list of content parts. A message of the system, the developer
     or the user must have content."""
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _accept_strings_as_parts(cls, value: object) -> object:
+        """Replace strings in a list by text parts. vLLM accepts such strings."""
+        if not isinstance(value, list):
+            return value
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in value]
+
 
 class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from backend.serving.fake_server import Request
 from nereid_backend import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER, read_messages
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.request_prompts import RequestPrompts
 from nereid_backend.serving.tokenizer.tokenizer_model import _is_long
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+LIMITS = RequestLimits.derive(4096, 8)
 
 
 def body(*parts):
@@ -45,8 +46,7 @@ class FakeImagePrompts:
 
 @pytest.fixture
 def image_prompts():
-    limits = RequestLimits.derive(4096, 8)
-    return RequestPrompts(SimpleNamespace(limits=limits), FakeImagePrompts())
+    return RequestPrompts(SimpleNamespace(limits=LIMITS), FakeImagePrompts())
 
 
 TEXT = np.array([b"<image>Hi"], dtype=np.object_)
@@ -96,7 +96,6 @@ def test_token_ids_beside_images_are_refused(image_prompts):
 @pytest.mark.parametrize(
     ("part", "problem"),
     [
-        ("abc", 'item 0 has the content part "abc", which is not an object'),
         (7, "item 0 has the content part 7, which is not an object"),
         ({"type": "song"}, 'item 0 has a content part of type "song", but this server supports'),
         (
@@ -107,9 +106,21 @@ def test_token_ids_beside_images_are_refused(image_prompts):
 )
 def test_a_wrong_content_part_is_refused_with_an_example(part, problem):
     with pytest.raises(RequestError) as caught:
-        read_messages(body(part), RequestLimits.derive(4096, 8))
+        read_messages(body(part), LIMITS)
     assert str(caught.value).startswith(f"messages: {problem}")
     assert '{"type": "text", "text": "..."}' in str(caught.value)
+
+
+def test_a_text_part_without_a_string_names_its_field():
+    with pytest.raises(RequestError, match=r"whose field text must be a string, but .* has 5"):
+        read_messages(body({"type": "text", "text": 5}), LIMITS)
+
+
+def test_a_content_part_can_be_a_string():
+    (message,) = read_messages(body("abc", {"type": "text", "text": "d"}, "e"), LIMITS)
+    assert message["content"] == "abcde"
+    (message,) = read_messages(body(IMAGE_PLACEHOLDER, "abc"), LIMITS)
+    assert message["content"] == [IMAGE_PLACEHOLDER, {"type": "text", "text": "abc"}]
 
 
 def chat_request(text):

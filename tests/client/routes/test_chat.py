@@ -82,6 +82,16 @@ async def test_calls_of_the_assistant_need_no_content_but_other_messages_do(post
     assert "a message of the role user must have content" in answer.json()["error"]["message"]
 
 
+async def test_a_content_part_can_be_a_string_as_langchain_sends_it(post, backend):
+    strings = {"role": "user", "content": ["a", {"type": "text", "text": "b"}]}
+    messages = [strings, {"role": "user", "content": "c"}]
+    assert (await post("/v1/chat/completions", messages=messages)).status_code == 200
+    assert json.loads(backend.generations[-1].chat_request)["messages"] == messages
+    messages = [{"role": "user", "content": ["a", 5]}]
+    error = (await post("/v1/chat/completions", messages=messages)).json()["error"]
+    assert error["message"] == "messages[0].content[1] must be an object, but the request has 5"
+
+
 async def test_tool_calls_arrive_whole(chat):
     choice = (await chat(MARKUP)).json()["choices"][0]
     first, second = choice["message"]["tool_calls"]

@@ -153,8 +153,10 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
 
     A part contains its text in the field that has the name of the part's type. Examples:
     `{"type": "text", "text": "Hi"}` returns "Hi", and `{"type": "refusal", "refusal": "No."}`
-    returns "No."
+    returns "No." A part can also be a string, as in vLLM's API.
     """
+    if isinstance(part, str):
+        return part
     if not isinstance(part, dict):
         raise RequestError(
             f"messages: item {index} has the content part {shown(part)}, which is not an object. "
@@ -179,6 +181,11 @@ def _no_text_error(part: dict[str, Any], index: int) -> RequestError:
             f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
         )
     part_type = part.get("type")
+    if part_type in _TEXT_PART_TYPES:
+        return RequestError(
+            f"messages: item {index} has a content part of type {shown(part_type)} whose field "
+            f"{part_type} must be a string, but the request has {shown(part.get(part_type))}."
+        )
     kind = "without the field type" if part_type is None else f"of type {shown(part_type)}"
     return RequestError(
         f"messages: item {index} has a content part {kind}, but this server supports only "

@@ -72,7 +72,12 @@ class BetweenCallsReader:
         if separator_end >= 0:
             self._text_writer.drop_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
-        return self._select_state_for_text()
+        # After `<tool_calls>`, only a tool call can follow. After a tool call without this marker,
+        # `{"name"` may start another tool call, and `Hello` is content.
+        if self._section.is_open:
+            return self._call_reader.expect(self._starts.in_section())
+        expected = self._starts.after_call(buffer)
+        return State.CONTENT if expected is None else self._call_reader.expect(expected)
 
     def _is_after_opening_marker(self) -> bool:
         """Return True after the opening marker `<tool_calls>`, until the first tool call starts.
@@ -81,18 +86,6 @@ class BetweenCallsReader:
         if no tool call follows. Between two tool calls, no text is pending.
         """
         return bool(self._text_writer.pending_text)
-
-    def _select_state_for_text(self) -> State:
-        """Return CALL_START if the unread text may be a tool call, otherwise CONTENT.
-
-        Before CALL_START, the expected tool call is passed to the CallReader. Examples: after
-        `<tool_calls>`, only a tool call can follow. After a tool call without such a marker,
-        `{"name"` may start another tool call, and `Hello` is content.
-        """
-        if self._section.is_open:  # The marker `</tool_calls>` has not been read.
-            return self._call_reader.expect(self._starts.in_section())
-        expected = self._starts.after_call(self._buffer)
-        return State.CONTENT if expected is None else self._call_reader.expect(expected)
 
     def _end_section(self, close: str) -> State:
         """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
@@ -16,34 +16,22 @@ from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.tool_declarations import ToolSection
 
 
-@dataclass(frozen=True, slots=True)
-class ClosingMarker:
+class ClosingMarker(NamedTuple):
     """A closing marker, such as `</tool_call>`, that has been found after a tool call.
 
     Attributes:
-        end: The position after the marker.
+        start: The position at which the marker starts. It is the end of the text if no character of
+            the marker has arrived.
+        end: The position after the marker, or NEED_MORE if the marker is incomplete.
         later_markers: The closing markers that may still follow.
     """
 
+    start: int
     end: int
     later_markers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class IncompleteMarker:
-    """An incomplete closing marker, such as `</tool_c`, at the end of the text.
-
-    Attributes:
-        prefix: The characters of the marker that have arrived, for example `</func`. "" if the text
-            ends directly before the place at which the marker may start.
-    """
-
-    prefix: str
-
-
-def match_closing_marker(
-    markers: tuple[str, ...], text: str, pos: int
-) -> ClosingMarker | IncompleteMarker | None:
+def match_closing_marker(markers: tuple[str, ...], text: str, pos: int) -> ClosingMarker | None:
     """Match one of the `markers` that close a tool call. If none of them matches, return None.
 
     The text at `pos` follows the arguments of the tool call. White space and superfluous brackets
@@ -51,10 +39,10 @@ def match_closing_marker(
     order of the markers. Examples with the markers `</function>` and `</tool_call>`:
 
         text              result
-        `</function>`     ClosingMarker(end=11, later_markers=("</tool_call>",))
-        `}</tool_call>`   ClosingMarker(end=13, later_markers=())
-        ` </func`         IncompleteMarker(prefix="</func")
-        ` `               IncompleteMarker(prefix=""), because a marker may follow the space
+        `</function>`     ClosingMarker(start=0, end=11, later_markers=("</tool_call>",))
+        `}</tool_call>`   ClosingMarker(start=1, end=13, later_markers=())
+        ` </func`         ClosingMarker(start=1, end=NEED_MORE, later_markers=("</tool_call>",))
+        `}`               ClosingMarker(start=1, end=NEED_MORE, ..): a marker may follow the brace
         `Hello`           None
 
     `pos` is the position after the body of the tool call, or after the last closing marker.
@@ -67,18 +55,16 @@ def match_closing_marker(
     return match
 
 
-def _match_first_marker(
-    markers: tuple[str, ...], text: str, pos: int
-) -> ClosingMarker | IncompleteMarker | None:
-    """Match the text at `pos` with each of the `markers`, and return the first match, or None."""
+def _match_first_marker(markers: tuple[str, ...], text: str, pos: int) -> ClosingMarker | None:
+    """Match the text at `pos` with each of the `markers`, and return the first match, or None.
+
+    If a marker is incomplete, the later markers are not tried, because this marker takes precedence
+    when more text completes it.
+    """
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
-        if end == NEED_MORE:
-            # More text may complete this marker. The later markers are not tried yet, because this
-            # marker takes precedence.
-            return IncompleteMarker(text[pos:])
         if end != NO_MATCH:
-            return ClosingMarker(end, later_markers=markers[index + 1 :])
+            return ClosingMarker(pos, end, later_markers=markers[index + 1 :])
     return None
 
 

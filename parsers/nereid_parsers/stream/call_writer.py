@@ -19,7 +19,7 @@ _EMPTY_ARGUMENTS = "{}"
 # Descriptions of repaired or invalid arguments, for the event at the end of a tool call.
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
-_BROKEN_ARGUMENTS = "the arguments are not valid JSON"
+BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 # The maximum number of times that `cut_arguments_at` may remove text in one message. The parser
 # reads removed text again, so without this limit the parsing time could grow with the square of the
 # text's length.
@@ -219,15 +219,9 @@ class CallWriter:
             self.add_deviation(fault)
         if self.stores_arguments:  # No event has been appended yet.
             self._append_stored_call()
-        else:  # `start` and `write` have appended the other events.
-            self._append_last_events()
-
-    def _append_last_events(self) -> None:
-        """Append the last events of a tool call. The earlier events have already been appended.
-
-        The `wrapper_filter` may still store the arguments. Example: if `{"arguments": {"a": 1}}` is
-        stored, `{"a": 1}` is appended. If the model has written no arguments, `{}` is appended.
-        """
+            return
+        # `start` and `write` have appended the other events. The `wrapper_filter` may still store
+        # the arguments. Example: if `{"arguments": {"a": 1}}` is stored, `{"a": 1}` is appended.
         stored = self._call.wrapper_filter.finish()  # `stored.text` is "" if nothing is stored.
         if stored.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
@@ -277,7 +271,10 @@ class CallWriter:
             `{"arguments": {"a": 1}}`  gives `{"a": 1}`, if no argument is called "arguments".
             `[1]`                      gives None, because no repair gives a JSON object.
         """
-        json_object = self._repair_if_broken(text)
+        json_object: str | None = text
+        if not is_json_object(text):
+            json_object = repair_json_object(text)
+            self.add_deviation(BROKEN_ARGUMENTS if json_object is None else _REPAIRED_ARGUMENTS)
         if json_object is None or not may_be_wrapped(self._call.name, self.tools):
             return json_object
         inner_object = unwrap(json_object)
@@ -285,18 +282,6 @@ class CallWriter:
             return json_object
         self.add_deviation(_WRAPPED_ARGUMENTS)
         return inner_object
-
-    def _repair_if_broken(self, text: str) -> str | None:
-        """Return `text` if it is a valid JSON object. Otherwise return a repaired object, or None.
-
-        Example: `{"a": 1` gives `{"a": 1}`. If `text` is not valid, `add_deviation` stores a
-        description for the end event, even if a repair is impossible.
-        """
-        if is_json_object(text):
-            return text
-        repaired = repair_json_object(text)
-        self.add_deviation(_BROKEN_ARGUMENTS if repaired is None else _REPAIRED_ARGUMENTS)
-        return repaired
 
     def cut_arguments_at(self, marker: str) -> str | None:
         """Remove the first `marker`, and all text after this marker, from the stored arguments.

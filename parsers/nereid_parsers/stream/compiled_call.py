@@ -75,11 +75,17 @@ class CompiledCall:
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
         self._tags: CompiledTags | None = None
         if isinstance(call.body, TaggedArguments):
+            # Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end
+            # at `</f>`. A model may omit this marker, so they may also end at another marker. A
+            # model may also close and open the outer element between two tool calls.
+            stop_markers = (*self.closing_markers[:1], *_markers_after_call(call, section))
+            section_opens = [marker.strip() for marker in section.opens]
+            between_calls = (*self.closing_markers, *section.closes, *section_opens)
             self._tags = CompiledTags(
                 call.body,
                 self._head_pattern,
-                stop_markers=_stop_markers(call, section),
-                markers_between_calls=_markers_between_calls(call, section),
+                stop_markers=tuple(dict.fromkeys(stop_markers)),
+                markers_between_calls=tuple(dict.fromkeys(between_calls)),
             )
         # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
         self._body_start = _compile_body_start(call) if self._tags is None else self._tags
@@ -228,26 +234,6 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
-
-
-def _stop_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
-    """Return the markers that end the arguments of a tool call.
-
-    Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
-    A model may omit this marker, so they may also end at `</call>`, `</calls>` or `<call>`.
-    """
-    first_close_part = marker_parts(call.close)[:1]  # Empty if there is no closing marker.
-    return tuple(dict.fromkeys((*first_close_part, *_markers_after_call(call, section))))
-
-
-def _markers_between_calls(call: Call, section: ToolSection) -> tuple[str, ...]:
-    """Return the markers between the arguments of a tool call and the next opening marker.
-
-    Example: the tool calls `<calls><call><f={name}>ARGUMENTS</f></call></calls>` give `</f>`,
-    `</call>`, `</calls>` and `<calls>`, because a model may close and open the outer element, too.
-    """
-    section_opens = [marker.strip() for marker in section.opens]  # `section.closes` is stripped.
-    return tuple(dict.fromkeys((*marker_parts(call.close), *section.closes, *section_opens)))
 
 
 @dataclass(frozen=True, slots=True)

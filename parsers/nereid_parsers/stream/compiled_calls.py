@@ -35,44 +35,15 @@ class CompiledCalls:
             marker, as in `<function=sum>`. The keys are the first literals of the headers, here
             `<function=`.
         unmarked: The variants for which the format declares no marker, as in `{"name": "sum"}`.
-        section_opens: The opening markers of the tool section, which contains all tool calls.
-        section_closes: The closing markers of the tool section.
+        kinds: The meaning of each tool call marker that the parser searches for in content.
+            Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
     """
 
     all: tuple[CompiledCall, ...] = ()
     by_marker: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
     by_header: dict[str, tuple[CompiledCall, ...]] = field(default_factory=dict)
     unmarked: tuple[CompiledCall, ...] = ()
-    section_opens: tuple[str, ...] = ()
-    section_closes: tuple[str, ...] = ()
-
-    @property
-    def kinds(self) -> dict[str, MarkerKind]:
-        """The meaning of each tool call marker that the parser searches for in content.
-
-        Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
-        """
-        # A tool call without a marker starts with one of these texts, for example `{`.
-        unmarked_openings = [text for variant in self.unmarked for text in variant.body_openings()]
-        long_closing_markers = [
-            marker
-            for variant in self.all
-            for marker in variant.closing_markers
-            if len(marker) >= _MIN_CLOSING_MARKER_CHARS
-        ]
-        # If several of these dicts contain the same text, the last of the dicts determines the
-        # meaning of the text. The dicts of the opening markers are last, so a text that is both an
-        # opening and a closing marker opens a tool call. In content, no tool call can be closed.
-        return (
-            dict.fromkeys(self.by_header, MarkerKind.CALL_HEAD)
-            | dict.fromkeys(long_closing_markers, MarkerKind.CLOSE_CALLS)
-            | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
-            | dict.fromkeys(self.section_closes, MarkerKind.CLOSE_CALLS)
-            | dict.fromkeys(self.by_marker, MarkerKind.OPEN_CALL)
-            # `marker_kinds` adds the spellings of each marker, which differ in their white space.
-            # The keys of `by_header` and `by_marker` already contain all spellings.
-            | marker_kinds(self.section_opens, MarkerKind.OPEN_SECTION)
-        )
+    kinds: dict[str, MarkerKind] = field(default_factory=dict)
 
 
 def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
@@ -104,14 +75,28 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
         by_header.pop(marker, None)
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []
-    return CompiledCalls(
-        all=tuple(variants),
-        by_marker=by_marker,
-        by_header=by_header,
-        unmarked=tuple(unmarked),
-        section_opens=tools.opens,
-        section_closes=tools.closes,
+    # A tool call without a marker starts with one of these texts, for example `{`.
+    unmarked_openings = [text for variant in unmarked for text in variant.body_openings()]
+    long_closing_markers = [
+        marker
+        for variant in variants
+        for marker in variant.closing_markers
+        if len(marker) >= _MIN_CLOSING_MARKER_CHARS
+    ]
+    # If several of these dicts contain the same text, the last of the dicts determines the meaning
+    # of the text. The dicts of the opening markers are last, so a text that is both an opening and
+    # a closing marker opens a tool call. In content, no tool call can be closed.
+    kinds = (
+        dict.fromkeys(by_header, MarkerKind.CALL_HEAD)
+        | dict.fromkeys(long_closing_markers, MarkerKind.CLOSE_CALLS)
+        | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
+        | dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
+        | dict.fromkeys(by_marker, MarkerKind.OPEN_CALL)
+        # `marker_kinds` adds the spellings of each marker, which differ in their white space. The
+        # keys of `by_header` and `by_marker` already contain all spellings.
+        | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
     )
+    return CompiledCalls(tuple(variants), by_marker, by_header, tuple(unmarked), kinds)
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
@@ -124,7 +109,9 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
     """
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
-        if has_marker and _does_head_identify_call(call):
+        literal = first_literal(call.head)
+        is_tag = "<" in literal and not literal[0].isalnum()
+        if has_marker and is_tag and len(literal) >= _MIN_HEAD_MARKER_CHARS:
             yield CompiledCall(replace(call, open=""), tools, lacks_opening_marker=True)
 
 
@@ -143,16 +130,6 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
             json_variants.append(replace(call, body=JsonObject(call.body.keys)))
     without_duplicates = dict.fromkeys((*calls, *json_variants))
     return list(without_duplicates)
-
-
-def _does_head_identify_call(call: Call) -> bool:
-    """Return whether the first text of the header, such as `<function=`, identifies a tool call.
-
-    Examples: the result is True for `<function={name}>`, and False for `{name}`.
-    """
-    literal = first_literal(call.head)
-    is_tag = "<" in literal and not literal[0].isalnum()
-    return is_tag and len(literal) >= _MIN_HEAD_MARKER_CHARS
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:

@@ -29,19 +29,11 @@ def marker_prefix_regex(marker: str) -> str:
         optional_start = start + 1
         required_chars = longest_prefix[:optional_start]
         optional_chars = longest_prefix[optional_start : optional_start + _MAX_NESTED_GROUPS]
-        regexes.append(rf"{re.escape(required_chars)}{_optional_chars_regex(optional_chars)}\Z")
+        optional_regex = ""  # For the optional characters `ab`: `(?:a(?:b)?)?`.
+        for char in reversed(optional_chars):
+            optional_regex = f"(?:{re.escape(char)}{optional_regex})?"
+        regexes.append(rf"{re.escape(required_chars)}{optional_regex}\Z")
     return f"(?:{'|'.join(regexes)})"
-
-
-def _optional_chars_regex(chars: str) -> str:
-    """Return a regex that matches the longest possible prefix of `chars`, or the empty text.
-
-    Example: `_optional_chars_regex("ab")` returns `"(?:a(?:b)?)?"`.
-    """
-    regex = ""
-    for char in reversed(chars):
-        regex = f"(?:{re.escape(char)}{regex})?"
-    return regex
 
 
 def spaced_marker_regex(marker: str) -> str:

@@ -6,9 +6,9 @@ from enum import Enum
 
 from nereid_parsers.stream.bodies.body_reader import (
     BROKEN_AFTER_ARGUMENTS,
-    BROKEN_ARGUMENTS,
     BodyReader,
 )
+from nereid_parsers.stream.call_writer import BROKEN_ARGUMENTS
 from nereid_parsers.stream.expected_call import MatchedCall
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer

@@ -15,16 +15,6 @@ NO_MATCH: Final = -2  # No further text could complete the match.
 Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 
-def as_mismatch(negative_result: int) -> Mismatch:
-    """Convert NEED_MORE or NO_MATCH from the type `int` to the type `Mismatch`.
-
-    A matching function returns an `int`: a position, NEED_MORE or NO_MATCH. A caller that has
-    tested `result < 0` uses this function so that the type checker knows that the result is not a
-    position.
-    """
-    return NEED_MORE if negative_result == NEED_MORE else NO_MATCH
-
-
 # The maximum length, in characters, of the header of a tool call, such as `<function=f>`. A longer
 # text is not treated as a header.
 MAX_HEAD_CHARS = 2048
@@ -176,7 +166,7 @@ class Pattern:
         for step in self.steps:
             end = step.match(text, pos, is_final)
             if end < 0:
-                return as_mismatch(end)
+                return NEED_MORE if end == NEED_MORE else NO_MATCH
             if isinstance(step, FieldStep):
                 value = text[pos:end]
                 if step.name == _NAME_FIELD and fields.get(_NAME_FIELD, value) != value:

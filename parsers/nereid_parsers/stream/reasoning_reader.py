@@ -125,8 +125,11 @@ class ReasoningReader:
                 return self._header_reader.read_start_marker(marker)
             case MarkerKind.WRAP_CONTENT:  # Such as `<response>`.
                 return self._read_content_opening(marker)
-            case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.
-                return self._read_second_opening(marker)
+            case MarkerKind.OPEN_REASONING if self._text_writer.has_text:  # `I write <think>`
+                return self._write_marker_as_reasoning(marker)
+            case MarkerKind.OPEN_REASONING:  # Models repeat the `<think>` that ends the prompt.
+                self._drop_marker(marker)
+                return State.REASONING
             case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
                 return self._read_closing(marker)
             case _:  # The kind END, such as `<|im_end|>`. The text of the next message may follow.
@@ -142,18 +145,6 @@ class ReasoningReader:
         self._drop_marker(marker)
         self._reasoning_end = _ReasoningEnd.CLOSED
         return State.CONTENT
-
-    def _read_second_opening(self, marker: str) -> State:
-        """Read a second opening marker, such as `<think>`, in the reasoning. Return the next state.
-
-        Models sometimes repeat the opening marker, such as `<think>`, with which the prompt ends.
-        Such a marker is removed. If reasoning text precedes the marker, as in `I write <think>`,
-        the marker is a part of the reasoning.
-        """
-        if self._text_writer.has_text:
-            return self._write_marker_as_reasoning(marker)
-        self._drop_marker(marker)
-        return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
         """Read the opening marker of the content, such as `<response>`, inside the reasoning.

@@ -13,7 +13,6 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 # Descriptions of faults in a tool call. The event at the end of a faulty tool call contains the
 # description.
 CUT_OFF = "the text ended inside the call"
-BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 BROKEN_AFTER_ARGUMENTS = "the text after the arguments is not valid JSON"
 
 # A method that reads a text from a given position on. It returns the position at which it stopped,

@@ -9,8 +9,11 @@ from nereid_parsers.stream.bodies.json_keys import CallParts, KeyRole, KeyRoles
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
-from nereid_parsers.stream.values.json_scanner import JsonScanner, match_object_start
-from nereid_parsers.stream.values.json_string import JsonStringReader
+from nereid_parsers.stream.values.json_scanner import (
+    JsonScanner,
+    decode_string,
+    match_object_start,
+)
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # JSON allows only double quotes, but models sometimes write single quotes.
@@ -28,8 +31,8 @@ class ObjectReader(StepReader):
     """
 
     __slots__ = (
-        "_is_confirmed", "_key", "_name_is_key", "_on_string", "_outer_keys", "_parts", "_roles",
-        "_scanner", "_string", "_word_pieces",
+        "_is_confirmed", "_key", "_name_is_key", "_on_string", "_outer_keys", "_parts", "_pieces",
+        "_roles", "_scanner",
     )  # fmt: skip
 
     writes_model_text = True
@@ -51,12 +54,11 @@ class ObjectReader(StepReader):
         self._parts = CallParts()
         self._outer_keys: list[str] = []  # The keys of the enclosing objects, see `_path_of_key`.
         self._key = ""  # The key of the member that is being read.
-        self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
+        self._pieces: list[str] = []  # The pieces of a string, or of a word that may be `null`.
         # The objects that read the members.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        self._string = JsonStringReader()  # Reads a key, or a value that is a string.
         self._on_string: Callable[[str], None] = self._set_key  # Receives each decoded string.
-        self._scanner = JsonScanner()  # Finds the end of any other value.
+        self._scanner = JsonScanner()  # Finds the end of a key or of a value.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -221,7 +223,8 @@ class ObjectReader(StepReader):
     def _expect_string(self, on_string: Callable[[str], None]) -> None:
         """Select the method that reads a string. `on_string` will receive the decoded string."""
         self._on_string = on_string
-        self._string = JsonStringReader()
+        self._scanner = JsonScanner()
+        self._pieces = []
         self._next_step = self._read_string
 
     def _read_string(self, text: str, pos: int) -> int:
@@ -230,9 +233,10 @@ class ObjectReader(StepReader):
         Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`. Return
         the position after the piece.
         """
-        end = self._string.read(text, pos)
-        if self._string.is_complete:
-            self._on_string(self._string.value())
+        end = self._scanner.scan(text, pos)
+        self._pieces.append(text[pos:end])
+        if self._scanner.status is DONE:
+            self._on_string(decode_string("".join(self._pieces)))
         return end
 
     def _skip_value(self, text: str, pos: int) -> int:
@@ -341,7 +345,7 @@ class ObjectReader(StepReader):
         # `_read_null` and `_copy_arguments` use the scanner to find the end of the arguments.
         self._scanner = JsonScanner()
         if first_char == "n":
-            self._word_pieces = []
+            self._pieces = []
             self._next_step = self._read_null
         else:
             self._next_step = self._copy_arguments
@@ -362,10 +366,10 @@ class ObjectReader(StepReader):
         word is written unchanged. Return the position after the piece.
         """
         end = self._scanner.scan(text, pos)
-        self._word_pieces.append(text[pos:end])
+        self._pieces.append(text[pos:end])
         is_word_complete = self._scanner.status is not MORE
         if is_word_complete:
-            word = "".join(self._word_pieces)
+            word = "".join(self._pieces)
             self._write_or_store("{}" if word == "null" else word)
         self._select_step_after_scan()
         return end

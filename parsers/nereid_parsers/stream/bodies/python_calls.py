@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.bodies.body_reader import BROKEN_ARGUMENTS, BodyReader, Head, StepReader
-from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.bodies.body_reader import BodyReader, Head, StepReader
+from nereid_parsers.stream.call_writer import BROKEN_ARGUMENTS, CallWriter
 from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
     NEED_MORE,
-    NO_MATCH,
     skip_whitespace,
 )
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
@@ -112,11 +111,10 @@ class PythonCallsReader(StepReader):
         name_match = _match_function_name(text, pos)
         if name_match is None:
             return self._reject(pos)
-        bracket_end = _match_opening_bracket(text, name_match.end())
-        if bracket_end == NEED_MORE:
-            return self._need_more_or_reject(text, pos)
-        if bracket_end == NO_MATCH:
-            return self._reject(pos)
+        bracket_start = name_match.end()
+        if not _match_arguments_start(text, bracket_start):
+            may_be_completed = _match_incomplete_start(text, bracket_start) is not None
+            return self._need_more_or_reject(text, pos) if may_be_completed else self._reject(pos)
         # In some formats, a suffix such as `.call` follows each name: `f.call(a=1)` calls `f`.
         name = name_match.group().removesuffix(self._declaration.suffix)
         has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
@@ -124,7 +122,7 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         self._num_arguments = 0
         self._next_step = self._read_keyword_or_end
-        return bracket_end
+        return bracket_start + 1
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
         """Read the keyword and the `=` of the next argument, or the `)` that ends the tool call.
@@ -309,19 +307,3 @@ class UnquotedKeyReader(BodyReader):
         """
         self.writer.write(self._literal.closing_text())
         self.writer.end(BROKEN_ARGUMENTS)
-
-
-def _match_opening_bracket(text: str, pos: int) -> int:
-    """Match the `(` before the arguments of a tool call, and return the position after the `(`.
-
-    The text before `pos` is the name of a function. Arguments are empty, or start with a keyword
-    and `=`. Examples:
-
-        text at `pos`               result
-        `()`, `(a=1`                `pos + 1`
-        no text, `(`, `(a`, `(a =`  NEED_MORE
-        `[`, `(x, y)`, `(a == 1`    NO_MATCH
-    """
-    if _match_arguments_start(text, pos):
-        return pos + 1
-    return NEED_MORE if _match_incomplete_start(text, pos) else NO_MATCH

@@ -189,24 +189,19 @@ class TaggedReader(StepReader):
             case "close":
                 return _ValueEnd(text_end, marker.end())
         marker_start = marker.start("early")
-        match self._role_of_marker_in_value(text, marker_start):
+        # Either the value contains this marker, or the model has omitted the closing marker.
+        if self._tags.is_at_stop_marker(text, marker_start):  # Such as `</function>`.
+            tools = self.writer.tools
+            role = self._value_tags.role_of_stop_marker(text, marker_start, self.is_final, tools)
+        else:
+            role = self._role_of_opening_tag(text, marker_start)
+        match role:
             case MarkerRole.UNDECIDED:
                 return _ValueEnd(text_end, None)
             case MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
                 return _ValueEnd(text_end, marker_start)
         return None
-
-    def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether the marker at `pos` is a part of the value or follows the value.
-
-        The closing marker of the value has not been found before `pos`. Either the value contains
-        the marker at `pos`, or the model has omitted the closing marker. The marker is a stop
-        marker, such as `</function>`, or an opening tag, such as `<parameter=days>`.
-        """
-        if self._tags.is_at_stop_marker(text, pos):
-            return self._value_tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
-        return self._role_of_opening_tag(text, pos)
 
     def _role_of_opening_tag(self, text: str, pos: int) -> MarkerRole:
         """Decide whether an opening tag such as `<parameter=days>` follows the value.

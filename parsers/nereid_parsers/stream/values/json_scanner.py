@@ -1,4 +1,4 @@
-"""Finds the start and the end of a JSON value in a text that arrives in pieces."""
+"""Finds the start and the end of a JSON value in a text that arrives in pieces. Decodes strings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.values.argument_types import escape_surrogates, loads
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 
@@ -145,3 +146,16 @@ def match_object_start(text: str, pos: int) -> int:
     if inside == len(text):
         return NEED_MORE
     return pos if text[inside] in _QUOTES or text[inside] == "}" else NO_MATCH
+
+
+def decode_string(quoted_text: str) -> str:
+    r"""Return the text of a JSON string with quotes. Example: `"a\u0062"` gives `ab`.
+
+    If the string is not valid JSON, for example because its quotes are single quotes, return the
+    text between the quotes unchanged. Half of a surrogate pair stays an escape sequence.
+    """
+    try:
+        text: str = loads(quoted_text)
+    except ValueError:
+        return quoted_text[1:-1]
+    return escape_surrogates(text)

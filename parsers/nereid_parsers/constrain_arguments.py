@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from nereid_parsers.constrain_nodes import (
@@ -160,11 +161,18 @@ def _tagged_free_text(declaration: TaggedArguments, key: str) -> Node:
     unquoted_forms = [
         form for form in declaration.also if _is_quoted_form(declaration, unquoted=form)
     ]
-    options = [
-        _text_until(_opening_tag_of_string(form, key), form.close)
-        for form in (declaration, *unquoted_forms)
-    ]
-    return one_of(*options)
+    return one_of(*(_free_text(form, key) for form in (declaration, *unquoted_forms)))
+
+
+def _free_text(form: TaggedArguments, key: str) -> Node:
+    """Return the grammar node for an argument with any text, such as `<p=city>Paris</p>`."""
+    if form.escapes == "json":  # The tags contain the quotes of the string, as in `city="Paris"`.
+        before_quote = replace(form, open=form.open.removesuffix('"'))
+        opening = _opening_tag_of_string(before_quote, key)
+        return sequence(
+            opening, json_schema({"type": "string"}), const(form.close.removeprefix('"'))
+        )
+    return _text_until(_opening_tag_of_string(form, key), form.close)
 
 
 def _opening_tag_of_string(form: TaggedArguments, key: str) -> Node:
@@ -180,8 +188,8 @@ def _text_until(opening: Node, close: str) -> Node:
     without this white space. Example: if `close` is `"\n</p>\n"`, the free text ends at `</p>`, and
     `"\n"` must follow `</p>`.
     """
-    marker = close.strip()
-    whitespace_after_marker = close.lstrip().removeprefix(marker)
+    marker = close.strip() or "\n"  # A line break alone may end the value.
+    _, _, whitespace_after_marker = close.partition(marker)
     text = tag(sequence(opening, any_text(), const(marker)))
     return sequence(text, const(whitespace_after_marker))
 
@@ -204,7 +212,19 @@ def _tagged_json(
 
     The value is JSON text. Instead of true, false and null, the model may also write the Python
     words True, False and None.
+
+    Raises:
+        ConstraintError: The value is an array or an object in an attribute, in which JSON text
+            contains HTML entities.
     """
+    is_attribute = declaration.escapes == "html" and declaration.closing_marker == '"'
+    if is_attribute and not types <= _SCALARS:
+        raise ConstraintError(
+            f'The format writes arguments as attributes, such as {key}="..". Constrained output '
+            "supports only attributes that are strings, numbers, booleans or null, but the schema "
+            f"of {key!r} allows an array or an object. Use another type, or set tool_choice to "
+            "auto."
+        )
     # The texts for the fields of the opening tag, as in `<p name="{key}" string="{string}">`. Most
     # tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
@@ -216,7 +236,7 @@ def _tagged_json(
         opening = pattern_node(form.open, field_values)
         # The parser ends the value at `</p>`, even if the declared closing tag is `\n</p>\n`.
         # Therefore the value must not contain `</p>`.
-        value = _json_or_python_word(schema, types, closing_tag=form.close.strip())
+        value = _json_or_python_word(schema, types, closing_tag=form.closing_marker)
         options.append(sequence(opening, value, const(form.close)))
     return one_of(*options)
 

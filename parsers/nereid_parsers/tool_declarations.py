@@ -122,7 +122,7 @@ class TaggedArguments:
         close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
             the parser removes this white space once from the end of the value. The parser
             replaces the text `{key}`, as in `"</{key}>"`, with the name of the argument. All other
-            braces are plain text.
+            braces are plain text. A line break alone may end a value, too, as in `city=Paris\n`.
         also: Other forms in which models write a tagged value, for example in CDATA. One tool call
             may contain several forms. The attribute `also` of these forms must be empty.
         escapes: The kind of escape sequences in the values: "json" for strings with sequences such
@@ -138,16 +138,22 @@ class TaggedArguments:
     def __post_init__(self) -> None:
         """Check the values of `open` and `close`.
 
-        `open` must start with a visible character and contain `{key}` exactly once. `close` must
-        contain a visible character.
+        `open` must contain `{key}` exactly once, and a visible character before or after it.
+        `close` must contain a visible character or start with a line break.
         """
         check_pattern("TaggedArguments.open", self.open, "key")
-        check_markers("TaggedArguments", close=self.close)
-        if not first_literal(self.open):
+        if not self.open.replace("{key}", "").strip():
             raise FormatError(
-                f"TaggedArguments.open is {self.open!r}, but must start with a visible character, "
-                "because the parser could not find the start of an argument"
+                f"TaggedArguments.open is {self.open!r}, but must contain a visible character "
+                "before or after the key, because the parser could not find the end of the key"
             )
+        if not self.close.startswith("\n"):
+            check_markers("TaggedArguments", close=self.close)
+
+    @property
+    def closing_marker(self) -> str:
+        """The text that ends the value: `close` without white space around it, or a line break."""
+        return self.close.strip() or "\n"
 
     def for_key(self, key: str) -> TaggedArguments:
         """Return the tags of one argument: in `close`, the name of the argument replaces `{key}`.

@@ -24,6 +24,7 @@ CANNOT = {
     "nested_elements",  # xgrammar cannot constrain nested elements with this mark.
     "nested_keys",
     "bare_keys",  # Objects without declared properties cannot be constrained with bare keys.
+    "argument_attributes",  # An attribute with an array contains HTML entities.
     "encoded_arguments",  # The arguments are JSON inside a JSON string.
     "one_tagged_call",  # The template renders arrays as objects.
     "harmony",  # The template renders several calls in a turn, but a call ends the turn.

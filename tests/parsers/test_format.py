@@ -35,7 +35,8 @@ from nereid_parsers.format import (
         (lambda: Keys(order=("id", "name", "arguments")), "Keys.id is None"),
         (lambda: TaggedArguments("<p>", "</p>"), "must contain {key}"),
         (lambda: TaggedArguments("<p={key}>", " "), "TaggedArguments.close is ' '"),
-        (lambda: TaggedArguments(" {key}: ", ";"), "must start with a visible character"),
+        (lambda: TaggedArguments(" {key} ", ";"), "a visible character before or after the key"),
+        (lambda: TaggedArguments("{key}=", " "), "a marker must contain a visible character"),
         (lambda: Call(JsonArguments()), "must contain the field {name}"),
         (
             lambda: Call(JsonObject(), head="{name}"),

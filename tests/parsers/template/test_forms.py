@@ -19,6 +19,7 @@ from parsers.template.support import (
     analysis_of,
     message_of,
     source,
+    tool,
 )
 
 # The messages of these templates do not start with their generation prompt.
@@ -216,6 +217,33 @@ def test_escapes_in_a_tagged_value_are_decoded(name, key, written, value, size):
     got = streamed(analysis_of(name).format, Written("", text), size)
     assert [json.loads(call.arguments) for call in got.tool_calls] == [{key: value}]
     assert got.tool_calls[0].arguments.encode()  # Half of a surrogate pair stays an escape.
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "value"),
+    [
+        ("string", r'"a \"b\" c: \\"', 'a "b" c: \\'),
+        ("string", r'"a </call>\n  line: 3"', "a </call>\n  line: 3"),
+        ("string", '"12"', "12"),
+        ("integer", "12", 12),
+        ("array", "[1, {}]", [1, {}]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_each_argument_may_be_on_a_line(kind, written, value, size):
+    text = f"Hi.<call>\nname: f\narguments:\n  a: {written}\n  b: {written}\n</call>\n"
+    parser = StreamParser(analysis_of("argument_lines").format, [tool("f", a=kind, b=kind)])
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    message = fold([*events, *parser.finish()])
+    assert message.content == "Hi."
+    assert [json.loads(call.arguments) for call in message.tool_calls] == [{"a": value, "b": value}]
+
+
+def test_an_attribute_with_an_array_cannot_be_constrained():
+    fmt = analysis_of("argument_attributes").format
+    with pytest.raises(ConstraintError, match="the schema of 'tags' allows an array"):
+        fmt.structural_tag([tool("f", tags="array")], "required")
 
 
 @pytest.mark.parametrize(

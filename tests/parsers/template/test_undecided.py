@@ -40,9 +40,9 @@ def template(before_content="", call="", argument=""):
         (
             template(
                 call="<call>{{ c.function.name }}\nARGUMENTS<end>",
-                argument="{{ k }}: {{ v | tojson }}\n",
+                argument="{{ k }}: {{ v }} ",
             ),
-            "TaggedArguments.open is '{key}: \"', but must start with a visible character",
+            "TaggedArguments.close is ' ', but a marker must contain a visible character",
         ),
         (
             template(call="<{{ c.function.name }}>{{ ARGS }}</{{ c.function.name }}>"),
@@ -84,7 +84,7 @@ def template(before_content="", call="", argument=""):
         "JSON of each argument",
         "a value before its key",
         "values without markers",
-        "keys without markers",
+        "values that end at a space",
         "a closing text with the name",
         "reasoning without an end",
         "reasoning after the content",

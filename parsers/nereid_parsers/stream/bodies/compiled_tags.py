@@ -17,6 +17,7 @@ from nereid_parsers.stream.pattern_matching import (
     Pattern,
     PatternMatch,
     compile_pattern,
+    looks_like_markup,
     match_marker,
     skip_whitespace,
 )
@@ -55,6 +56,7 @@ class CompiledTag:
             value.
         close: The closing marker, without white space.
         escapes: The kind of escape sequences in the value, see `TaggedArguments`.
+        may_be_escaped: Whether `close` is a part of the value if a backslash precedes it.
         find_end: A function that finds the closing marker (group "close") or an early end (group
             "early"). An early end is a marker that follows a value without a closing marker. The
             match includes the declared white space before the marker.
@@ -80,12 +82,17 @@ class CompiledTag:
         # The format may declare white space between the opening tag and the value, such as `\n` in
         # `<p={key}>\n`. This white space is not a part of the value.
         self.padding = declaration.open.removeprefix(opening_tag)
-        self.close = declaration.close.strip()
+        self.close = declaration.closing_marker
         self.escapes = declaration.escapes
+        # In a JSON string, a quote after a backslash does not close the value. But `"</p>` always
+        # closes the value, because a string rarely contains this text, and because models sometimes
+        # forget to escape a backslash at the end of a string.
+        self.may_be_escaped = self.escapes == "json" and not looks_like_markup(self.close)
         # The format may declare white space before the closing marker, such as the first `\n` in
         # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
         # with the marker. The model may also omit the white space.
-        whitespace = declaration.close.removesuffix(declaration.close.lstrip())
+        close = declaration.close.rstrip()
+        whitespace = close.removesuffix(close.lstrip())
         markers = (self.close, *early_ends)
         complete = _value_end_regex(self.close, early_ends, whitespace)
         possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
@@ -180,8 +187,11 @@ class CompiledTags:
         self._head = head
         self._all_markers_between_calls = markers_between_calls
         declarations = (declaration, *declaration.also)
-        # The start of each opening tag, such as `<parameter=`, without duplicates.
-        openings = tuple(dict.fromkeys(first_literal(each.open) for each in declarations))
+        # The start of each opening tag, such as `<parameter=`, without duplicates. There is no such
+        # text if a tag starts with the key, as `{key}=` does.
+        openings = tuple(
+            filter(None, dict.fromkeys(first_literal(each.open) for each in declarations))
+        )
         # If the closing tag of a value is missing, the value ends before one of these texts. The
         # opening `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
         early_ends = (*stop_markers, *(opening for opening in openings if len(opening) > 1))

@@ -167,12 +167,13 @@ class TaggedReader(StepReader):
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         marker = find_marker(text, pos)
         while marker is not None:
-            value_end = self._value_end_at(marker, text)
-            if value_end is not None:
-                return value_end
+            if not self._value.is_escaped(text, pos, marker.start()):
+                value_end = self._value_end_at(marker, text)
+                if value_end is not None:
+                    return value_end
             # This marker is a part of the value. The search continues one character later, because
             # another marker may start inside this marker.
-            marker = find_marker(text, marker.start("early") + 1)
+            marker = find_marker(text, marker.start(marker.lastgroup or 0) + 1)
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, marker: re.Match[str], text: str) -> _ValueEnd | None:

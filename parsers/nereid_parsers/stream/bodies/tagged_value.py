@@ -69,6 +69,27 @@ class TaggedValue:
         nested = nested_tags_to_json(text, self.schema, self.root)
         return to_json(text, self.types) if nested is None else nested
 
+    def is_escaped(self, text: str, start: int, end: int) -> bool:
+        r"""Return whether a backslash before `text[end]` makes this character a part of the value.
+
+        The stored text of the value continues with `text[start:end]`. Example: the quote in `a\"b`
+        is escaped, but the quote in `a\\"` is not.
+        """
+        if not self.tag.may_be_escaped:
+            return False
+        run_start = end
+        while run_start > start and text[run_start - 1] == "\\":
+            run_start -= 1
+        num_backslashes = end - run_start
+        # If all characters are backslashes, the stored text may end with backslashes, too.
+        pieces = reversed(self.pieces) if run_start == start else ()
+        for piece in pieces:
+            without_backslashes = piece.rstrip("\\")
+            num_backslashes += len(piece) - len(without_backslashes)
+            if without_backslashes:
+                break
+        return num_backslashes % 2 == 1
+
     def is_declared_as_string(self) -> bool:
         """Return whether the value is a string whose text needs no conversion.
 

@@ -138,7 +138,9 @@ class DraftModel:
         # `lengths` chooses the number of draft tokens, based on the time that a draft token takes.
         # This time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
-        self._release_preempted()
+        preempted = [target for target in self._drafts if target.row is None]
+        for target in preempted:
+            self._release(target)
         prepared = [self._prepare_draft(target) for target in sequences]
         drafts = [draft for draft in prepared if draft is not None]
         if not drafts:
@@ -147,15 +149,11 @@ class DraftModel:
             self._generate(drafts, len(sequences))
         except Exception:
             logger.exception("The draft model failed. The engine continues without draft tokens.")
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Stop generating draft tokens forever."""
-        self._is_broken = True
-        self._proposals = {}
-        if self._mtp is not None:
-            # Stop storing the large model's hidden states, which only the MTP layer needs.
-            self._mtp.hidden.close()
+            self._is_broken = True
+            self._proposals = {}
+            if self._mtp is not None:
+                # Stop storing the large model's hidden states, which only the MTP layer needs.
+                self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return the draft tokens of a sequence; see `Drafter.propose`."""
@@ -174,12 +172,6 @@ class DraftModel:
         if self._hook is not None:
             self._hook.remove()
 
-    def _release_preempted(self) -> None:
-        """Release the rows and blocks of preempted sequences for use by other sequences."""
-        preempted = [target for target in self._drafts if target.row is None]
-        for target in preempted:
-            self._release(target)
-
     def _prepare_draft(self, target: Sequence) -> SequenceDraft | None:
         """Prepare a sequence for new draft tokens: update its draft, and allocate KV cache blocks.
 
@@ -193,7 +185,14 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        self._take_chosen_tokens(draft)
+        # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
+        # multi-token prediction layer of the large model) must compute these tokens again, because
+        # the large model's hidden states of these tokens exist only after the verification.
+        draft.update(keeps_accepted=self._mtp is None)
+        # Now the sequence contains only known tokens. Draft tokens must not get into the prefix
+        # cache, because the large model may reject them.
+        if self._tables.cache is not None:
+            self._tables.cache.add(draft.sequence)
         draft.length = length
         # The sequence keeps the blocks of rejected draft tokens.
         has_blocks = self._tables.try_extend(draft.sequence, draft.num_known + length)
@@ -201,18 +200,6 @@ class DraftModel:
             self._release(target)
             return None
         return draft
-
-    def _take_chosen_tokens(self, draft: SequenceDraft) -> None:
-        """Replace the draft tokens by the tokens that the large model has chosen. Cache the blocks.
-
-        Draft tokens must not get into the prefix cache, because the large model may reject them.
-        """
-        # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
-        # multi-token prediction layer of the large model) must compute these tokens again, because
-        # the large model's hidden states of these tokens exist only after the verification.
-        draft.update(keeps_accepted=self._mtp is None)
-        if self._tables.cache is not None:
-            self._tables.cache.add(draft.sequence)
 
     def _draft_length(self, target: Sequence) -> int:
         """Return how many draft tokens a sequence may get now."""

@@ -166,26 +166,17 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
     too many states.
     """
     last = parts[-1] if parts else None
-    if last is not None and _can_extend(last, start):
+    is_adjacent = last is not None and last.start <= start <= last.end
+    if last is not None and is_adjacent and len(last.states) < _MAX_APPENDED:
         states_before_start = last.states[: start - last.start]
         parts[-1] = _StoredStates(last.start, torch.cat([states_before_start, states]))
     else:
         # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
         parts.append(_StoredStates(start, states.clone()))
-    _delete_oldest(parts)
-
-
-def _delete_oldest(parts: list[_StoredStates]) -> None:
-    """Delete the oldest items of `parts`, but keep at least `_MAX_STATES` hidden states."""
+    # Delete the oldest parts, but keep at least `_MAX_STATES` hidden states.
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:
         num_stored -= len(parts.pop(0).states)
-
-
-def _can_extend(part: _StoredStates, start: int) -> bool:
-    """Return whether hidden states that begin at the position `start` may be appended to `part`."""
-    is_adjacent = part.start <= start <= part.end
-    return is_adjacent and len(part.states) < _MAX_APPENDED
 
 
 class MtpPath:
@@ -306,16 +297,11 @@ class MtpPath:
         #
         # The token before b is a, which has the same position in `target` as b in `chunk.sequence`.
         start_in_target = chunk.start
-        hidden_states = self._zeros(chunk.num_tokens)
-        self.hidden.take(target, start_in_target, hidden_states)
-        return hidden_states
-
-    def _zeros(self, num_tokens: int) -> Tensor:
-        """Return zeros in the format of hidden states, [num_tokens, hidden_size]."""
         # The layer `eh_proj` combines the embedding of a token with a hidden state.
         weight: Tensor = self._model.layers[0].eh_proj.weight
-        hidden_size = weight.shape[0]
-        return weight.new_zeros(num_tokens, hidden_size)
+        hidden_states = weight.new_zeros(chunk.num_tokens, weight.shape[0])
+        self.hidden.take(target, start_in_target, hidden_states)
+        return hidden_states
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401

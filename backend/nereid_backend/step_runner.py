@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
+from nereid_backend.core.step import Chunk, StepPlan, StepResult
 from nereid_backend.cpu_threads import CpuThreads
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.accept_tokens import read_sampled
@@ -153,7 +153,12 @@ class Runner:
         if self._cpu_threads is not None:
             self._cpu_threads.adjust()
         sampling = sampling_of(plan)
-        mask_jobs = self._start_masks(sampling, previous)
+        # The masks of a step depend on the tokens of the previous step, which are unknown until the
+        # previous step has finished. Their size is unknown until the first forward pass. In these
+        # cases, `sample` fills the masks.
+        mask_jobs = None
+        if previous is None and self._vocab_size is not None:
+            mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
         # The tokens that were sampled after the previous forward pass. These tokens are stored on
         # the device, and are inputs of this forward pass.
         previous_token_ids = None
@@ -170,19 +175,6 @@ class Runner:
         logits = _with_all_tokens(logits, self._num_token_ids)
         self._vocab_size = logits.shape[1]
         return RunningStep(plan, logits, sampling, mask_jobs)
-
-    def _start_masks(
-        self, sampling: Sampling, previous: RunningStep | None
-    ) -> abc.Sequence[Job] | None:
-        """Start to fill the token masks. Return None if `sample` must fill the masks later.
-
-        The masks of a step depend on the tokens of the previous step, which are unknown until that
-        step has finished. The size of a mask is the number of columns of the logits, which is
-        unknown until the first forward pass.
-        """
-        if previous is not None or self._vocab_size is None:
-            return None
-        return self._masks.start(sampling.positions, self._vocab_size)
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
@@ -201,17 +193,12 @@ class Runner:
             step.plan = plan
             step.sampling = sampling_of(plan)
         with self._clearing_on_error(plan):
-            step.masks = self._filled_masks(step)
+            jobs = step.mask_jobs
+            if jobs is None:
+                assert step.logits is not None
+                jobs = self._masks.start(step.sampling.positions, step.logits.shape[1])
+            step.masks = self._masks.join(jobs)
             self._launch_sampling(step)
-
-    def _filled_masks(self, step: RunningStep) -> StepMasks:
-        """Wait until the token masks are filled, and return them. Start to fill missing masks."""
-        jobs = step.mask_jobs
-        if jobs is None:
-            assert step.logits is not None
-            vocab_size = step.logits.shape[1]
-            jobs = self._masks.start(step.sampling.positions, vocab_size)
-        return self._masks.join(jobs)
 
     @torch.inference_mode()
     def finish(self, step: RunningStep) -> StepResult:
@@ -226,24 +213,25 @@ class Runner:
         """
         plan = step.plan
         with self._clearing_on_error(plan):
-            reports = {index: _read_reports(parts) for index, parts in step.reports.items()}
+            reports: dict[int, list[TokenLogprobs]] = {}
+            for index, parts in step.reports.items():
+                reports[index] = []
+                for part in parts:
+                    reports[index] += part.ranked.read(*part.copy.wait())
             if step.pending is None:  # The step samples no token.
                 return StepResult(prompt_logprobs=reports)
             sampled_tokens, device_token_ids = step.pending.result()
         # `step.masks` also contains an error message for each sequence whose grammar has failed.
         sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
-        if sampled_tokens.errors:  # Some logits are NaN or infinity.
-            self._clear_not_finite(plan, sampled)
+        if sampled_tokens.errors:
+            # If logits are NaN or infinity, the sequence's stored data must be reset.
+            sampling_chunks = [chunk for chunk in plan.chunks if chunk.samples]
+            for chunk, outcome in zip(sampling_chunks, sampled, strict=True):
+                if outcome.error == NOT_FINITE:
+                    self._path.clear(chunk.sequence)
         return StepResult(
             sampled=sampled, prompt_logprobs=reports, device_token_ids=device_token_ids
         )
-
-    def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
-        """Reset the stored data of sequences whose logits contain NaN or infinity."""
-        sampling_chunks = [chunk for chunk in plan.chunks if chunk.samples]
-        for chunk, outcome in zip(sampling_chunks, sampled, strict=True):
-            if outcome.error == NOT_FINITE:
-                self._path.clear(chunk.sequence)
 
     def _launch_sampling(self, step: RunningStep) -> None:
         """Start to sample tokens, and to compute the log-probabilities that requests asked for.
@@ -328,11 +316,3 @@ def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
     first_predicted = last_predicted - chunk.num_logits + 1
     end = min(last_predicted + 1, sequence.num_prompt_tokens)
     return sequence.token_ids[first_predicted:end]
-
-
-def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a sequence's prompt tokens when they are on the host."""
-    logprobs: list[TokenLogprobs] = []
-    for report in reports:
-        logprobs += report.ranked.read(*report.copy.wait())
-    return logprobs

@@ -165,21 +165,13 @@ class DiskTier:
         if read is None:
             return
         read.is_cancelled = True  # stops the thread if it is still reading files
-        if not read.needs_snapshot:
-            self._insert_blocks(read.hashes, read.contents_by_hash())
-        elif read.has_all_files:
-            # A recurrent model can continue only if it has the snapshot (the recurrent state after
-            # the last block) and all blocks.
-            self._insert_with_snapshot(read)
-
-    def _insert_with_snapshot(self, read: _PrefixRead) -> None:
-        """Add blocks and the recurrent state after them to the prefix cache in memory.
-
-        If the memory has too few free blocks for all blocks, the state is not added.
-        """
+        # A recurrent model can continue only if it has the snapshot (the recurrent state after the
+        # last block) and all blocks.
+        if read.needs_snapshot and not read.has_all_files:
+            return
         self._insert_blocks(read.hashes, read.contents_by_hash())
-        has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
-        if read.state is not None and has_all_blocks:
+        # The memory may have too few free blocks for all blocks.
+        if read.state is not None and all(map(self._is_in_memory, read.hashes)):
             self._insert_snapshot(read.hashes[-1], read.state)
 
     def _insert_blocks(self, hashes: list[bytes], contents: dict[bytes, bytes]) -> None:
@@ -316,17 +308,13 @@ class DiskTier:
                 return
             # Blocks after a damaged block cannot be used. They are read nevertheless, because
             # `DiskStore.read` deletes a damaged file. The engine can then write the file again.
-            content = self._read_block(block_hash)
+            content: bytes | None = b""  # The blocks of a model without a KV cache have no data.
+            if self._prefixes.has_blocks:
+                content = self._store.read(_block_key(block_hash))
             if content is None:
                 has_damaged_block = True
             elif not has_damaged_block:
                 read.contents.append(content)
-
-    def _read_block(self, block_hash: bytes) -> bytes | None:
-        """Return the bytes of a block on disk; None if its file is missing or damaged."""
-        if not self._prefixes.has_blocks:
-            return b""  # The blocks of a model without a KV cache contain no data.
-        return self._store.read(_block_key(block_hash))
 
 
 def _save_oldest_first(unsaved: dict[bytes, None], save: Callable[[bytes], bool]) -> bool:

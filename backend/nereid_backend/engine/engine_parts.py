@@ -23,7 +23,6 @@ from nereid_backend.engine.prefix_sessions import PrefixSessions
 from nereid_backend.engine.request_preparation import RequestPreparation
 from nereid_backend.engine.step_loop import StepLoop
 from nereid_backend.errors import ConfigError, ModelError, RequestError
-from nereid_backend.model.choose_image_path import ImageSupport
 from nereid_backend.model.startup import Loaded, load
 from nereid_backend.step_runner import ForwardPath
 from nereid_backend.text.load_decoder import load_decoder
@@ -222,7 +221,10 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     """
     if loaded.draft is not None:
         return loaded.draft
-    if not _wants_prompt_lookup(config, loaded.info.device):
+    # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU. It
+    # cannot be combined with async scheduling.
+    is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
+    if config.max_draft_tokens == 0 or not (config.requests_drafts or is_used_by_default):
         return None
     if loaded.spec.removes_tokens:  # the forward path can remove rejected draft tokens
         # If the keys of sequences with images are not in blocks, draft tokens cannot be removed.
@@ -236,18 +238,6 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
     return None
 
 
-def _wants_prompt_lookup(config: EngineConfig, device: str) -> bool:
-    """Return whether the settings or the defaults turn on prompt lookup.
-
-    By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU. It
-    is not used by default with async scheduling, which cannot be combined with draft tokens.
-    """
-    if config.max_draft_tokens == 0:
-        return False
-    is_used_by_default = device == "cpu" and not config.async_scheduling
-    return config.requests_drafts or is_used_by_default
-
-
 def _can_be_async(
     config: EngineConfig, loaded: Loaded, scheduler: Scheduler, report: Report
 ) -> bool:
@@ -257,25 +247,19 @@ def _can_be_async(
     """
     if not config.async_scheduling:
         return False
-    obstacle = _async_obstacle(loaded.info, loaded.images, scheduler)
-    if obstacle is None:
+    if scheduler.drafter is not None:
+        obstacle = "speculative decoding needs the last token before it can propose draft tokens"
+    elif loaded.images.name not in ("", "packed"):
+        obstacle = "images need a forward path that computes one sequence at a time"
+    elif loaded.info.path != "packed":
+        obstacle = (
+            'it requires the forward path "packed", but this model uses the forward path '
+            f'"{loaded.info.path}"'
+        )
+    else:
         return True
     report(f"Async scheduling is off, because {obstacle}.")
     return False
-
-
-def _async_obstacle(info: EngineInfo, images: ImageSupport, scheduler: Scheduler) -> str | None:
-    """Return the reason why async scheduling is impossible; None if it is possible."""
-    if scheduler.drafter is not None:
-        return "speculative decoding needs the last token before it can propose draft tokens"
-    if images.name not in ("", "packed"):
-        return "images need a forward path that computes one sequence at a time"
-    if info.path != "packed":
-        return (
-            'it requires the forward path "packed", but this model uses the forward path '
-            f'"{info.path}"'
-        )
-    return None
 
 
 def _open_disk(

@@ -55,7 +55,15 @@ class PrefixSessions:
             "num_retained_blocks": self._pool.idle.num_retained,
             **self._cache_counters(),
             "num_sessions": len(sessions),
-            "sessions": [self._describe(session) for session in listed],
+            "sessions": [
+                {
+                    "client_id": session.key.client_id,
+                    "prompt_cache_key": session.key.prompt_cache_key,
+                    "num_tokens": session.num_items * self._block_size,
+                    "expires_in_s": round(session.expires_in_s, 3),
+                }
+                for session in listed
+            ],
         }
 
     def _cache_counters(self) -> dict[str, int]:
@@ -134,15 +142,6 @@ class PrefixSessions:
             "cache: the value must be 'statistics', 'drop' or 'extend' ('extend' requires "
             f"prompt_cache_key), but it is {operation!r}."
         )
-
-    def _describe(self, session: SessionUse) -> dict[str, Any]:
-        """Return a session as a JSON object. The docstring of `statistics` contains an example."""
-        return {
-            "client_id": session.key.client_id,
-            "prompt_cache_key": session.key.prompt_cache_key,
-            "num_tokens": session.num_items * self._block_size,
-            "expires_in_s": round(session.expires_in_s, 3),
-        }
 
     def _matching(self, client_id: str | None, prompt_cache_key: str | None) -> list[SessionUse]:
         """Return the sessions that have this client id and this `prompt_cache_key`.

@@ -136,26 +136,19 @@ class StepLoop:
         scheduling, it may be None, because only the cost of draft tokens is computed from it.
         """
         next_step = self._start_next(step) if self._is_async else None
-        updates, result = self._wait_and_commit(step, start_time)
-        if next_step is not None:
-            updates += self._sample_next(next_step, result)
-        return updates
-
-    def _wait_and_commit(
-        self, step: RunningStep, start_time: float | None
-    ) -> tuple[list[RequestUpdate], StepResult | None]:
-        """Wait for a step, and apply the result. If the step failed, end the step's sequences.
-
-        Return the updates, and the result of the step; None if the step failed.
-        """
+        result: StepResult | None = None
         try:
             result = self._runner.finish(step)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
-            return self._fail(step.plan, error), None
-        self._num_failures = 0
-        if start_time is not None:
-            self._scheduler.add_time(step.plan, time.perf_counter() - start_time)
-        return self._scheduler.commit(step.plan, result), result
+            updates = self._fail(step.plan, error)
+        else:
+            self._num_failures = 0
+            if start_time is not None:
+                self._scheduler.add_time(step.plan, time.perf_counter() - start_time)
+            updates = self._scheduler.commit(step.plan, result)
+        if next_step is not None:
+            updates += self._sample_next(next_step, result)
+        return updates
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
         """Plan and start the next step while the step `step` is still running.
@@ -192,7 +185,10 @@ class StepLoop:
         if step.error is not None:
             return self._fail(step.plan, step.error)
         assert step.running is not None
-        if previous_result is None or _has_failed_sequence(previous_result):
+        has_failed_sequence = previous_result is None or any(
+            sampled.error is not None for sampled in previous_result.sampled
+        )
+        if previous_result is None or has_failed_sequence:
             # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)
             return []
@@ -235,8 +231,3 @@ class StepLoop:
             for chunk in plan.chunks
             if chunk.is_first and not chunk.sequence.was_reported
         ]
-
-
-def _has_failed_sequence(result: StepResult) -> bool:
-    """Return whether a step could not sample a token for one of its sequences."""
-    return any(sampled.error is not None for sampled in result.sampled)

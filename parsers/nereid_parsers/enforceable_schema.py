@@ -18,6 +18,7 @@ from nereid_parsers.enforceable_multiple import (
     with_integer_bounds,
 )
 from nereid_parsers.schema_merging import CannotMergeError, merge_schemas
+from nereid_parsers.stream.values.argument_types import decode_reference_name
 from nereid_parsers.unenforced_keywords import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 
 _MAX_DEPTH = 64
@@ -173,7 +174,7 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
         is_one_reference = (
             len(members) == 1 and isinstance(members[0], Mapping) and "$ref" in members[0]
         )
-        if has_only_annotations and is_one_reference:
+        if has_only_annotations and is_one_reference and not _is_escaped(members[0]):
             # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
             # follows a reference itself, so the definition need not be inserted.
             return _SchemaInScope({**members[0], **keywords}, scope)
@@ -210,7 +211,7 @@ def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
 
     A `$ref` next to a keyword that restricts the value is moved to the list, because xgrammar
     ignores keywords next to a `$ref`. Example: `{"$ref": "#/$defs/A", "maximum": 5}` gives
-    `{"maximum": 5}` and `[{"$ref": "#/$defs/A"}]`.
+    `{"maximum": 5}` and `[{"$ref": "#/$defs/A"}]`. A `$ref` with an escape sequence is moved, too.
 
     Raises:
         CannotMergeError: `allOf` is not a list, or is empty.
@@ -219,11 +220,20 @@ def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
     members = schema.get("allOf", [])
     if not isinstance(members, list):
         raise CannotMergeError("the value of allOf is not a list")
-    if "$ref" in keywords and not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"}):
+    has_only_annotations = ANNOTATIONS.issuperset(keywords.keys() - {"$ref"})
+    if "$ref" in keywords and (not has_only_annotations or _is_escaped(keywords)):
         members = [{"$ref": keywords.pop("$ref")}, *members]
     if "allOf" in schema and not members:
         raise CannotMergeError("the list allOf is empty")
     return keywords, members
+
+
+def _is_escaped(schema: Schema) -> bool:
+    """Return whether the `$ref` of a schema contains an escape sequence, such as `~1` or `%20`.
+
+    xgrammar does not decode escape sequences, so the definition is inserted instead.
+    """
+    return any(sign in str(schema["$ref"]) for sign in "~%")
 
 
 def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
@@ -279,8 +289,8 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
 def _definition_of(reference: str, root: object) -> object:
     """Return the definition to which a reference such as `#/$defs/Address` refers.
 
-    Example: "#/$defs/Address" gives `root["$defs"]["Address"]`. Escape sequences in names (`~0`,
-    `~1`) are not decoded, so a definition whose name contains such a sequence is not found.
+    Examples: "#/$defs/Address" gives `root["$defs"]["Address"]`, and "#/$defs/a~1b%20c" gives
+    `root["$defs"]["a/b c"]`.
 
     Raises:
         CannotMergeError: `root` contains no such definition, or the reference refers to another
@@ -291,7 +301,8 @@ def _definition_of(reference: str, root: object) -> object:
     if not is_in_root:
         raise CannotMergeError("the reference refers to another document")
     definition = root
-    for name in names:
+    for escaped_name in names:
+        name = decode_reference_name(escaped_name)
         if not isinstance(definition, Mapping) or name not in definition:
             raise CannotMergeError("the reference refers to no definition")
         definition = definition[name]

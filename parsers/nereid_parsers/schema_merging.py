@@ -98,7 +98,7 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
     Raises:
         CannotMergeError: No single value of the keyword has the effect of both values.
     """
-    if keyword in ANNOTATIONS or first == second:
+    if keyword in ANNOTATIONS or _hashable(first) == _hashable(second):
         return first
     if keyword == "type":
         return _common_types(first, second)
@@ -118,16 +118,24 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
 def _common_values(first: list[Any], second: list[Any]) -> list[Any]:
     """Return the values in `first` that are also in `second`: `["a", "b"]`, `["b"]` gives `["b"]`.
 
-    Most values are looked up in a set, because a client may send tens of thousands of values. Lists
-    and dicts cannot be members of a set.
+    The values are looked up in a set, because a client may send tens of thousands of values.
     """
-    scalars = {value for value in second if not isinstance(value, list | dict)}
-    containers = [value for value in second if isinstance(value, list | dict)]
-    return [
-        value
-        for value in first
-        if value in (containers if isinstance(value, list | dict) else scalars)
-    ]
+    allowed = set(map(_hashable, second))
+    return [value for value in first if _hashable(value) in allowed]
+
+
+def _hashable(value: object) -> object:
+    """Convert a JSON value, so that two results are equal only if the JSON values are equal.
+
+    In Python, `True == 1`, but in JSON, `true` and `1` are different values.
+    """
+    if isinstance(value, bool):
+        return (bool, value)
+    if isinstance(value, list):
+        return (list, *map(_hashable, value))
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(inner)) for name, inner in value.items())
+    return value
 
 
 def _common_types(first: object, second: object) -> str | list[str]:

@@ -463,9 +463,10 @@ def test_strict_requests_refuse_unenforced_keywords_and_other_requests_log_them(
         HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})
 
 
-def test_references_inside_arguments_are_resolved():
-    one = tool("f", ["a"], a={"$ref": "#/$defs/A"})
-    one["function"]["parameters"]["$defs"] = {"A": {"type": "integer"}}
+@pytest.mark.parametrize("reference", ["#/$defs/A", "#/$defs/A~1b"])
+def test_references_inside_arguments_are_resolved(reference):
+    one = tool("f", ["a"], a={"$ref": reference})
+    one["function"]["parameters"]["$defs"] = {name: {"type": "integer"} for name in ("A", "A/b")}
     for name in ("qwen3_coder", "pythonic", "functiongemma"):
         fmt = get_format(name)
         tag = fmt.structural_tag([one], "required")

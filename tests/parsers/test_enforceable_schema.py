@@ -57,6 +57,11 @@ TREE = {"allOf": [{"$ref": "#/$defs/tree"}, {"type": "object"}]}
             {"$defs": {"a": {"minimum": 1}}, "items": {"$ref": "#/$defs/a", "maximum": 5}},
             {"$defs": {"a": {"minimum": 1}}, "items": {"maximum": 5, "minimum": 1}},
         ),
+        (
+            {"$defs": {"a/b ~": {"minimum": 1}}, "items": {"$ref": "#/$defs/a~1b%20~0"}},
+            {"$defs": {"a/b ~": {"minimum": 1}}, "items": {"minimum": 1}},
+        ),
+        ({"allOf": [{"enum": [1, True, [0]]}, {"enum": [True, [0]]}]}, {"enum": [True, [0]]}),
         ({"type": "number", "multipleOf": 5.0}, {"type": "integer", "multipleOf": 5}),
         (
             {"properties": {"default": {"allOf": [{"type": "integer"}, {"maximum": 5}]}}},

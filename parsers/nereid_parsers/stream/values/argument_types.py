@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _TYPE_ALIASES = {
@@ -210,8 +211,14 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> object:
     """
     schema: object = root
     for part in reference.removeprefix("#").strip("/").split("/"):
-        schema = schema.get(part) if isinstance(schema, Mapping) else None
+        name = decode_reference_name(part)
+        schema = schema.get(name) if isinstance(schema, Mapping) else None
     return schema
+
+
+def decode_reference_name(name: str) -> str:
+    """Decode the escape sequences of a name in a `$ref`. Example: "a~1b%20c" returns "a/b c"."""
+    return unquote(name).replace("~1", "/").replace("~0", "~")
 
 
 def follow_references(schema: Any, root: Any = None) -> Any:  # noqa: ANN401 - JSON

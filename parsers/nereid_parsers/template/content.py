@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nereid_parsers.format import Reasoning, Wrapper
@@ -65,17 +64,23 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
     Mutates: `turn.prober`. If the template renders the content, the comparison C1 is recorded for
     the report.
 
-    Args:
-        turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations.
-        reasoning: The findings about reasoning. Some templates write a wrapper only after
-            reasoning, so the wrapper of these findings is used if the answer has no wrapper.
+    Some templates write a wrapper only after reasoning, so the wrapper of the findings about
+    reasoning is used if the answer has no wrapper.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     answer = turn.text_after_header(conversation) or ""
     if CONTENT_TEXT not in answer:
         return ContentFindings(reasoning.wrapper)
-    findings = _markers_in_answer(answer, turn, reasoning)
+    before, _, after = answer.partition(CONTENT_TEXT)
+    # In `<think></think><answer>CONTENT`, only `<answer>` opens the content.
+    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
+    wrapper = None
+    if opening:
+        close = _wrapper_close(after, opening.strip(), turn.after_user_message)
+        wrapper = Wrapper(opening, close)
+    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
+    end_markers = tuple(_end_markers(after_wrapper, turn))
+    findings = ContentFindings(wrapper or reasoning.wrapper, end_markers)
     turn.prober.record(
         "C1 content",
         "The assistant answers.",
@@ -84,39 +89,6 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
         finding=findings.describe(),
     )
     return findings
-
-
-def _markers_in_answer(
-    answer: str, turn: ModelTurn, reasoning: ReasoningFindings
-) -> ContentFindings:
-    """Find the markers around CONTENT_TEXT in a rendered answer, and the markers at its end.
-
-    If no markers surround the content, the result contains the wrapper of `reasoning`.
-    """
-    before, _, after = answer.partition(CONTENT_TEXT)
-    # In `<think></think><answer>CONTENT`, only `<answer>` opens the content.
-    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
-    wrapper = _wrapper_around(opening, after, turn.after_user_message)
-    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
-    end_markers = tuple(_end_markers(after_wrapper, turn))
-    return ContentFindings(wrapper or reasoning.wrapper, end_markers)
-
-
-def _wrapper_around(opening: str, after: str, after_user_message: str) -> Wrapper | None:
-    """Return the markers around the content. Return None if no text opens the content.
-
-    >>> _wrapper_around("<answer>", "</answer><|im_end|>", after_user_message="<|im_end|>")
-    Wrapper(open='<answer>', close='</answer>')
-
-    Args:
-        opening: The text that opens the content, with the white space after this text.
-        after: The text after the content. Its first marker either closes the content or ends the
-            message.
-        after_user_message: The text after a user's message. A marker in this text ends a message.
-    """
-    if not opening:
-        return None
-    return Wrapper(opening, _wrapper_close(after, opening.strip(), after_user_message))
 
 
 def find_content_markers_beside_calls(
@@ -130,21 +102,18 @@ def find_content_markers_beside_calls(
 
     Mutates: `turn.prober`. If there are markers, the comparison C2 is recorded for the report.
 
-    Args:
-        turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations.
-        reasoning: The declared markers of reasoning, which are removed before the comparison. None
-            if the model writes no reasoning.
-
     Returns:
         The markers, or None if there are no such markers.
     """
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    text_without_content = _text_without_reasoning(turn, call_only, reasoning)
-    text_with_content = _text_without_reasoning(turn, with_content, reasoning)
-    wrapper = _markers_around_content(text_with_content)
-    if wrapper is None or not _starts_with_empty_content(text_without_content, wrapper):
+    rendered_call = turn.text_after_header(call_only) or ""
+    rendered_content = turn.text_after_header(with_content) or ""
+    wrapper = _markers_around_content(strip_reasoning_markers(rendered_content, reasoning))
+    if wrapper is None:
+        return None
+    empty_content = rf"\s*{re.escape(wrapper.open)}\s*{re.escape(wrapper.close)}"
+    if re.match(empty_content, strip_reasoning_markers(rendered_call, reasoning)) is None:
         return None
     turn.prober.record(
         "C2 content with a call",
@@ -175,27 +144,6 @@ def _markers_around_content(text: str) -> Wrapper | None:
     return Wrapper(opening, closing)
 
 
-def _starts_with_empty_content(text: str, wrapper: Wrapper) -> bool:
-    """Return whether `text` starts with two markers that enclose nothing, such as `<say></say>`.
-
-    >>> _starts_with_empty_content("<say> </say><call>", Wrapper("<say>", "</say>"))
-    True
-    """
-    empty_content = rf"\s*{re.escape(wrapper.open)}\s*{re.escape(wrapper.close)}"
-    return re.match(empty_content, text) is not None
-
-
-def _text_without_reasoning(
-    turn: ModelTurn, conversation: Conversation, reasoning: Reasoning | None
-) -> str:
-    """Render an answer, and remove the markers of empty reasoning (`<think></think>`).
-
-    Return "" if the template fails to render the conversation. Example: the answer
-    "<think></think><call>.." gives "<call>..".
-    """
-    return strip_reasoning_markers(turn.text_after_header(conversation) or "", reasoning)
-
-
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     r"""Remove markers of reasoning, such as `<think></think>`, from the start of a rendered answer.
 
@@ -213,9 +161,12 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     # space belongs to the content.
     space_after_close = reasoning.close[len(reasoning.close.rstrip()) :]
     rest = text
-    while (after_marker := _text_after_marker(rest, reasoning_markers)) is not None:
-        rest = after_marker.removeprefix(space_after_close)
-    return rest
+    while True:  # Each pass removes one marker, and the white space around it.
+        stripped = rest.lstrip()
+        found_markers = [marker for marker in reasoning_markers if stripped.startswith(marker)]
+        if not found_markers:
+            return rest
+        rest = stripped.removeprefix(found_markers[0]).removeprefix(space_after_close)
 
 
 def stripped_markers(reasoning: Reasoning | None) -> list[str]:
@@ -227,22 +178,6 @@ def stripped_markers(reasoning: Reasoning | None) -> list[str]:
     if reasoning is None:
         return []
     return [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
-
-
-def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
-    """Remove the marker at the start of `text`. Return None if there is no marker at the start.
-
-    White space before the marker is ignored. Return None if `text` does not start with one of the
-    possible markers.
-
-    >>> _text_after_marker(" <think>Hello", ["<think>", "</think>"])
-    'Hello'
-    """
-    stripped = text.lstrip()
-    for marker in possible_markers:
-        if stripped.startswith(marker):
-            return stripped.removeprefix(marker)
-    return None
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
@@ -258,10 +193,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     (3) `<|im_end|><|x|>`         `<|im_end|>`             ["<|im_end|>"]
     (4) `{end}`                   `{end}`                  ["{end}"]
 
-    Args:
-        after: The text after the content of an answer.
-        turn: The text around the model's answers. `turn.after_user_message` is the text after a
-            user's message, and `turn.header` is the text that opens the model's turn.
+    `after` is the text after the content of an answer.
     """
     after_content = after.lstrip()
     after_user_message = turn.after_user_message.lstrip()
@@ -272,7 +204,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
         word = _end_word(after_content, after_user_message, turn.header)
         return [] if word is None else [word]  # Case 4
     is_new = second != first  # For `<|eot|><|eot|>`, the result contains the marker only once.
-    if is_new and _ends_user_turn(second, after_user_message, turn.header):
+    ends_user_turn = bool(second) and second == leading_marker(after_user_message)
+    if is_new and ends_user_turn and second not in turn.header:
         return [first, second]  # Case 1
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
     return with_words or [first]  # Case 2 or case 3
@@ -285,30 +218,11 @@ def _end_word(after_content: str, after_user_message: str, header: str) -> str |
 
     >>> _end_word("{end}", after_user_message="{end}{bot}", header="{bot}")
     '{end}'
-
-    Args:
-        after_content: The text after the content of an answer.
-        after_user_message: The text after a user's message.
-        header: The text that opens the model's turn. It ends no message.
     """
     turn_end = after_content.partition(EOS_TOKEN)[0].strip()
     is_in_punctuation = _WORD_IN_PUNCTUATION.fullmatch(turn_end) is not None
     ends_every_message = after_user_message.startswith(turn_end) and turn_end not in header
     return turn_end if is_in_punctuation and ends_every_message else None
-
-
-def _ends_user_turn(marker: str, after_user_message: str, header: str) -> bool:
-    """Return whether `marker` ends the user's turn.
-
-    The first marker after a user's message ends the turn. However, a marker in `header`, the text
-    that opens the model's turn, does not end the user's turn.
-
-    >>> _ends_user_turn("<|eot|>", after_user_message="<|eot|><|start|>", header="<|start|>")
-    True
-    >>> _ends_user_turn("<|start|>", after_user_message="<|start|>", header="<|start|>")
-    False
-    """
-    return bool(marker) and marker == leading_marker(after_user_message) and marker not in header
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
@@ -321,19 +235,14 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     ['<|out|>turn<|of|>', '<|over|>']
     >>> _end_markers_with_words("<|out|>turn<|of|><|in|>", "<|out|>turn<|of|><|in|>", "<|in|>")
     ['<|out|>turn<|of|>']
-
-    Args:
-        after_content: The text after the content of an answer.
-        after_user_message: The text after a user's message. It must have the same end markers.
-        header: The text that opens the model's turn. Its markers end no message.
     """
     turn_end = _turn_end_with_words(after_content, after_user_message, header)
     if not turn_end:
         return []
-    next_marker = _shared_first_marker(
-        after_content.removeprefix(turn_end), after_user_message.removeprefix(turn_end)
-    )
-    is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
+    next_match = MARKER.match(after_content.removeprefix(turn_end))
+    next_marker = next_match.group() if next_match is not None else ""
+    ends_user_turn = after_user_message.removeprefix(turn_end).startswith(next_marker)
+    is_end_marker = ends_user_turn and next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if is_end_marker else [turn_end]
 
 
@@ -345,11 +254,6 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
 
     >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", header="<|in|>")
     '<|out|>turn<|of|>'
-
-    Args:
-        after_content: The text after the content of an answer.
-        after_user_message: The text after a user's message.
-        header: The text that opens the model's turn.
     """
     match = _MARKERS_AND_WORDS.match(after_content)
     if match is None or not after_user_message.startswith(match.group()):
@@ -363,17 +267,6 @@ def _turn_end_with_words(after_content: str, after_user_message: str, header: st
     return turn_end
 
 
-def _shared_first_marker(text: str, other: str) -> str:
-    """Return the marker with which both texts start. Return "" if there is no such marker.
-
-    >>> _shared_first_marker("<|over|>Hello", "<|over|>")
-    '<|over|>'
-    """
-    match = MARKER.match(text)
-    marker = match.group() if match is not None else ""
-    return marker if other.startswith(marker) else ""
-
-
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
     r"""Return the markup that closes the content, or "" if no markup closes the content.
 
@@ -385,38 +278,15 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
         1      <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
         2      <answer>              <|im_end|>                       ""
         3      <answer>              \n</answer><|im_end|>            "\n</answer>"
-
-    Args:
-        after: The text after the content.
-        opening: The markup before the content.
-        after_user_message: The text after a user's message. A marker in this text ends a message.
     """
     closing_with_several_markers = compound_closing(after, opening)
     if closing_with_several_markers:  # Case 1
         return closing_with_several_markers
     marker = leading_marker(after)
-    if not marker or _is_turn_end(marker, opening, after_user_message):  # Case 2
+    # A marker that also follows a user's message ends the turn. Exception: if `<answer>` opens the
+    # content, `</answer>` always closes the content.
+    is_turn_end = marker == EOS_TOKEN or marker in after_user_message
+    if not marker or (is_turn_end and marker not in closing_spellings(opening)):  # Case 2
         return ""
     space_before_marker, _, _ = after.partition(marker)
     return space_before_marker + marker  # Case 3
-
-
-def _is_turn_end(marker: str, opening: str, after_user_message: str) -> bool:
-    """Return True if `marker` ends the message, and False if `marker` only closes the content.
-
-    A marker ends a turn if the marker also follows a user's message. Exception: if `<answer>` opens
-    the content, `</answer>` always closes the content.
-
-    >>> _is_turn_end("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
-    True
-    >>> _is_turn_end("</answer>", "<answer>", after_user_message="</answer>")
-    False
-
-    Args:
-        marker: The first marker after the content.
-        opening: The markup before the content. Usually, it is one marker.
-        after_user_message: The text after a user's message.
-    """
-    if marker in closing_spellings(opening):
-        return False
-    return marker == EOS_TOKEN or marker in after_user_message

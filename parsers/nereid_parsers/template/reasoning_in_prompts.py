@@ -44,22 +44,21 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
         closing = _closing_for_prompt(turn, prompt)
         if closing:
             opening = first_opening(prompt.after_header)  # `<think>\n` in the example
-            _record_prompt(turn, prompt, MarkerPair(opening, closing))
-            return ReasoningMarkup(Reasoning(opening, _with_probable_line_breaks(closing, opening)))
+            turn.prober.record(
+                "R2 thinking switch",
+                # For the default prompt, no switch is set, so `describe` returns "".
+                prompt.switches.describe() or UNCHANGED,
+                left=turn.prompts[0].conversation,
+                right=prompt.conversation,
+                finding=f"The prompt opens reasoning with {opening!r}. "
+                f"The marker {closing!r} closes reasoning.",
+            )
+            # If a line break follows the opening marker, the model probably writes the closing
+            # marker on a line of its own, before an empty line.
+            is_on_own_line = opening.endswith("\n")
+            close = f"\n{closing}\n\n" if is_on_own_line else closing
+            return ReasoningMarkup(Reasoning(opening, close))
     return None
-
-
-def _record_prompt(turn: ModelTurn, prompt: GenerationPrompt, pair: MarkerPair) -> None:
-    """For the report, compare the default prompt with `prompt`, which opens reasoning."""
-    turn.prober.record(
-        "R2 thinking switch",
-        # For the default prompt, no switch is set, so `describe` returns "".
-        prompt.switches.describe() or UNCHANGED,
-        left=turn.prompts[0].conversation,
-        right=prompt.conversation,
-        finding=f"The prompt opens reasoning with {pair.opening!r}. "
-        f"The marker {pair.closing!r} closes reasoning.",
-    )
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
@@ -72,10 +71,6 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     2. The second marker is the closing marker of the first marker: `<notes></notes>`.
     3. A thinking switch, such as enable_thinking=True, has added the first marker, and the closing
        marker of the first marker occurs in the template or in a prompt.
-
-    Args:
-        turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
-        prompt: A prompt for one setting of the thinking switches, such as enable_thinking=True.
     """
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
     possible_closings = closing_spellings(first)
@@ -89,21 +84,6 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     if is_changed_by_switch:  # Case 3
         return first_in_template_or_prompts(turn, possible_closings)
     return ""
-
-
-def _with_probable_line_breaks(closing: str, opening: str) -> str:
-    r"""Return `closing` with the line breaks that a model probably writes around this marker.
-
-    If a line break follows the opening marker, the closing marker is probably on a line of its own,
-    before an empty line. Otherwise, the closing marker is returned unchanged.
-
-    >>> _with_probable_line_breaks("</think>", opening="<think>\n")
-    '\n</think>\n\n'
-    >>> _with_probable_line_breaks("</think>", opening="<think>")
-    '</think>'
-    """
-    is_on_own_line = opening.endswith("\n")
-    return f"\n{closing}\n\n" if is_on_own_line else closing
 
 
 def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
@@ -145,10 +125,6 @@ def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) 
     <answer></answer>. Hello." The result contains the pairs `<think></think>` and
     `<answer></answer>`. The first pair encloses the reasoning. If the name of the first pair does
     not refer to thinking, the text is about something else, and the result is [].
-
-    Args:
-        default: The prompt with the default values of the thinking switches.
-        prompt: The prompt with another value of a thinking switch.
     """
     if prompt.switches.system:
         # The analysis has added a system message, such as "/no_think". The added text does not come
@@ -165,10 +141,7 @@ def first_in_template_or_prompts(turn: ModelTurn, candidates: list[str]) -> str:
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
     "</think>". The result is "</think>". The result is "" if no candidate occurs.
 
-    Args:
-        turn: The compiled template, and the generation prompts. A generation prompt is the text at
-            the end of a prompt that opens the model's answer.
-        candidates: The markers, the most probable marker first.
+    The most probable marker is first in `candidates`.
     """
     texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
     for candidate in candidates:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from nereid_parsers.template.conversation import (
     FIRST_KEY,
     NUMBER_VALUE,
@@ -20,40 +18,27 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Difference, difference
 from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 
-
-class _CallChange(NamedTuple):
-    """A tool call in which one detail, such as the name, differs from the call in `ONE_CALL`.
-
-    Attributes:
-        label: The label of the comparison in the report, such as "T3 function name".
-        description: A sentence that states the difference.
-        call: The changed tool call.
-    """
-
-    label: str
-    description: str
-    call: ProbeCall
-
-
+# Tool calls in which one detail differs from the call in `ONE_CALL`. Each entry contains the label
+# of the comparison in the report, a sentence that states the difference, and the changed tool call.
 _CALL_CHANGES = (
-    _CallChange("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
-    _CallChange("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
-    _CallChange(
+    ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
+    ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
+    (
         "T5 two arguments",
         "The call has a second argument.",
         ProbeCall(arguments=TWO_ARGUMENTS),
     ),
-    _CallChange(
+    (
         "T6 key and value",
         "The argument has another key and another value.",
         ProbeCall(arguments=((SECOND_KEY, SECOND_VALUE),)),
     ),
-    _CallChange(
+    (
         "T7 type",
         "The value is a number instead of a string.",
         ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),)),
     ),
-    _CallChange(
+    (
         "T7b special characters",
         "The value is a string with a line break and characters of markup.",
         ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),)),
@@ -72,16 +57,14 @@ def record_changed_calls(prober: Prober) -> None:
     """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = _text_for_report(prober, unchanged)
-    for change in _CALL_CHANGES:
-        changed = conversation_with_calls(change.call)
+    for label, description, call in _CALL_CHANGES:
+        changed = conversation_with_calls(call)
         changed_text = _text_for_report(prober, changed)
         if changed_text:
             finding = _change_text(difference(unchanged_text, changed_text))
         else:
             finding = "The template refuses to render this call."
-        prober.record(
-            change.label, change.description, left=unchanged, right=changed, finding=finding
-        )
+        prober.record(label, description, left=unchanged, right=changed, finding=finding)
 
 
 def _text_for_report(prober: Prober, conversation: Conversation) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from nereid_parsers.format import (
     BareKeyArguments,
     Call,
@@ -41,76 +39,23 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     >>> call.open, call.head, call.close
     ('<call>', '<function={name}>', '</call>')
 
-    Args:
-        markup: The markup of the list of tool calls. `item_open` is the text before the name.
-        after_name: The text between the name and the arguments.
-        body: The declaration of the arguments.
-
-    Returns:
-        One declaration for each form of the header, see `_variants_of_head`.
+    In `markup`, the markup of the list of tool calls, `item_open` is the text before the name. The
+    result contains one declaration for each form of the header, see `_variants_of_head`.
     """
-    before_name = _split_text_before_name(markup.item_open)
-    if _starts_each_argument(before_name.marker.strip(), body):
+    opening, head_start = _split_text_before_name(markup.item_open)
+    marker = escape_braces(opening.strip())
+    if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
         # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
         # starts. Therefore, the marker becomes a part of the header.
-        before_name = _TextBeforeName(marker="", head_start=markup.item_open)
-    head = pattern_of_text(before_name.head_start + FIRST_TOOL + after_name)
+        opening, head_start = "", markup.item_open
+    head = pattern_of_text(head_start + FIRST_TOOL + after_name)
     return tuple(
-        Call(
-            body,
-            open=before_name.marker,
-            head=variant.head,
-            close=markup.item_close,
-            id=variant.call_id,
-        )
-        for variant in _variants_of_head(head)
+        Call(body, open=opening, head=variant, close=markup.item_close, id=call_id)
+        for variant, call_id in _variants_of_head(head)
     )
 
 
-class _TextBeforeName(NamedTuple):
-    r"""The text before the function's name in a tool call, such as "<call>\n<function=".
-
-    Attributes:
-        marker: The opening marker of the tool call, with the white space around it: "<call>\n". If
-            there is no marker, only the white space at the start of the text.
-        head_start: The start of the header: "<function=".
-    """
-
-    marker: str
-    head_start: str
-
-
-def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
-    """Return whether the opening tag of each argument starts with `marker`, such as `<|sep|>`.
-
-    >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
-    True
-
-    If `marker` is "", return False.
-    """
-    return (
-        bool(marker)
-        and isinstance(body, TaggedArguments)
-        and body.open.startswith(escape_braces(marker))
-    )
-
-
-class _HeadVariant(NamedTuple):
-    """The pattern of the text before a tool call's arguments, and the pattern of the call's id.
-
-    Fields in braces replace the name, the number and the id of the tool call.
-
-    Attributes:
-        head: The pattern of the header, which is the text before the arguments:
-            "<call>{name}:{number}".
-        call_id: The pattern of the id: "{name}:{number}". "{id}" is the pattern of any id.
-    """
-
-    head: str
-    call_id: str
-
-
-def _variants_of_head(head: str) -> list[_HeadVariant]:
+def _variants_of_head(head: str) -> list[tuple[str, str]]:
     """Return the patterns of all texts that may precede the arguments of a tool call.
 
     `head` is a pattern in which the field `{name}` replaces the name of the function. Most headers
@@ -125,44 +70,45 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
     the id. In the third form, the model writes no id. The second pattern is then "{id}", which
     matches any id:
 
-    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(tuple(variant))
+    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(variant)
     ('<call>functions.{name}:{number}', 'functions.{name}:{number}')
     ('<call>{name}:{number}', '{name}:{number}')
     ('<call>{name}', '{id}')
     """
     if _NUMBERED_ID not in head:
-        return [_HeadVariant(head, "{id}")]
+        return [(head, "{id}")]
     before_id, _, after_id = head.partition(_NUMBERED_ID)
     return [
-        _HeadVariant(head, _NUMBERED_ID),
-        _HeadVariant(before_id + "{name}:{number}" + after_id, "{name}:{number}"),
-        _HeadVariant(before_id + "{name}" + after_id, "{id}"),
+        (head, _NUMBERED_ID),
+        (before_id + "{name}:{number}" + after_id, "{name}:{number}"),
+        (before_id + "{name}" + after_id, "{id}"),
     ]
 
 
-def _split_text_before_name(text: str) -> _TextBeforeName:
+def _split_text_before_name(text: str) -> tuple[str, str]:
     r"""Split the text before a function's name into a marker, such as `<call>`, and the rest.
 
     White space around the marker belongs to the marker. If there is no marker, as in the second
-    example, `marker` is the white space at the start of the text. A tag with the number or the id
-    of the tool call, such as `<call id="1">`, belongs to the header. If the whole text is white
-    space, both parts of the result are "", because white space alone does not open a tool call.
+    example, the first part is the white space at the start of the text. A tag with the number or
+    the id of the tool call, such as `<call id="1">`, belongs to the header. If the whole text is
+    white space, both parts of the result are "", because white space alone does not open a tool
+    call.
 
     >>> _split_text_before_name("<call>\n<function=")
-    _TextBeforeName(marker='<call>\n', head_start='<function=')
+    ('<call>\n', '<function=')
     >>> _split_text_before_name("\nAction: ")
-    _TextBeforeName(marker='\n', head_start='Action: ')
+    ('\n', 'Action: ')
     """
     without_space = text.lstrip()
     if not without_space:
-        return _TextBeforeName("", "")
+        return "", ""
     match = MARKER.match(without_space)
     if match is None or has_number_or_id(match.group()):
         head_start = without_space
     else:
         head_start = without_space[match.end() :].lstrip()
     head_index = len(text) - len(head_start)
-    return _TextBeforeName(marker=text[:head_index], head_start=head_start)
+    return text[:head_index], head_start
 
 
 def has_number_or_id(text: str) -> bool:

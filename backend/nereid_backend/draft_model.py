@@ -102,9 +102,7 @@ class DraftModel:
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
-        # If the draft model is an MTP layer (a multi-token prediction layer of the large model),
-        # `_mtp` is the same object as `_path`. If the draft model is a separate small model, `_mtp`
-        # is None. An MTP layer also needs the hidden states of the large model.
+        # An MTP layer (a multi-token prediction layer of the large model); None for a small model.
         self._mtp = path if isinstance(path, MtpPath) else None
         self._hook = hook
         self._sizes = sizes
@@ -112,11 +110,9 @@ class DraftModel:
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)
-        # The free rows of the draft model's batch. Each sequence with draft tokens uses one row.
         self._free_rows = list(range(sizes.max_num_seqs))
         # Maps sequences of the large model to their drafts. Each draft uses one row of the batch.
         self._drafts: dict[Sequence, SequenceDraft] = {}
-        # The draft tokens of each sequence for the next forward pass of the large model.
         self._proposals: dict[Sequence, list[int]] = {}
         self._is_broken = False
 
@@ -135,8 +131,6 @@ class DraftModel:
         self._proposals = {}
         if self._is_broken:
             return
-        # `lengths` chooses the number of draft tokens, based on the time that a draft token takes.
-        # This time depends on the number of sequences in the batch.
         self.lengths.begin_step(len(sequences))
         preempted = [target for target in self._drafts if target.row is None]
         for target in preempted:
@@ -185,9 +179,8 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # A separate draft model keeps the keys and values of accepted draft tokens. An MTP layer (a
-        # multi-token prediction layer of the large model) must compute these tokens again, because
-        # the large model's hidden states of these tokens exist only after the verification.
+        # An MTP layer must compute accepted draft tokens again, because the large model's hidden
+        # states of these tokens exist only after the verification.
         draft.update(keeps_accepted=self._mtp is None)
         # Now the sequence contains only known tokens. Draft tokens must not get into the prefix
         # cache, because the large model may reject them.
@@ -205,8 +198,6 @@ class DraftModel:
         """Return how many draft tokens a sequence may get now."""
         num_known = len(target.token_ids)  # the tokens of the prompt and of the answer so far
         has_output = target.num_output_tokens > 0
-        # After a preemption, many known tokens must be computed again. Draft tokens would then cost
-        # more time than they save.
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
         is_text_only = target.images is None  # The draft model gets only token ids.
         if not (has_output and is_decoding and is_text_only):
@@ -222,8 +213,8 @@ class DraftModel:
 
         Return None if there are not enough free blocks of the KV cache.
         """
-        # An MTP layer (a multi-token prediction layer of the large model) leaves out the first
-        # token, because it combines each token with the hidden state of the previous token.
+        # An MTP layer leaves out the first token, because it combines each token with the hidden
+        # state of the previous token.
         start_in_target = 0 if self._mtp is None else 1
         draft_sequence = Sequence(
             target.request_id,
@@ -237,7 +228,6 @@ class DraftModel:
         # and at most `max_num_seqs` sequences run.
         draft_sequence.row = self._free_rows.pop()
         if self._mtp is not None:
-            # Let the MTP layer use the hidden states of `target`.
             self._mtp.follow(draft_sequence, target)
         num_known = len(draft_sequence.token_ids)
         draft = SequenceDraft(target, draft_sequence, start_in_target, num_known)

@@ -48,7 +48,6 @@ def move_weights(model: nn.Module) -> None:
     Args:
         model: the model, for inference only. Mutated.
     """
-    # Each item of `groups` contains the tensors that share one storage.
     groups = deque(_tensors_by_storage(model).values())
     total_bytes = sum(
         _rounded_up(tensors[0].untyped_storage().nbytes(), _ALIGNMENT) for tensors in groups

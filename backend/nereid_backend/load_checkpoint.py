@@ -145,7 +145,6 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     architectures = getattr(config, "architectures", None) or [config.model_type]
     architecture = architectures[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
-    # `load` takes one argument: the name of the attention implementation.
     load = functools.partial(
         load_model,
         folder,

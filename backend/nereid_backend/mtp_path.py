@@ -218,10 +218,8 @@ class MtpPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # Maps each sequence of the MTP layer to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
-        # Maps each sequence of the MTP layer to the output of this layer for the last token of the
-        # sequence, [hidden_size].
+        # The output of this layer for the last token of each sequence, [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
@@ -297,7 +295,6 @@ class MtpPath:
         #
         # The token before b is a, which has the same position in `target` as b in `chunk.sequence`.
         start_in_target = chunk.start
-        # The layer `eh_proj` combines the embedding of a token with a hidden state.
         weight: Tensor = self._model.layers[0].eh_proj.weight
         hidden_states = weight.new_zeros(chunk.num_tokens, weight.shape[0])
         self.hidden.take(target, start_in_target, hidden_states)

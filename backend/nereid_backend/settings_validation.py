@@ -66,7 +66,6 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
     validated: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
     pydantic_init = validated.__init__
 
-    # The new __init__ converts pydantic's ValidationError to a ConfigError.
     @functools.wraps(pydantic_init)
     def init(self: object, *args: object, **values: object) -> None:
         with _config_errors(validated):
@@ -120,7 +119,6 @@ def _parse_adapters(value: object) -> object:
     adapters = _split_pairs(value) if isinstance(value, str) else value
     is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
     if not is_complete:
-        # The text of the error completes the sentence "the value must be ...".
         raise ValueError("pairs such as name=/path, separated by commas")
     return adapters
 
@@ -244,7 +242,6 @@ def _describe_problem(problem: ErrorDetails) -> str:
     # Remove the beginning and the end of pydantic's message, so that only a phrase such as "a valid
     # integer" remains.
     expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
-    # Replace phrases of pydantic by simpler ones. Example: "a valid integer" becomes "an integer".
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)
     return f"the value must be {expected}, but it is {problem['input']!r}."

@@ -159,8 +159,6 @@ class Runner:
         mask_jobs = None
         if previous is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
-        # The tokens that were sampled after the previous forward pass. These tokens are stored on
-        # the device, and are inputs of this forward pass.
         previous_token_ids = None
         if previous is not None and previous.pending is not None:
             previous_token_ids = previous.pending.token_ids
@@ -291,7 +289,6 @@ def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_R
     for index, chunk in enumerate(plan.chunks):
         first_row = next_row
         next_row += chunk.num_logits
-        # The number of most likely tokens that are reported for each position of the prompt.
         num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue

@@ -88,7 +88,6 @@ class DiskTier:
         self._cache = cache
         self._prefixes = prefixes
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="prefix-disk")
-        # The unfinished reads, by request id.
         self._reads: dict[str, _PrefixRead] = {}
         # The cache calls `_save_block` before the content of an unsaved block is overwritten.
         cache.start_recording_new_blocks(before_reuse=self._save_block)
@@ -126,8 +125,6 @@ class DiskTier:
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing_hashes and not needs_snapshot:
             return None
-        # The request waits at most until this deadline. It then starts with the blocks that were
-        # read before the deadline.
         deadline = time.monotonic() + _MAX_WAIT_S
         return _PrefixRead(hashes, missing_hashes, needs_snapshot, deadline)
 
@@ -187,7 +184,6 @@ class DiskTier:
         # The cache can use a block only if all earlier blocks are in the cache, too. Therefore,
         # only the blocks before the first missing block are added.
         usable_hashes = list(itertools.takewhile(is_available, hashes))
-        # `insert` returns the hash and the id of each block that was not in memory.
         new_blocks = self._cache.insert(usable_hashes)
         self._prefixes.write_blocks(
             [block for _, block in new_blocks],
@@ -297,8 +293,6 @@ class DiskTier:
         be used, so their contents are not stored.
         """
         if read.needs_snapshot:
-            # The snapshot is the recurrent state after the last block. Without the snapshot, the
-            # blocks cannot be used.
             read.state = self._store.read(_snapshot_key(read.hashes[-1]))
             if read.state is None:
                 return

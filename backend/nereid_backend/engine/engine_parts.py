@@ -196,9 +196,6 @@ def _make_scheduler(
     config: EngineConfig, loaded: Loaded, pool: BlockPool, report: Report
 ) -> Scheduler:
     """Create the scheduler for a loaded model."""
-    # `shares_blocks` is true if sequences can share KV cache blocks. `whole_prefill` is true if the
-    # forward path must compute each prompt in one pass. `num_states` is the number of recurrent
-    # states that fit into the memory.
     return Scheduler(
         pool,
         block_size=loaded.info.block_size,

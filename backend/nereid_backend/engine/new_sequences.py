@@ -129,7 +129,6 @@ class NewSequences:
             seed=seed % 2**64,
         )
         if params.lora_name:
-            # `acquire` reads the adapter from disk if the adapter is not in memory.
             sequence.adapter = self._adapters.acquire(params.lora_name)
         return sequence
 

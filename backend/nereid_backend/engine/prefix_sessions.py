@@ -45,7 +45,6 @@ class PrefixSessions:
             client_id: the client whose sessions are listed; None lists the sessions of all clients.
         """
         sessions = self._matching(client_id, None)
-        # Only the sessions that expire last are listed, because there may be very many sessions.
         last_first = sorted(sessions, key=lambda session: session.expires_in_s, reverse=True)
         listed = last_first[:_MAX_LISTED]
         return {
@@ -137,7 +136,6 @@ class PrefixSessions:
             case "extend" if key is not None:
                 # The caller has checked that `seconds` is a valid number.
                 return {"num_sessions": self.extend(client_id, key, values["seconds"])}
-        # The operation is unknown, or it is "extend" without a key.
         raise RequestError(
             "cache: the value must be 'statistics', 'drop' or 'extend' ('extend' requires "
             f"prompt_cache_key), but it is {operation!r}."

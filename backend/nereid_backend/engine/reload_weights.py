@@ -43,10 +43,8 @@ class ReloadableModel:
 
         Mutates: `parts`, which is replaced by the objects of the new model.
         """
-        # After the reload, the engine must have the adapters that are loaded now. These adapters
-        # may differ from the adapters with which the engine was started.
+        # The engine must keep the adapters that are loaded now.
         old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
-        # The new model must accept prompts of the same length as the present model.
         max_model_len = self.parts.info.max_model_len
         new_config = replace(
             old_config, model=path or old_config.model, max_model_len=max_model_len
@@ -134,7 +132,6 @@ def _check_new_checkpoint(
 
     `tokenizer_files` are the files of the first checkpoint, which the servers use.
     """
-    # The layout of a checkpoint is the name, the shape and the dtype of each of its tensors.
     assert parts.layout is not None, "`_check_can_reload` has checked this"
     try:
         check_same_layout(parts.layout, read_layout(new_config.model))
@@ -163,8 +160,6 @@ def _check_can_reload(parts: EngineParts, new_config: EngineConfig) -> None:
             f"(tensor_parallel_size={new_config.tensor_parallel_size}) cannot be replaced. Restart "
             "the server."
         )
-    # `parts.layout` contains the tensor shapes of the present checkpoint. It is None if the
-    # checkpoint has no safetensors files.
     has_safetensors = parts.layout is not None
     if not has_safetensors or new_config.model.endswith(".gguf"):
         raise RequestError(

@@ -43,15 +43,11 @@ class RequestPreparation:
             scheduler: receives the requests.
             disk: reads cached prefixes; None if there is no prefix cache on disk.
         """
-        # One tuple for each finished compilation: the id of the request, the start time of the
-        # compilation, and the time at which the engine found that the compilation was finished. The
-        # times are values of time.monotonic().
         self.compiled: list[tuple[str, float, float]] = []
         self._config = config
         self._info = info
         self._scheduler = scheduler
         self._disk = disk
-        # This object compiles the grammars of requests. It is None until a request needs a grammar.
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
 

@@ -74,10 +74,8 @@ class StepLoop:
         self._runner = runner
         self._max_step_failures = max_step_failures
         self._is_async = is_async
-        # The number of consecutive failed steps.
         self._num_failures = 0
-        # With async scheduling, a step can still be running when the method `step` returns. This
-        # attribute contains the running step. If it is None, the next call of `step` plans a step.
+        # With async scheduling, a step can still be running when `step` returns; otherwise None.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:
@@ -167,7 +165,6 @@ class StepLoop:
         try:
             return _NextStep(plan, running=self._runner.start(plan, step))
         except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
-            # The error is handled later, because the running step must be committed first.
             return _NextStep(plan, error=error)
 
     def _sample_next(
@@ -192,7 +189,6 @@ class StepLoop:
             # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)
             return []
-        # The plan was made before the tokens of the previous step were known. Correct the plan.
         plan = self._scheduler.settle(step.plan, previous_result.device_token_ids)
         try:
             self._runner.sample(step.running, plan)

@@ -81,9 +81,7 @@ class FeedbackReader:
         self._map[:_KEY_BYTES] = self._key
         # The memory as unsigned integers of 64 bits (words). Each slot consists of two words.
         self._words = memoryview(self._map).cast("Q")
-        # A queue of the numbers of the free slots. Slots are taken from the beginning of the queue,
-        # and released slots are added at the end. So a released slot stays unused for as long as
-        # possible.
+        # Released slots are added at the end, so that they stay unused for as long as possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
@@ -170,7 +168,6 @@ class FeedbackWriter:
         except OSError as error:
             raise _address_error(os.strerror(error.errno or 0)) from None
         self._words = memory.cast("Q")
-        # The memory begins with the random key with which the executor signs its messages.
         self._key = bytes(memory[:_KEY_BYTES])
         self.address = address
 

@@ -181,8 +181,7 @@ def read_settings(
     # `_variables` checks the names of the variables itself.
     texts = parameters | _variables(_NEREID, environ)
     _check_ascii(texts, _LANGUAGE_MODEL_NAMES)
-    # `texts` contains the settings of several classes. `from_texts` ignores the names that do not
-    # belong to the given class.
+    # `from_texts` ignores the names that do not belong to the given class.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 

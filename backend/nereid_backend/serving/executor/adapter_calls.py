@@ -57,8 +57,7 @@ class AdapterCalls(ReplicaCalls):
     @property
     def is_replacing_weights(self) -> bool:
         """Whether an engine process still has to replace the weights. Any thread may read this."""
-        # The loop's thread may change the dict during the iteration. Therefore the iteration uses a
-        # copy. No other thread can change the dict while `list` creates the copy.
+        # The loop's thread may change the dict during the iteration, so the iteration uses a copy.
         return any(change.message[0] == _RELOAD for change in list(self._waiting.values()))
 
     def record_answer(self, call_id: str, replica: int, answer: list[str]) -> Answer | None:
@@ -155,9 +154,8 @@ class AdapterCalls(ReplicaCalls):
         """
         kind, *values = message
         if kind == _RELOAD:
-            # A message with an empty `folder` means: read the weights again from the current
-            # folder. Such a message is not stored, because a restarted engine process reads the
-            # weights from the current folder in any case.
+            # An empty `folder` means the current folder, which a restarted engine process reads in
+            # any case.
             folder = values[0]
             if folder:
                 self._history[_WEIGHTS_KEY] = message

@@ -118,7 +118,6 @@ class EngineMetrics:
         # The time of the next publication, by time.monotonic(). The first publication is due
         # immediately.
         self._publish_due = 0.0
-        # The metrics exist as long as this object exists.
         self._families = MetricFamilies()
         self._num_publications = 0
 
@@ -139,7 +138,6 @@ class EngineMetrics:
         self._token_gaps = self._families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )
-        # One counter for each finish reason.
         self._finish_reasons = self._families.counter(
             "request_success_total", "Ended sequences by finish reason"
         )
@@ -256,8 +254,7 @@ def _add_counter_increases(engine: _EngineGauges, statistics: RequestStatistics)
         previous_count = engine.last_stats.get(engine_name, 0)
         count = engine.stats.get(engine_name, 0)
         if count < previous_count:
-            # A count that is smaller than the previous count means that the engine process was
-            # restarted. The counters of the new process started at 0.
+            # The engine process was restarted, so its counters started at 0 again.
             previous_count = 0
         statistics.counts[metric_name] += count - previous_count
     engine.last_stats = engine.stats

@@ -67,11 +67,9 @@ class EngineService:
         self._engine = engine
         self._send = send
         self._stats_due = 0.0
-        # The number of unfinished sequences of each request, by request id.
         self._num_unfinished_sequences: dict[str, int] = {}
-        # A replacement of the weights that was requested, but must wait until all running requests
-        # have ended; None if there is none. While a replacement waits, new messages are added to
-        # `_held_messages` as pairs of a kind and a list of values.
+        # A replacement that waits until all running requests have ended. Meanwhile, new messages
+        # are added to `_held_messages` as pairs of a kind and a list of values.
         self._pending_reload: _Reload | None = None
         self._held_messages: list[tuple[str, list[Any]]] = []
 

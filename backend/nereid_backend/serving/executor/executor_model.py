@@ -89,11 +89,8 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def _init_shared_state(self, config: EngineConfig) -> None:
         """Create the attributes that both the server's thread and the loop's thread use."""
-        # Decides whether a request may start.
         self._admission = StreamAdmission(self._settings, config.max_num_waiting, self._feedback)
-        # Chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
-        # Handles the requests about adapters, weights and the prefix cache.
         self._engine_calls = EngineCalls(
             self.processes,
             # The metric of refused requests counts only requests that generate text.
@@ -107,18 +104,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         settings = self._settings
         # The streams (requests in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # `do_periodic_work` inspects all streams if the time `_next_inspection` has passed. The
-        # loop calls `do_periodic_work` again at the time `_inspection_deadline`, or earlier. The
-        # times are values of time.monotonic(). Because of the value 0, the first call inspects all
-        # streams.
+        # `do_periodic_work` inspects all streams after `_next_inspection`, and is called again at
+        # `_inspection_deadline` or earlier. The times are values of time.monotonic().
         self._next_inspection = 0.0
         self._inspection_deadline = 0.0
-        # Determines the time between two messages of a stream.
         self._pacer = Pacer(settings.responses_per_second)
-        # Detects disconnected clients.
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
-        # Aborts requests in the engine, for example when a client has disconnected.
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
@@ -217,7 +209,6 @@ class ExecutorModel(SupervisedModel[Stream]):
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
         next_call = min(now + _IDLE_POLL_S, self._inspection_deadline)
-        # Check a stream with unsent tokens when the time `stream.next_check` is reached.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
@@ -254,9 +245,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             - If the step was sent: the time of the next heartbeat. New output causes an earlier
               call.
         """
-        # The shortest times between two steps with output and between two heartbeats. These times
-        # grow with the number of streams, because the server can send only a limited number of
-        # messages per second.
+        # These times grow with the number of streams, because the server can send only a limited
+        # number of messages per second.
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
@@ -403,8 +393,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         if error is None:
             return False
         if isinstance(error, CapacityError):
-            # The request has waited too long in the queue. Add to the error message the time after
-            # which the client should try again.
+            # Add to the message the time after which the client should try again.
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1

@@ -47,7 +47,6 @@ class LostClientDetector:
         # This counter numbers the messages to the postprocessor in the order in which they are
         # sent. All streams share the counter.
         self._step_numbers = itertools.count(1)
-        # The number of the newest message that the postprocessor has processed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
@@ -77,7 +76,6 @@ class LostClientDetector:
 
         Mutates: removes processed steps from `stream.unconsumed_steps`.
         """
-        # `stalled_s` is the time since the postprocessor last processed a step of the stream.
         if stream.unconsumed_steps and stream.stalled_s > self._patience_s:
             return True
         if stream.stalled_s < _OVERTAKING_S or not self._has_dropped_step(stream):

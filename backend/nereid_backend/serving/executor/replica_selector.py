@@ -83,13 +83,10 @@ class ReplicaSelector:
             num_sequences: the number of sequences of the request.
             running: the processes that accept requests. At least one process must be running.
         """
-        # If there is only one process, the hashes are not needed.
         hashes = chunk_hashes(token_ids) if len(self._num_sequences) > 1 else []
         with self._lock:
             selected = self._choose(hashes, set(running))
             self._num_sequences[selected] += num_sequences
-            # Store the number of the process's last request. If several processes have equally few
-            # sequences, `_choose` selects the process whose last request is the oldest.
             self._num_requests += 1
             self._last_request[selected] = self._num_requests
             self._store(hashes, selected)

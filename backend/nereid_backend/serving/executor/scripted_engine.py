@@ -200,10 +200,8 @@ class ScriptedEngine:
         self._start_waiting(now)
         updates = []
         for request_id, request in self._requests.items():
-            # When a sequence has ended, `_next_update` deletes it from `request.sequences`.
-            # Therefore iterate over a copy of the values.
+            # `_next_update` deletes ended sequences, so iterate over a copy.
             for sequence in list(request.sequences.values()):
-                # An aborted sequence ends immediately.
                 if sequence.is_aborted or sequence.due <= now:
                     updates.append(self._next_update(request_id, request, sequence, now))
         self._requests = {
@@ -247,11 +245,8 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         num_top = request.params.logprobs
-        # If the rule contains a fault, cause this fault. The fault "busy 2" uses the CPU for 2
-        # seconds, and raises no error. All other faults raise an error.
         cause_fault(sequence)
-        # Only the first update of a sequence contains `prompt_logprobs`. An update is the first if
-        # the sequence has no tokens yet. This must be checked before `next_tokens` adds tokens.
+        # This must be done before `next_tokens` adds tokens to the sequence.
         prompt_logprobs = self._prompt_logprobs(request, sequence)
         token_ids, finish_reason = next_tokens(request, sequence)
         sequence.due = now + rule.delay_ms / 1000

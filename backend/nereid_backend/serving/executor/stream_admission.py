@@ -73,8 +73,6 @@ class StreamAdmission:
         self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
-            # Remove the request from the waiting requests. `started=None` means that the request
-            # was never started.
             self._waiting_limits.leave(timing, started=None)
             raise self._too_many_sequences(envelope)
         serial = next(self._serials)

@@ -125,7 +125,6 @@ class Sequence:
             self.logprobs += update.logprobs
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
-        # Only the first update of a sequence contains this number. Later updates contain 0.
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         if update.finish_reason is not None:
             self.ending = Ending(update.finish_reason, update.stop_reason)

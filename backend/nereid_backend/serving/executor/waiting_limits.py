@@ -100,8 +100,7 @@ class WaitingLimits:
             if started is not None:
                 self._start_times.append(started)
             if not self._request_limit.used:
-                # The queue is empty, so the next requests do not wait. The measured rate is valid
-                # only while requests wait, so the measurements are deleted.
+                # The measured rate is valid only while requests wait.
                 self._start_times.clear()
 
     def with_retry_time(self, message: str, client_id: str) -> str:

@@ -127,7 +127,6 @@ class _JobProgress:
         slice contains 44 texts.
         """
         items: list[PoolingItem] = []
-        # The total size of the slice's inputs, in characters, token ids or bytes of images.
         slice_size = 0
         first = self.num_sent  # the index of the slice's first input
         for name, value in itertools.islice(self.job.inputs, first, None):
@@ -136,7 +135,6 @@ class _JobProgress:
             slice_size += _size_of_item(fields)
             if len(items) == _SLICE_INPUTS or slice_size >= _SLICE_SIZE:
                 break
-        # None of the inputs of this slice has a result yet.
         self.num_left_by_slice[first] = len(items)
         self.num_sent += len(items)
         return items
@@ -176,7 +174,6 @@ class _JobProgress:
 
     def outcome(self) -> Outcome:
         """Return the outcome of the complete job."""
-        # The job is complete, so no value is None.
         values = [value for value in self.values if value is not None]
         # The kind of the values, such as "dense". All values of a job have the same kind.
         kind = self.job.options.get("kind") or _kind_of(values[0])
@@ -221,8 +218,7 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The incomplete jobs, by request id. The next inputs for the engine come from the first job
-        # in this dict for which `can_send_slice` is true.
+        # The incomplete jobs, by request id, in the order of their turns.
         self._jobs: dict[str, _JobProgress] = {}
 
     @property
@@ -280,8 +276,6 @@ class WorkerJobs:
             items = progress.next_slice()
             self._engine.add(progress.slice_id(first), items)
         except RequestError as error:
-            # The engine's message contains an index within this slice. `job_message` converts it to
-            # an index within the whole job: "input 3" becomes "element 259".
             self._refuse(progress, RequestError(progress.job_message(error, first)))
         except NereidError as error:
             self._refuse(progress, error)
@@ -306,7 +300,6 @@ class WorkerJobs:
         if progress is None:
             return  # The job was aborted or refused.
         if result.error is not None:
-            # `result.index` counts from the first input of the slice.
             self._refuse_result(progress, first + result.index, result.error)
             return
         if progress.started is None:  # This is the first result of the job.
@@ -330,8 +323,7 @@ class WorkerJobs:
             EngineError: the computation has failed because the GPU is lost.
         """
         if is_lost_device(problem):
-            # The device is lost, so every later computation would fail. Therefore this worker
-            # process ends. The Triton model then starts a new worker process.
+            # This worker process ends, and the Triton model starts a new worker process.
             raise EngineError(f"the device is lost: {problem}")
         where = f"{progress.job.field}: element {index}: "
         self._refuse(progress, EngineError(where + problem))

@@ -133,9 +133,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self.title = f"model {self.kind}"
         self.log_prefix = f"{self.kind}: "
         super().__init__()
-        # The id of each job is the next number of this counter.
         self._ids = itertools.count(1)
-        # The names of all environment variables of this model begin with this prefix.
         self._variable_prefix = f"NEREID_{self.kind.upper()}_"
 
     def initialize(self, args: Mapping[str, str]) -> None:

@@ -118,9 +118,7 @@ class Choice:
             context.stop, include_in_output=context.include_stop_str_in_output
         )
         self._message_parser = message_parser
-        # Collects the parsed message for `validate_message`.
         self._checked_message = CheckedMessage(validate_message) if validate_message else None
-        # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         # Counts the tokens of the whole choice, including the tokens that were already sent.
@@ -131,7 +129,6 @@ class Choice:
         self._finish_reason: str | None = None
         # The stop token or the stop string that ended the choice; None for neither.
         self._stop_reason: int | str | None = None
-        # Whether the choice ended because the model generated a stop token.
         self._has_model_ended = False
         self.is_finished = False
 
@@ -181,15 +178,13 @@ class Choice:
         if self.is_finished:  # The last output has already been returned.
             return None
         is_last = self._finish_reason is not None
-        # If the request is streaming, return new output at once. New output can be text,
-        # log-probabilities, or token ids that the client has requested.
+        # If the request is streaming, new output is returned at once.
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None
         unsent = self._unsent
         text = unsent.text
         if not self._has_sent_output:
-            # `prepend` is the text of the prompt, if the client wants the prompt in the output.
             text = self.context.prepend + text
         output = ChoiceOutput(
             text=text,

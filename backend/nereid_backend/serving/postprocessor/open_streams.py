@@ -21,8 +21,7 @@ class OpenStreams:
 
     def __init__(self) -> None:
         self._streams: dict[int, Choices] = {}
-        # Maps the number of each memory slot to the serial number of the last stream that used the
-        # slot.
+        # The serial number of the last stream of each slot.
         self._serials: dict[int, int] = {}
 
     def __len__(self) -> int:

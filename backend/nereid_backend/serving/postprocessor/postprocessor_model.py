@@ -70,7 +70,6 @@ class PostprocessorModel:
             self._keepalive_s = settings.keepalive_ms / 1000
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # Functions that convert token ids to text.
         self._decode_with_special_tokens = decoder(tokenizer, skip_special_tokens=False)
         self._decode_without_special_tokens = decoder(tokenizer, skip_special_tokens=True)
         # The texts of single tokens, for log-probabilities.
@@ -79,7 +78,6 @@ class PostprocessorModel:
         # The executors that have sent steps, in the order of their last steps. The key is the
         # address of the executor's shared memory.
         self._executors: OrderedDict[bytes, _Executor] = OrderedDict()
-        # The executor that has sent the present step.
         self._executor = _Executor()
 
     def execute(self, requests: list[Any]) -> None:
@@ -125,8 +123,7 @@ class PostprocessorModel:
             # If the stream has failed, there are no choices, and the client already has the error.
             return None if choices is None else self._add_step(choices, state, request)
         except Exception:
-            # A stream cannot continue after an error. The method `execute` sends the error to the
-            # client as the last response of the stream.
+            # The method `execute` sends the error to the client as the last response of the stream.
             self._executor.streams.remove(state)
             self._executor.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
@@ -140,7 +137,6 @@ class PostprocessorModel:
             RequestError: the step was not signed by an executor.
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
-        # Each message begins with the random address of the executor's shared memory.
         address = message.partition(b"\n")[0]
         executor = self._executors.get(address) or _Executor()
         packed_state = executor.feedback.attach_and_verify(message)

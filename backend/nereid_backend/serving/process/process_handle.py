@@ -101,7 +101,6 @@ class ChildProcess:
         self.load_s = 0.0
         self._channel = Channel(connection)
         self._outbox = Outbox(self._channel)
-        # Detects a hang: the process has work, but the process sends no message.
         self._hang_watch = HangWatch(
             program.hang_timeout.value, functools.partial(cpu_seconds, process.pid)
         )
@@ -198,8 +197,7 @@ class ChildProcess:
         Raises:
             EngineDiedError: the process hung and was killed.
         """
-        # On a CPU, a step of a large model can take minutes, so the time limit is longer. `info`
-        # describes the loaded model. Before the model is loaded, `info` is empty.
+        # On a CPU, the time limit is longer. `info` is empty before the model is loaded.
         is_on_cpu = self.info.get("device") == "cpu"
         self._hang_watch.measure(is_working=is_working)
         if not self._hang_watch.is_hanging(is_on_cpu=is_on_cpu):
@@ -225,8 +223,8 @@ class ChildProcess:
             if not has_ended:
                 self._process.send_signal(number)
                 has_ended = self._wait_for_end()
-        # The outbox closes the channel after it has sent all messages. If sending has failed, the
-        # channel is still open, so close it here. Closing a closed channel has no effect.
+        # If sending has failed, the outbox has not closed the channel. Closing it twice has no
+        # effect.
         self._channel.close()
         self._outbox.join(_STOP_TIMEOUT_S)
 

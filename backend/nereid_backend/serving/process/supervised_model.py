@@ -86,12 +86,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Initialise the state of a model without requests. `start_loop` starts the thread."""
         self.processes: list[SupervisedProcess] = []
         self.requests: dict[str, RequestT] = {}
-        # Maps the id of each request in `requests` to the process that computes the request.
+        # The process that computes each request, by request id.
         self._owners: dict[str, SupervisedProcess] = {}
-        # The server's thread puts new requests into this queue. The loop's thread takes them.
+        # New requests from the server's thread.
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
-        # The server's thread puts responses that need no child process, such as errors, into this
-        # queue. The loop's thread sends each response through the sender beside the response.
+        # Responses from the server's thread that need no child process, such as errors.
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._server_pid = os.getppid()  # Triton server has started this process.
@@ -287,8 +286,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
         `wait_s` is the longest time to wait for the first message. Return its value for the next
         round.
         """
-        # If a process has died, a thread restarts it. When this thread has ended, use the new
-        # process, or log that the restart has failed.
         self._use_restarted_processes()
         received = self._receive(wait_s)
         self._exit_if_server_was_killed()
@@ -329,8 +326,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
         running = [process for process in self.processes if process.is_running]
         if len(running) == 1:
-            # If there is only one process, `select.poll` is not needed, because the method
-            # `receive` of the process can wait.
             return [self._receive_from(running[0], timeout_s)]
         self._wait_for_any(running, timeout_s)
         return [self._receive_from(process, 0.0) for process in running]
@@ -366,8 +361,6 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self.requests[arrival.request_id] = arrival.request
             self._owners[arrival.request_id] = process
             process.num_requests += 1
-            # If the child process that got the request has been replaced, `process.child` is a
-            # different object.
             has_died = not process.is_running or process.child is not arrival.child
             if has_died:
                 # `process.error` is the reason of the last death. A restart does not remove it.

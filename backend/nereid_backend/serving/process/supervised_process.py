@@ -57,7 +57,6 @@ class SupervisedProcess:
         self._restart_thread: threading.Thread | None = None
         # The new process from its start until the call of `finish_restart`; otherwise None.
         self._replacement: ChildProcess | None = None
-        # This event is set when the server shuts down, so that the thread ends early.
         self._stopping = threading.Event()
 
     @classmethod
@@ -72,7 +71,6 @@ class SupervisedProcess:
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
-        # `tensors.progress` writes the progress of loading to the server's log.
         child = ChildProcess.start(program, tensors.progress)
         return cls(program, child, index, log_prefix)
 

@@ -196,8 +196,6 @@ class PromptBuilder:
         # The limit on bytes always applies, because converting a huge text to tokens would take too
         # long.
         self.limits.check_text(text)
-        # If the caller has set `num_kept`, surplus tokens are removed below. In this case, the
-        # limit on tokens does not apply.
         removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
             text, add_special_tokens=add_special_tokens, refuse_overlong=not removes_surplus_tokens
@@ -257,9 +255,7 @@ class PromptBuilder:
 
         A variable of the request overrides the variable of the same name in the settings.
         """
-        # The source of the template shows which variables the template uses. For example, the field
-        # `reasoning_effort` sets the variable `enable_thinking` only if the template uses this
-        # variable.
+        # The source shows which variables the template uses.
         template_kwargs = read_template_kwargs(body, self._renderer.source())
         for name in template_kwargs:
             if name in self._renderer.reserved_variables:

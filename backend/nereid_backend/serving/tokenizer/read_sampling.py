@@ -125,7 +125,6 @@ def read_sampling(
     """
     refuse_unsupported(fields)
     unchanged_fields = _engine_fields(fields, defaults)
-    # The engine cannot use the other fields of the request directly, so these fields are converted.
     checked = RequestFields.check(fields)
     params = CheckedSamplingParams(
         **unchanged_fields,
@@ -191,8 +190,6 @@ def _options(fields: RequestFields) -> RequestOptions:
         skip_special_tokens=fields.skip_special_tokens,
         separate_reasoning=separate_reasoning,
         include_reasoning=fields.include_reasoning,
-        # If return_token_ids or return_prompt_token_ids is set, the response contains the token ids
-        # of the prompt and of the output.
         return_token_ids=fields.return_token_ids or fields.return_prompt_token_ids,
         timeout_s=fields.timeout,
         queue_timeout_s=fields.queue_timeout,

@@ -84,18 +84,12 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
-        # A token can represent more bytes of a text than the token has, because some tokenizers
-        # shorten a text before they split it.
+        # See `_MIN_TOKEN_BYTES`.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
-        # A chat can be longer than its prompt, because a chat template can drop text, such as the
-        # reasoning of earlier answers.
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
-        # JSON can write each byte of the chat as an escape sequence. A request can also have fields
-        # that are not part of the prompt, such as a grammar.
         max_request_bytes = _ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES
         # A chat with more messages would have more than max_model_len tokens.
         max_messages = max_model_len // max(min_message_tokens, 1)
-        # Some fields contain lists of up to max_model_len token ids. Each id is one value.
         max_values = _NUM_TOKEN_ID_LISTS * max_model_len
         return cls(
             max_model_len=max_model_len,
@@ -120,7 +114,6 @@ class RequestLimits:
         # character has at least one byte.
         num_chars = len(text)
         if num_chars > self.max_request_bytes:
-            # A byte of the prompt has at most `_ESCAPED_BYTES` characters in JSON, such as \u0041.
             min_prompt_bytes = num_chars // _ESCAPED_BYTES
             raise self._length_error(
                 f"{field}: the request has {num_chars} bytes", min_prompt_bytes

@@ -138,7 +138,6 @@ class RequestPrompts:
         ids = read_input_ids(request, self._prompts.limits, num_kept)
         match body, text, ids:
             case dict() as chat, None, None:
-                # `from_chat` checks all limits of a chat, including the limits on nested values.
                 return self._prompts.from_chat(chat, num_kept)
             case None, str() as given_text, None:
                 self._prompts.limits.check_values_and_depth(fields)

@@ -58,12 +58,9 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # Messages from other threads to the loop's thread. A message is a new request, a long
-        # request whose response another thread has computed, or None after a call of `stop`.
+        # New requests, long requests whose responses other threads have computed, or None to stop.
         self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # Whether the loop's thread has received None.
         self._is_stopping = False
-        # The short requests that wait for the loop's thread.
         self._short: ClientTurns[_Job] = ClientTurns()
         # The long requests that wait for a thread of the pool.
         self._long: ClientTurns[_Job] = ClientTurns()
@@ -71,7 +68,6 @@ class RequestWorkers:
         self._num_running = 0
         # The time of the next check for disconnected clients, by time.monotonic().
         self._next_check = 0.0
-        # This object limits how many long requests may wait or run, in total and for each client.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)

@@ -63,20 +63,14 @@ def stream_context(
     end_of_chat: str | None = None
     seed_token_ids: tuple[int, ...] = ()
     if is_chat:
-        # The end of the prompt determines whether the output begins inside reasoning, content or a
-        # tool call. Therefore, the parser reads the end of the prompt.
         end_of_chat = prompt_tail(prompt)
     else:
-        # The detokenizer starts with the last tokens of the prompt, because the text of the first
-        # output token can depend on them.
         seed_token_ids = tuple(prompt.token_ids[-_NUM_SEED_TOKENS:])
     return StreamContext(
-        # The responses.
         stream=stream,
         n=params.n,
         returns=checked.returns,
         traceparent=traceparent,
-        # The prompt.
         num_prompt_tokens=len(prompt.token_ids),
         prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
         prompt=end_of_chat,

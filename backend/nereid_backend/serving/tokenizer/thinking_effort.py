@@ -156,7 +156,6 @@ def build_thinking_spec(
     if not isinstance(fmt.layout, Sections):
         # The reasoning is a separate message. Its end is followed by the start of the next message.
         end_of_reasoning += fmt.layout.start
-    # The reasoning is open at the end of the prompt, or the model may begin the reasoning itself.
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
         # Without this marker, the engine never treats a token as reasoning.

@@ -63,13 +63,11 @@ class TokenizerModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
         if self._images is not None:
-            # Wait until the process that prepares images is ready. The wait does not delay the
-            # server, because the engine loads the model at the same time, and loading the model
-            # usually takes longer.
+            # The wait does not delay the server, because the engine loads the model at the same
+            # time.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
-        # Requests with images or long texts are handled by other threads, so that short requests
-        # need not wait for these requests.
+        # Long requests are handled by other threads, so that they do not delay short requests.
         is_long = partial(_is_long, reads_media=self._images is not None)
         self._workers = RequestWorkers(self.respond, is_long)
 
@@ -80,14 +78,12 @@ class TokenizerModel:
         template = read_chat_template(settings)
         if template is not None:  # The setting chat_template replaces the checkpoint's template.
             self._tokenizer.chat_template = template
-        # The builder of prompts with images; None if the checkpoint reads no images.
         self._images: ImagePrompts | None = None
         if may_accept_media(settings.model):
             sources = ImageSources(
                 settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
             )
             self._images = ImagePrompts(settings.model, sources)
-        # The builder of all other prompts.
         self._prompts = PromptBuilder(
             self._tokenizer,
             length_limit(config),
@@ -97,7 +93,6 @@ class TokenizerModel:
         self._request_prompts = RequestPrompts(self._prompts, self._images)
         # Do not log the chosen format, because the postprocessor chooses and logs the same format.
         self._format = choose_format(settings, report=lambda _: None)
-        # The checkpoint's defaults of sampling parameters, such as the temperature.
         self._defaults = read_generation_defaults(Path(settings.model))
 
     def execute(self, requests: list[Any]) -> None:
@@ -223,9 +218,8 @@ def _make_envelope(
 ) -> RequestEnvelope:
     """Return the message to the executor: all data of a request except the prompt's token ids."""
     return RequestEnvelope(
-        # `params` contains all sampling parameters in packed form, including the grammar. The
-        # executor does not unpack `params`. Therefore the values that the executor itself needs,
-        # such as `n`, are also sent as separate fields.
+        # The executor does not unpack `params`, so the values that it needs are also sent
+        # separately.
         params=pack_params(checked.params),
         n=checked.params.n,
         context=stream_context(request, checked, traceparent).pack(),

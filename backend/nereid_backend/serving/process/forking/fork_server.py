@@ -114,16 +114,14 @@ class ForkServer:
         """
         self._listener = listener
         self._environment = environment
-        # Maps the id of each child process to the connection over which the child process was
-        # requested.
+        # The connections to the stubs by the ids of the child processes.
         self._connections: dict[int, socket.socket] = {}
         # When a child process has ended, Python writes a byte into `_wake_writer`. The selector
         # then reports that `_wake` has data.
         self._wake, self._wake_writer = socket.socketpair()
         _send_signals_to(self._wake_writer)
         self._wake.setblocking(False)  # `_reap` reads until there is no more data.
-        # For each registered socket, the selector's data is the function that handles the events of
-        # the socket.
+        # The data of each registered socket is the function that handles its events.
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
@@ -146,7 +144,6 @@ class ForkServer:
             connection.close()
             return
         pid = self._fork(request)
-        # Close this process's copies of the files. Only the child process uses the files.
         for file in request.files:
             os.close(file)
         if pid is None:
@@ -182,8 +179,6 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             sockets = (self._listener, self._wake, self._wake_writer, request.connection)
-            # `_connections` contains the connections of other child processes. This process must
-            # not keep them open.
             for inherited in (*sockets, *self._connections.values()):
                 inherited.close()
             # Delete the variables of the fork server. `_environment` does not contain the variables
@@ -207,8 +202,6 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Send the exit code of each ended child process to its stub."""
-        # Python has written one byte for each child process that has ended. Read all of these
-        # bytes.
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(_WAKE_BYTES):
                 pass
@@ -317,7 +310,6 @@ def _run_module(request: Request) -> None:
     for file, standard_file in ((output, _STDOUT), (errors, _STDERR)):
         os.dup2(file, standard_file)
         os.close(file)
-    # In the arguments, replace the text "{fd}" by the number of the channel's file descriptor.
     arguments = [argument.format(fd=channel) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]

@@ -143,6 +143,5 @@ def _send_request(
     with os.fdopen(os.memfd_create("request"), "wb") as json_file:
         json_file.write(json.dumps(fields).encode())
         json_file.flush()
-        # The file descriptors of the standard output and the standard error are 1 and 2.
         files = [json_file.fileno(), channel.fileno(), 1, 2]
         socket.send_fds(connection, [b"\0"], files)

@@ -92,6 +92,14 @@ def test_a_thinking_budget_reaches_the_engine_with_the_markers_tokens(pipeline):
     assert spec.end_token_ids
 
 
+def test_a_budget_does_not_force_a_marker_that_the_grammar_of_a_completion_forbids(pipeline):
+    fields = {"thinking_token_budget": 4}
+    pipeline.ask(**completion("cached <think>", **fields))
+    assert pipeline.params.thinking.is_open
+    pipeline.ask(**completion("cached <think>", regex="H.*", **fields))
+    assert pipeline.params.thinking is None
+
+
 def test_every_tensor_that_was_asked_for_has_an_element_a_choice(pipeline):
     returns = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens")
     (reply,) = pipeline.ask(**completion("two", stream=False, n=2, returns=returns))

@@ -176,8 +176,12 @@ class TokenizerModel:
             prompt = self._request_prompts.without_images(request, body, fields)
         returns = _requested_outputs(request)  # the names of the optional output tensors
         tools = None if body is None else read_tools(body)
+        thinking_budget = read_thinking_budget(fields)
         if body is None:
             grammar = build_text_grammar(fields)
+            if grammar.spec is not None:
+                # The grammar applies from the first token, so the answer contains no reasoning.
+                thinking_budget = None
         else:
             grammar = build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
         params, options = read_sampling(
@@ -187,7 +191,7 @@ class TokenizerModel:
             is_chat=is_chat,
             grammar=grammar.spec,
             thinking=build_thinking_spec(
-                read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
+                thinking_budget, self._format, prompt.text or "", self._prompts.encode
             ),
         )
         return CheckedRequest(body, prompt, tools, returns, grammar, params, options)

@@ -48,7 +48,6 @@ from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
-    Reasoning,
     ReasoningGate,
     Sections,
     Stage,
@@ -152,11 +151,17 @@ def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) ->
         raise unclosed_reasoning_error(fmt)
     if declaration is None or state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return NOTHING
+    # The text must not contain a marker that ends or interrupts the reasoning, such as the opening
+    # marker of the content. The text ends at the marker `close` of the tag.
+    content_open = (layout.content.open,) if layout.content is not None else ()
+    text = any_text(
+        (*declaration.also_close, *declaration.interrupted_by, *content_open, *fmt.ends)
+    )
     close = declaration.close.strip()
     reasoning: Node = {
         "type": "tag",
         "begin": "" if state is ReasoningState.OPEN else declaration.open.strip(),
-        "content": _reasoning_text(fmt, layout, declaration),
+        "content": text,
         "end": close,
     }
     header = _repeated_header(fmt)
@@ -184,19 +189,6 @@ def _repeated_header(fmt: FormatData) -> Node:
     return optional(sequence(one_of(*map(const, headers)), WHITESPACE))
 
 
-def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
-    """Return the grammar node for the text of the reasoning, without the markers around it.
-
-    Some markers end or interrupt the reasoning, for example the opening marker of the content. The
-    text must not contain such a marker. The closing marker `declaration.close` is not excluded
-    here, because the caller puts the node into a tag that ends at this marker.
-    """
-    content_open = (layout.content.open,) if layout.content is not None else ()
-    return any_text(
-        (*declaration.also_close, *declaration.interrupted_by, *content_open, *fmt.ends)
-    )
-
-
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the grammar node for the whole text after the reasoning.
 
@@ -220,21 +212,13 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             "format that defines tool calls, or send a request without tools."
         )
     if request.must_call:
-        return _only_calls(tools, layout.content, request)
+        # Different templates and models write different white space around tool calls.
+        only_calls = without_outer_whitespace(section_node(tools, request))
+        return sequence(_empty_content(layout.content), WHITESPACE, only_calls, WHITESPACE)
     if request.answer is None:
         return _text_with_calls(fmt, layout, tools, request)
     calls = section_node(tools, request)
     return one_of(calls, _content_node(layout.content, request.answer))
-
-
-def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -> Node:
-    """Return the grammar node for an output that contains tool calls, but no content.
-
-    Different templates and models write different white space before and after tool calls, so the
-    node allows white space at both places. `wrapper` declares the markers around the content.
-    """
-    calls = without_outer_whitespace(section_node(tools, request))
-    return sequence(_empty_content(wrapper), WHITESPACE, calls, WHITESPACE)
 
 
 def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:

@@ -132,9 +132,6 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
     Example: `{"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}` gives a node
     that matches `5`. Some clients write the key `schema` next to `type`, without the inner object.
     The key `strict` next to `schema` demands that the whole schema is enforced.
-
-    Raises:
-        ConstraintError: A value has a wrong type, or a strict schema cannot be enforced.
     """
     schema_and_strict = response_format.get("json_schema", response_format)
     if not isinstance(schema_and_strict, Mapping):
@@ -168,9 +165,6 @@ def _choice_node(choices: object) -> Node:
     """Return the grammar node that matches any one of the strings in `choices`, and nothing else.
 
     Example: the node for `["yes", "no"]` matches `yes` and `no`.
-
-    Raises:
-        ConstraintError: `choices` is not a list of non-empty strings, or the list is empty.
     """
     if not isinstance(choices, list) or not choices:
         raise ConstraintError(
@@ -193,9 +187,6 @@ def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
     A structural tag is xgrammar's description of a grammar. In the current form, the key `format`
     contains a grammar node, which is returned. In the older form, the keys `structures` and
     `triggers` describe the grammar. These keys are converted to a grammar node.
-
-    Raises:
-        ConstraintError: The structural tag is not valid.
     """
     is_older_form = "structures" in response_format or "triggers" in response_format
     if is_older_form:
@@ -243,10 +234,6 @@ def _inner_nodes(
         {"type": "sequence", "elements": [a, b]}    (a, "$.elements[0]"), (b, "$.elements[1]")
         {"type": "optional", "content": a}          (a, "$.content")
         {"type": "const_string", "value": "text"}   none
-
-    Raises:
-        ConstraintError: A node of this type must contain a list of nodes, but `node` contains no
-            list, or an empty list.
     """
     if node_type in _KEY_OF_SINGLE_NODE:
         key = _KEY_OF_SINGLE_NODE[node_type]
@@ -273,9 +260,6 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
     gives a node of type `triggered_tags` with one tag. The node matches free text that may contain
     `<f>`, a JSON value and `</f>`. Text that starts with the trigger `<f` must match the tag.
-
-    Raises:
-        ConstraintError: The structural tag is not valid.
     """
     triggers = response_format.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
@@ -300,9 +284,6 @@ def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
 
     xgrammar starts to enforce a tag at one of the texts in `triggers`, so `begin` must start with
     one of these texts. `path` is the path of the member in the request, for error messages.
-
-    Raises:
-        ConstraintError: The member is not valid.
     """
     if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
         raise ConstraintError(

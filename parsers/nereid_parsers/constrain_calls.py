@@ -77,7 +77,11 @@ def section_node(section: ToolSection, request: Request) -> Node:
         items = [_list_or_object(section, call.body, request)]
     else:
         items = [call_node(call, tool) for tool in request.tools]
-    if request.is_single or not _may_repeat(call):
+    # A message can contain several lists only if each list is enclosed in markers, as in
+    # `<call>[f()]</call><call>[g()]</call>`.
+    has_markers = bool(call.open.strip() and call.close.strip())
+    may_repeat = has_markers or not isinstance(call.body, ListBody)
+    if request.is_single or not may_repeat:
         content = one_of(*items)
     else:
         # If the declared separator contains only white space, such as one line break, up to two
@@ -85,16 +89,6 @@ def section_node(section: ToolSection, request: Request) -> Node:
         has_text = bool(section.separator.strip())
         content = one_or_more(items, const(section.separator) if has_text else WHITESPACE)
     return sequence(const(section.open), content, const(section.close))
-
-
-def _may_repeat(call: Call) -> bool:
-    """Return whether a message can contain several texts of the form that `call` declares.
-
-    A message can contain several lists only if each list is enclosed in markers, as in
-    `<call>[f()]</call><call>[g()]</call>`.
-    """
-    has_markers = bool(call.open.strip() and call.close.strip())
-    return has_markers or not isinstance(call.body, ListBody)
 
 
 def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> Node:
@@ -229,10 +223,6 @@ def _head_node(head: str, name: str) -> Node:
     Example: `_head_node("<function={name}>", "f")` gives `const("<function=f>")`. The model chooses
     the text of a field such as `{id}`, so this field becomes a node with a regular expression.
 
-    Args:
-        head: The pattern of the header, which may contain fields in braces.
-        name: The name of the function.
-
     Raises:
         ConstraintError: The header has a field whose text is not known.
     """
@@ -264,9 +254,6 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
         `{"id": "1", "name": "f", "arguments": {"a": 1}}`   if `keys` declares an optional id
         `{"f": {"a": 1}}`                                   if `keys` is `NameIsKey`
 
-    Args:
-        keys: The declaration of the object's keys.
-        tool: The tool that the model calls.
     """
     name = const(json.dumps(tool.name, ensure_ascii=False))
     arguments = json_schema(tool.parameters)

@@ -203,9 +203,6 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, *, has_tools: boo
     Example: `{"type": "function", "function": {"name": "f"}}` gives
     `_ToolChoice(mode="required", names={"f"}, names_one_function=True)`. If the field is missing,
     the mode is "auto" for a request with tools, and "none" for a request without tools.
-
-    Raises:
-        ConstraintError: The value is not a `tool_choice` of the OpenAI API.
     """
     if choice is None:
         return _ToolChoice(mode="auto" if has_tools else "none")
@@ -235,9 +232,6 @@ def _parse_allowed_tools(value: object) -> _ToolChoice:
     With this object, a client allows only some of the request's tools. Example:
     `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives
     `_ToolChoice(mode="auto", names={"f"})`.
-
-    Raises:
-        ConstraintError: `value` is not a valid `allowed_tools` object.
     """
     allowed = _object(value, "tool_choice.allowed_tools")
     mode = allowed.get("mode", "auto")
@@ -272,9 +266,6 @@ def _function_name(choice: Mapping[str, Any]) -> str:
     """Return the name of the function in `choice`, an object from the field `tool_choice`.
 
     Examples: `{"function": {"name": "f"}}` and `{"name": "f"}` give "f".
-
-    Raises:
-        ConstraintError: The object contains no name.
     """
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -79,10 +79,7 @@ def _unquoted_key_value(
     the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for an array, and
     `{city:<q>Paris<q>}` for an object. Every other value is JSON text.
 
-    Args:
-        declaration: The declaration of the quotes.
-        argument: The argument that is the value, or that contains the value.
-        schema: The JSON schema of the value.
+    The value with the JSON schema `schema` is `argument`, or is inside `argument`.
     """
     quote = declaration.quote
     types = json_types_of(schema, root=schema)

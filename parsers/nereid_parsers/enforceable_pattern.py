@@ -170,10 +170,6 @@ def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
 
     Examples: a `*` at the beginning of the expression gives "repeats nothing". A quotation mark
     gives "requires a quotation mark, ...", because JSON writes a quotation mark as `\"`.
-
-    Args:
-        token: The token.
-        previous: The token before `token`, or None if `token` begins the expression.
     """
     match token.kind:
         case "repeat":

@@ -46,18 +46,6 @@ class _Scope(NamedTuple):
     allowed_replacements: Iterator[int]
 
 
-class _SchemaInScope(NamedTuple):
-    """A schema, and the references (`$ref`) that were replaced to build the schema.
-
-    Attributes:
-        schema: The schema.
-        scope: The outermost schema, and the references that were replaced to build `schema`.
-    """
-
-    schema: Schema
-    scope: _Scope
-
-
 def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
     """Return a copy of a JSON schema, rewritten so that xgrammar enforces more of the keywords.
 
@@ -161,9 +149,10 @@ def _with_listed_properties(schema: Schema) -> Schema:
     return {**schema, "properties": {**properties, **dict.fromkeys(missing, others)}}
 
 
-def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
+def _without_all_of(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
     """Merge the members of `allOf` into a schema, or return the schema unchanged.
 
+    Also return the scope, with the references that were replaced to build the returned schema.
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. The schema is returned unchanged if there is
     nothing to merge, or if the members cannot be merged.
@@ -177,17 +166,17 @@ def _without_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
         if has_only_annotations and is_one_reference and not _is_escaped(members[0]):
             # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
             # follows a reference itself, so the definition need not be inserted.
-            return _SchemaInScope({**members[0], **keywords}, scope)
+            return {**members[0], **keywords}, scope
         return _merge_all_of(schema, scope)
     except (CannotMergeError, TypeError, AttributeError, RecursionError):
         # The schema comes from a client and has not been validated. If the value of a keyword has a
         # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError. A
         # RecursionError is raised for a long chain of definitions, each of which refers to the next
         # definition.
-        return _SchemaInScope(schema, scope)
+        return schema, scope
 
 
-def _merge_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
+def _merge_all_of(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
     """Merge the members of `allOf`, and the other keywords of a schema, into one schema.
 
     References in the members are replaced by their definitions. Example: if the definition `T` is
@@ -199,11 +188,11 @@ def _merge_all_of(schema: Schema, scope: _Scope) -> _SchemaInScope:
     """
     keywords, members = _split_all_of(schema)
     if not members:
-        return _SchemaInScope(schema, scope)
+        return schema, scope
     parts = [_flatten_part(part, scope) for part in (keywords, *members)]
-    merged = functools.reduce(merge_schemas, [part.schema for part in parts])
-    references = frozenset().union(*(part.scope.replaced_references for part in parts))
-    return _SchemaInScope(merged, scope._replace(replaced_references=references))
+    merged = functools.reduce(merge_schemas, [part for part, _ in parts])
+    references = frozenset().union(*(part_scope.replaced_references for _, part_scope in parts))
+    return merged, scope._replace(replaced_references=references)
 
 
 def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
@@ -236,7 +225,7 @@ def _is_escaped(schema: Schema) -> bool:
     return any(sign in str(schema["$ref"]) for sign in "~%")
 
 
-def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
+def _flatten_part(part: object, scope: _Scope) -> tuple[Schema, _Scope]:
     """Rewrite one member of an `allOf`, so that it can be merged with the other members.
 
     The `$ref` of the member is replaced by the definition, and its `allOf` is merged. Example: if
@@ -248,14 +237,14 @@ def _flatten_part(part: object, scope: _Scope) -> _SchemaInScope:
             its `allOf` cannot be merged.
     """
     if part is True:  # The schema `{}` also accepts every value.
-        return _SchemaInScope({}, scope)
+        return {}, scope
     if not isinstance(part, Mapping):
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
     without_reference, inner_scope = _replace_reference(part, scope)
     return _merge_all_of(without_reference, inner_scope)
 
 
-def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
+def _replace_reference(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
     """Replace the keyword `$ref` of a schema by the definition to which the keyword refers.
 
     The definition is merged with the other keywords. Example: if the definition `T` is
@@ -269,7 +258,7 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
     """
     reference = schema.get("$ref")
     if reference is None:
-        return _SchemaInScope(schema, scope)
+        return schema, scope
     if not isinstance(reference, str):
         raise CannotMergeError("the value of $ref is not a string")
     if reference in scope.replaced_references:
@@ -281,9 +270,9 @@ def _replace_reference(schema: Schema, scope: _Scope) -> _SchemaInScope:
         replaced_references=scope.replaced_references | {reference}
     )
     # The definition may itself contain references and `allOf`.
-    definition = _flatten_part(_definition_of(reference, scope.root), scope_of_definition)
-    merged = merge_schemas(other_keywords, definition.schema)
-    return _SchemaInScope(merged, definition.scope)
+    definition = _definition_of(reference, scope.root)
+    flat_definition, inner_scope = _flatten_part(definition, scope_of_definition)
+    return merge_schemas(other_keywords, flat_definition), inner_scope
 
 
 def _definition_of(reference: str, root: object) -> object:

@@ -87,10 +87,6 @@ def first_literal(text: str) -> str:
 def _field(token: str, pattern: str) -> PatternField:
     """Convert the text of a field to a `PatternField`. Example: `{name}` gives the field "name".
 
-    Args:
-        token: The field with its braces.
-        pattern: The whole pattern, for use in error messages.
-
     Raises:
         FormatError: The field is unknown, or `token` is a single brace, as in the pattern `a}b`.
     """

@@ -81,26 +81,16 @@ class CompiledHeader:
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        mismatch = self._mismatch_after_pattern(text, match.end, is_final)
-        if mismatch is not None:
-            return mismatch
-        header_end = match.end + len(self._final_whitespace)
+        # The text must continue with the white space that the format requires, such as `\n` in
+        # `>>>all\nHi`. If the header belongs to a tool call, the arguments must come next.
+        whitespace = self._final_whitespace
+        if not text.startswith(whitespace, match.end):
+            may_follow = not is_final and whitespace.startswith(text[match.end :])
+            return NEED_MORE if may_follow else NO_MATCH
+        header_end = match.end + len(whitespace)
+        if self.stage is Stage.CALLS:
+            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
+            if mismatch is not None:
+                return mismatch
         fields = match.fields
         return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
-
-    def _mismatch_after_pattern(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        r"""Check whether the text at `pos` may come after a text that matches the header's pattern.
-
-        The text must start with the white space that the format requires, such as `\n` in
-        `>>>all\nHi`. If the header belongs to a tool call, the arguments must come next.
-
-        Return None if the text may come after the header, NO_MATCH if not, and NEED_MORE if more
-        text is required for the decision.
-        """
-        whitespace = self._final_whitespace
-        if not text.startswith(whitespace, pos):
-            may_follow = not is_final and whitespace.startswith(text[pos:])
-            return NEED_MORE if may_follow else NO_MATCH
-        if self.stage is not Stage.CALLS:
-            return None
-        return self._message_call.body_start_mismatch(text, pos + len(whitespace), is_final)

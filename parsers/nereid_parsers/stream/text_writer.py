@@ -166,9 +166,8 @@ class TextWriter:
         last event is `ContentDelta("\nTwo")`, so that the client receives `One\nTwo`. The trace
         function receives `"\n"` once, as a part of the markup.
 
-        Args:
-            text: The text. It contains a character that is not white space.
-            fault: The reason for returning text that looked like a marker as content, or None.
+        `text` contains a character that is not white space. `fault` is the reason for returning
+        text that looked like a marker as content, or None.
         """
         if self._trace is not None:
             self._trace(_CONTENT, text)

@@ -79,8 +79,7 @@ class NestedReader(StepReader):
         Example: `~<city>`, `Paris` and `~</city>` are three pieces, and `"city": "Paris"` is
         written for them. The kind of the innermost open element decides which text is valid.
 
-        Returns:
-            The position after the piece, or NEED_MORE.
+        Return the position after the piece, or NEED_MORE.
         """
         innermost = self._elements[-1]
         if innermost.kind is ElementKind.UNKNOWN:  # Only the opening tag has been read.
@@ -102,8 +101,7 @@ class NestedReader(StepReader):
                             BROKEN.
             `Paris`         The status becomes BROKEN, because text between children is not valid.
 
-        Returns:
-            The position after the text that was read, or NEED_MORE.
+        Return the position after the text that was read, or NEED_MORE.
         """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
@@ -126,9 +124,8 @@ class NestedReader(StepReader):
         An opening tag is valid inside an object or an array. A closing tag must have the name of
         the innermost open element.
 
-        Returns:
-            The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
-            BROKEN, if the tag is not valid.
+        Return the position after the tag, or NEED_MORE if the tag is incomplete. If the tag is not
+        valid, return `pos`, with the status BROKEN.
         """
         tag_start = skip_whitespace(text, pos + len(self._tag_prefix))
         tag = _match_tag(text, tag_start)
@@ -192,8 +189,7 @@ class NestedReader(StepReader):
             ` ~<name>`      child elements
             `~`             not known yet
 
-        Returns:
-            Whether the kind was set. False if more text is required.
+        Return whether the kind was set. It was not set if more text is required.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         is_text_before_tag = skip_whitespace(text, pos) < prefix_start
@@ -281,9 +277,8 @@ class NestedReader(StepReader):
         Example with the prefix `~` before each tag: from `Paris~</city>`, the first call reads
         `Paris` as the text of `element`, and the second call reads `~</city>`.
 
-        Returns:
-            The position after the text or the tag. NEED_MORE if the text at `pos` may be the
-            beginning of a tag prefix. At the end of the message, this beginning is read as text.
+        Return the position after the text or the tag. Return NEED_MORE if the text at `pos` may be
+        the beginning of a tag prefix. At the end of the message, this beginning is read as text.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = prefix_start > pos

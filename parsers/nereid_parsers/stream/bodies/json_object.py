@@ -176,9 +176,8 @@ class ObjectReader(StepReader):
             `"type": 1`       The next step skips the value, because the key has no meaning.
             `"function": {`   The brace is read. The next step reads a key of the inner object.
 
-        Returns:
-            The position after the brace of an inner object. `pos` for any other value, which stays
-            unread. NEED_MORE if more text is required to recognise the arguments.
+        Return the position after the brace of an inner object. Any other value stays unread, so
+        return `pos`, or NEED_MORE if more text is required to recognise the arguments.
         """
         is_object = text[pos] == "{"
         is_string = text[pos] in _QUOTES
@@ -286,9 +285,8 @@ class ObjectReader(StepReader):
         Example: in `{"arguments": {"a": 1}, "name": "f"}`, the arguments `{"a": 1}` are stored in
         `early_arguments` until the name starts the tool call.
 
-        Returns:
-            Whether the tool call has started. If not, the object has no name, or names a function
-            that the request does not offer, so the text of the object is content.
+        Return whether the tool call has started. If not, the object has no name, or names a
+        function that the request does not offer, so the text of the object is content.
         """
         parts = self._parts
         has_started = parts.name is not None and self.writer.start(
@@ -308,9 +306,8 @@ class ObjectReader(StepReader):
         Example: `{"name": "Ann", "arguments": 3}` is content, so the status becomes BROKEN. The
         status also becomes BROKEN if the request does not offer the named function.
 
-        Returns:
-            `pos`, because the selected method reads the arguments. NEED_MORE if more text is
-            required to decide whether the value is an object.
+        Return `pos`, because the selected method reads the arguments, or NEED_MORE if more text is
+        required to decide whether the value is an object.
         """
         if not self._is_confirmed:
             object_start = match_object_start(text, pos)

@@ -105,8 +105,7 @@ class PythonCallsReader(StepReader):
             `f(x)`, `12`       The status becomes BROKEN, because each argument needs a keyword.
             `g(a=1`            The status becomes BROKEN if nothing shows that this is a tool call.
 
-        Returns:
-            The position after the text that was read, or NEED_MORE.
+        Return the position after the text that was read, or NEED_MORE.
         """
         name_match = _match_function_name(text, pos)
         if name_match is None:
@@ -134,8 +133,7 @@ class PythonCallsReader(StepReader):
             `ci`            The result is NEED_MORE, because the keyword may continue.
             `"P`, `city)`   The status becomes BROKEN, because each argument needs a keyword.
 
-        Returns:
-            The position after the text that was read, or NEED_MORE.
+        Return the position after the text that was read, or NEED_MORE.
         """
         if text[pos] == ")":
             self._end_call(call_end=pos + 1)

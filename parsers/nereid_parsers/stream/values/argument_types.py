@@ -337,10 +337,6 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         `12`     string          True
         `12`     array           True, because any unexpected word becomes a string
         `null`   integer         False, because null, arrays and objects are kept
-
-    Args:
-        json_type: The JSON type of the value.
-        types: The JSON types that the schema allows, or None if they are not known.
     """
     if json_type == "string":
         # Strings between tags have no quotes, so the quotes in `<p=a>"x"</p>` belong to the string.

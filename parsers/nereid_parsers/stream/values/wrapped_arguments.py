@@ -100,8 +100,7 @@ class WrapperFilter:
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
 
-        Args:
-            is_passing: Whether `add` returns all text unchanged.
+        If `is_passing` is true, `add` returns all text unchanged.
         """
         self.is_passing = is_passing
         self._position = _Position.BEFORE_BRACE
@@ -136,8 +135,7 @@ class WrapperFilter:
             `{"a`    `{` is passed on. `"a` stays stored, because it may become the key
                      `"arguments"` of a superfluous object.
 
-        Args:
-            text: All text that has arrived. It may start with white space.
+        `text` is all text that has arrived. It may start with white space.
         """
         before_brace, brace, after_brace = text.partition("{")
         if before_brace.strip():
@@ -155,8 +153,7 @@ class WrapperFilter:
             `"arg`          "", because more text may complete the key `"arguments"`.
             `"arguments"`   "". Later text is stored, too, until the arguments end.
 
-        Args:
-            text: All text that has arrived after the opening brace.
+        `text` is all text that has arrived after the opening brace.
         """
         key = text.lstrip()
         num_whitespace_chars = len(text) - len(key)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from nereid_client.supervise.startup_checks import check_backend_is_installed
+
 
 class _Dtype(StrEnum):
     """The data types of the new weights."""
@@ -27,6 +29,7 @@ def convert(
     """Copy a checkpoint, and convert its weights to int4, int8, bfloat16 or float32."""
     # The conversion runs in a separate process, because the client package must not import the
     # backend package.
+    check_backend_is_installed()
     module = "nereid_backend.tools.convert_checkpoint"
     command = [sys.executable, "-m", module, str(source), str(target), dtype.value]
     process = subprocess.run(command, check=False, preexec_fn=_ignore_ctrl_c)

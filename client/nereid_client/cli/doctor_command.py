@@ -51,6 +51,7 @@ def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
 
     Raises: CliError if the process fails.
     """
+    startup_checks.check_backend_is_installed()
     command = [sys.executable, "-m", "nereid_backend.tools.describe_checkpoint", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:

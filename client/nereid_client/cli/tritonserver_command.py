@@ -65,10 +65,11 @@ def find_tritonserver(given: Path | None) -> Path:
         return given.absolute()
     launcher = launcher_path()
     if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):
-        # The server that `nereid install-server` installs needs libpython and numpy 1. Check that
-        # both are available.
+        # The server that `nereid install-server` installs uses the packages of this environment.
+        # Check that libpython, numpy 1 and the backend are available.
         find_libpython()
         startup_checks.check_embedded_numpy()
+        startup_checks.check_backend_is_installed()
         return launcher
     found = shutil.which("tritonserver")
     if found is None:

@@ -4,6 +4,7 @@ Each check raises a CliError if it fails.
 """
 
 import errno
+import importlib.util
 import json
 import socket
 import subprocess
@@ -53,6 +54,18 @@ def check_embedded_numpy(installed: str | None = None) -> None:
             f"The embedded Triton server requires numpy 1, but numpy {installed} is installed. "
             "Run: pip install 'numpy<2'. There are no wheels of numpy 1 for Python 3.13, so use "
             "Python 3.11 or 3.12 with this server."
+        )
+
+
+def check_backend_is_installed() -> None:
+    """Check that the package with the models is installed in the same environment as this package.
+
+    Raises: CliError.
+    """
+    if importlib.util.find_spec("nereid_backend") is None:
+        raise CliError(
+            f"The package nereid-backend is not installed in the environment of {sys.executable}. "
+            "Install it from the folder `backend` of Nereid's repository, or from its wheel."
         )
 
 

@@ -243,6 +243,13 @@ def test_doctor_accepts_the_flags_of_serve_and_names_the_failed_check(capsys):
 
 
 @pytest.mark.long  # two processes import torch
+@pytest.mark.parametrize("command", [["convert", "a", "b", "int8"], ["doctor", "a"]])
+def test_a_command_that_needs_the_backend_names_the_missing_package(monkeypatch, capsys, command):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(command) == 2
+    assert "The package nereid-backend is not installed" in capsys.readouterr().err
+
+
 def test_convert_writes_a_new_checkpoint(tmp_path, capfd):
     demo = str(Path(__file__).parents[3] / "demo" / "chat")
     assert main(["convert", demo, str(tmp_path / "new"), "int4"]) == 0

@@ -44,4 +44,9 @@ def read_error(text: str) -> BackendError:
 
 def means_outage(text: str) -> bool:
     """Return whether a message means that the Triton server is stopping or must be restarted."""
-    return _STUB_DIED in text or _STOPPING in text
+    return means_dead_model(text) or _STOPPING in text
+
+
+def means_dead_model(text: str) -> bool:
+    """Return whether a message means that the process of a model has died."""
+    return _STUB_DIED in text

@@ -1,7 +1,9 @@
 """The implementation of the protocol `Backend` that calls the ensemble on a Triton server."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import grpc
@@ -17,7 +19,11 @@ from nereid_client.grpc_calls import (
     infer_request,
 )
 from nereid_client.language_model.backend import Generation
-from nereid_client.language_model.server_errors import read_error, unreachable_message
+from nereid_client.language_model.server_errors import (
+    means_dead_model,
+    read_error,
+    unreachable_message,
+)
 from nereid_client.streaming.deltas import Delta
 
 # The ensemble first calls the tokenizer model, which has the output tensors `prompt_token_ids` and
@@ -38,6 +44,10 @@ _NO_PROMPT = (
     InputTensor(_PROMPT_TOKEN_IDS, "INT32", [0]),
     InputTensor(_ENVELOPE, "UINT8", [0]),
 )
+
+_PROBE_PARAMETERS = '{"max_tokens": 1, "client_id": "nereid-serve"}'
+"""The fields of a health check. The executor knows this client id, see executor_model.py."""
+_PROBE_TIMEOUT_S = 2.0
 
 
 class TritonBackend:
@@ -68,6 +78,8 @@ class TritonBackend:
         self._tokenizer = tokenizer
         self._executor = executor
         self._calls = TritonCalls(url)
+        # Whether the last response to `generate` was an error because a model's process has died.
+        self._is_model_dead = False
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices, as described by `Backend.generate`.
@@ -82,6 +94,7 @@ class TritonBackend:
         has_ended = False  # whether the last response or an error has arrived
         try:
             while (message := await stream.read()) is not None:
+                self._is_model_dead = means_dead_model(message.error_message)
                 if message.error_message:
                     has_ended = True
                     raise read_error(message.error_message)
@@ -197,12 +210,29 @@ class TritonBackend:
         return cast("bytes", raw)
 
     async def is_live(self) -> bool:
-        """Return whether the server answers."""
-        return await self._calls.is_live()
+        """Return whether the server answers, and no process of a model has died."""
+        return await self._calls.is_live() and not await self._check_dead_model()
 
     async def is_ready(self) -> bool:
         """Return whether the ensemble accepts requests."""
-        return await self._calls.is_model_ready(self._ensemble)
+        is_ready = await self._calls.is_model_ready(self._ensemble)
+        return is_ready and not await self._check_dead_model()
+
+    async def _check_dead_model(self) -> bool:
+        """Return whether a model's process has died. The server still reports the model as ready.
+
+        If the last response said so, send a small request, because the server may have restarted.
+        """
+        if self._is_model_dead:
+            probe = Generation("health", text_input="a", sampling_parameters=_PROBE_PARAMETERS)
+            with suppress(BackendError, TimeoutError):
+                async with (
+                    asyncio.timeout(_PROBE_TIMEOUT_S),
+                    aclosing(self.generate(probe)) as deltas,
+                ):
+                    async for _ in deltas:
+                        pass
+        return self._is_model_dead
 
     async def close(self) -> None:
         """Close the connection."""

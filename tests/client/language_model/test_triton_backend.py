@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from fakes.echo import token_id_of
@@ -181,6 +182,44 @@ async def test_a_question_to_the_executor_that_is_cancelled_lets_its_stream_end(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stream.has_been_released
+    await backend.close()
+
+
+async def test_a_dead_process_of_a_model_is_unhealthy_until_a_request_succeeds(monkeypatch):
+    class OneResponse:
+        def __init__(self, request):
+            self.request = request
+
+        async def read(self):
+            return SimpleNamespace(error_message=error, infer_response=infer_response)
+
+        def let_end(self):
+            pass
+
+    async def yes(*_):
+        return True
+
+    infer_response = SimpleNamespace(
+        outputs=[SimpleNamespace(name="delta")],
+        raw_output_contents=[b'\x19\x00\x00\x00{"finish_reason": "stop"}'],
+    )
+    backend, requests = TritonBackend("127.0.0.1:1", "llm"), []
+    monkeypatch.setattr(backend._calls, "is_live", yes)
+    monkeypatch.setattr(backend._calls, "is_model_ready", yes)
+    monkeypatch.setattr(
+        backend._calls, "stream", lambda request: requests.append(request) or OneResponse(request)
+    )
+    error = ""
+    assert await backend.is_live()
+    assert not requests
+    error = "in ensemble 'llm', Stub process 'tokenizer_0_0' is not healthy."
+    with pytest.raises(BackendError, match="not healthy"):
+        await collect(backend, "hi")
+    assert not await backend.is_live()
+    assert not await backend.is_ready()
+    error = ""  # The server has restarted.
+    assert await backend.is_live()
+    assert await backend.is_ready()
     await backend.close()
 
 

@@ -10,7 +10,6 @@ threads of gRPC.
 import argparse
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,8 @@ from nereid_client.streaming.reasoning_view import ReasoningView
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.bench.markdown_table import table
+from loadtest.client.light_client import posted
+from loadtest.server.served import free_ports
 
 _DELTA = {"index": 0, "content": " the lake was calm and", "token_ids": [5, 9, 2, 7]}
 _CHAT = '{"messages": [{"role": "user", "content": "hi"}]}'
@@ -125,14 +126,9 @@ def _layers(url: str) -> dict[str, _Stream]:
 
 async def _read_http(port: int) -> None:
     """Read one stream of the frontend."""
-    body = json.dumps({"stream": True, **json.loads(_CHAT)}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    received = b""
-    while not received.endswith(b"0\r\n\r\n"):
-        received = received[-8:] + await reader.read(1 << 16)
-    writer.close()
+    body = {"stream": True, **json.loads(_CHAT)}
+    async with posted(port, "/v1/chat/completions", body) as answer:
+        await answer.text()
 
 
 async def _measure(read: _Stream, num_streams: int, cpu_s: Callable[[], float]) -> float:
@@ -144,9 +140,7 @@ async def _measure(read: _Stream, num_streams: int, cpu_s: Callable[[], float]) 
 
 async def _run(args: argparse.Namespace, grpc_port: int) -> None:
     url = f"127.0.0.1:{grpc_port}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     words = ["--port", str(port), "--grpc-url", url, "--log-level", "error"]
     frontend = subprocess.Popen([sys.executable, "-m", "nereid_client", *words])
     process = psutil.Process(frontend.pid)

@@ -64,13 +64,7 @@ class Ask:
 
 
 def generate_stream(prompt: str, fields: Json, kind: str = "generate_stream") -> Ask:
-    """Return a request for a streamed completion at the HTTP endpoint of the Triton server.
-
-    Args:
-        prompt: the text to continue.
-        fields: the sampling parameters.
-        kind: the name of the request in a report.
-    """
+    """Return a request for a streamed completion at the HTTP endpoint of the Triton server."""
     body = {"text_input": prompt, "stream": True, "sampling_parameters": json.dumps(fields)}
     return Ask("triton", "/v2/models/llm/generate_stream", body, kind=kind)
 

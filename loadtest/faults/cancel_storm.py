@@ -65,13 +65,6 @@ _HEALING_LIMIT_S = 60.0
 class Storm:
     """One run on one server.
 
-    Args:
-        served: the server.
-        load: the requests.
-        rng: the source of all random choices.
-        watch: the observer that detects crashes of the server.
-        tell: a function that prints a line of progress.
-
     Attributes:
         counts: the number of requests for each endpoint, kind of request and outcome.
         broken: descriptions of failed checks.

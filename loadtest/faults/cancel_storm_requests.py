@@ -43,11 +43,6 @@ def demo(rng: random.Random, variety: int, lengths: Sequence[int] = (40, 80, 160
 
     With these settings, requests wait in the queue, need many steps for their prefill, and are
     preempted, and their cached prefixes are evicted.
-
-    Args:
-        rng: the source of all random choices.
-        variety: the number of different prompts of each kind.
-        lengths: the possible numbers of tokens of the long answers.
     """
     environment = {
         "NEREID_MAX_NUM_SEQS": "8",
@@ -72,13 +67,7 @@ def _demo_groups(rng: random.Random, variety: int, lengths: Sequence[int]) -> It
 
 
 def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
-    """Return the load for the scripted engine, whose answers are known in advance.
-
-    Args:
-        rng: the source of all random choices.
-        variety: the number of different answers.
-        folder: the folder for the script.
-    """
+    """Return the load for the scripted engine, whose answers are known in advance."""
     # `nereid serve` sends a test request with this prompt before it reports that it is ready.
     script: list[Json] = [{"when": "Once upon a time", "text": "there was"}]
     groups, known = [], {}

@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from loadtest import command_line
@@ -73,37 +73,40 @@ def all_attacks() -> list[Attack]:
 
 def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tuple[str, bool]:
     """Start a server, run the attacks, and return the report and whether the run passed."""
-    with tempfile.TemporaryDirectory() as folder, canary() as (canary_port, visits):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        canary() as (canary_port, visits),
+        ExitStack() as stack,
+    ):
         keys = Path(folder) / "keys.toml"
         keys.write_text(_KEYS)
         environment = {**_SETTINGS, "NEREID_API_KEY_FILE": str(keys)}
         served = Served(environment=environment, arguments=["--log-level=warning"])
         with limited_memory(memory_limit):
-            served.__enter__()
-        with served_until_end(served):
-            port = served.openai_port
-            target = Target(
-                *(port, served.http_port, served.grpc_url),
-                *(_ATTACKER, stored_response(port), canary_port),
-            )
-            limits = Limits.measure(
-                [first_token_s(port, _NEIGHBOUR) for _ in range(_NUM_QUIET_REQUESTS)]
-            )
-            before = {role: process.pid for role, process in processes.roles(served).items()}
-            memory, neighbour = MemoryWatch(served), Neighbour(port, _NEIGHBOUR)
-            memory.start()
-            neighbour.start()
-            # Real attackers use other machines. This process runs with a low priority, so that the
-            # attacks take less processor time from the server.
-            os.nice(_ATTACKER_NICENESS)
-            started = time.monotonic()
-            with ThreadPoolExecutor(num_attackers) as pool:
-                results = list(pool.map(lambda one: _result(one, target, limits), attacks))
-            time.sleep(1)
-            neighbour.stop()
-            memory.stop()
-            after = {role: process.pid for role, process in processes.roles(served).items()}
-            log = served.output + served.server_log
+            stack.enter_context(served)
+        port = served.openai_port
+        target = Target(
+            *(port, served.http_port, served.grpc_url),
+            *(_ATTACKER, stored_response(port), canary_port),
+        )
+        limits = Limits.measure(
+            [first_token_s(port, _NEIGHBOUR) for _ in range(_NUM_QUIET_REQUESTS)]
+        )
+        before = {role: process.pid for role, process in processes.roles(served).items()}
+        memory, neighbour = MemoryWatch(served), Neighbour(port, _NEIGHBOUR)
+        memory.start()
+        neighbour.start()
+        # Real attackers use other machines. This process runs with a low priority, so that the
+        # attacks take less processor time from the server.
+        os.nice(_ATTACKER_NICENESS)
+        started = time.monotonic()
+        with ThreadPoolExecutor(num_attackers) as pool:
+            results = list(pool.map(lambda one: _result(one, target, limits), attacks))
+        time.sleep(1)
+        neighbour.stop()
+        memory.stop()
+        after = {role: process.pid for role, process in processes.roles(served).items()}
+        log = served.output + served.server_log
     gone = [role for role, pid in before.items() if after.get(role) != pid]
     seen = Observations(results, neighbour, memory, gone, visits, started, limits)
     text, has_passed = report(seen)
@@ -122,15 +125,6 @@ def _result(attack: Attack, target: Target, limits: Limits) -> Result:
     if result.fault:
         print(f"fault: {attack.kind}: {attack.name}: {result.fault}", file=sys.stderr)
     return result
-
-
-@contextmanager
-def served_until_end(served: Served) -> Iterator[None]:
-    """Return a context whose end stops a server."""
-    try:
-        yield
-    finally:
-        served.__exit__()
 
 
 @contextmanager

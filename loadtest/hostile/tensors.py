@@ -32,9 +32,8 @@ _INPUTS = {
     "embedding": ("texts", "BYTES"),
     "rerank": ("query", "BYTES"),
 }
-_OTHER_INPUTS = {"executor": ("prompt_token_ids", "INT32"), "postprocessor": ("token_ids", "INT32")}
 MODELS = tuple(_INPUTS)
-_DECOUPLED = ("llm", "executor", "postprocessor")
+DECOUPLED = ("llm", "executor", "postprocessor")
 Tensor = tuple[str, str, Sequence[int], bytes]
 
 
@@ -198,7 +197,7 @@ def send_request(target: Target, request: Any, limit_s: float) -> Outcome:  # no
     with grpc.insecure_channel(target.grpc, options=options) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            if request.model_name in _DECOUPLED:
+            if request.model_name in DECOUPLED:
                 return _streamed(stub, request, limit_s)
             stub.ModelInfer(request, timeout=limit_s)
         except grpc.RpcError as error:

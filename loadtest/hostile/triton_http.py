@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from loadtest.hostile.attack import Attack, call, raw
+from loadtest.hostile.tensors import MODELS
 
-_MODELS = ("llm", "tokenizer", "executor", "postprocessor", "embedding", "rerank")
-_DECOUPLED = ("llm", "executor", "postprocessor")
 # If the Triton server cannot read a request, it answers with status 500. If a model does not
 # support an endpoint, the server answers with status 501. Only these answers are allowed. A 500
 # with another text comes from a model and is a fault.
@@ -27,7 +26,7 @@ OWN_ANSWERS = (
 
 def attacks() -> Iterator[Attack]:
     """Yield all attacks at the HTTP endpoint of the Triton server."""
-    for model in _MODELS:
+    for model in MODELS:
         for name, body in _infer_bodies().items():
             yield _attack(f"{model}: {name}", "POST", f"/v2/models/{model}/infer", body)
     for name, body in _generate_bodies().items():

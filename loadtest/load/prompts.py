@@ -1,7 +1,6 @@
 """Prompts, and the expected answers if they are known in advance."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadtest.client.traffic import QUESTIONS
@@ -39,9 +38,6 @@ class Question:
             return None
         is_cut = max_tokens <= len(self.numbers)
         return Expected(self.numbers[:max_tokens], "length" if is_cut else "stop")
-
-
-Chooser = Callable[[random.Random], Question]
 
 
 def plain(rng: random.Random) -> Question:

@@ -94,12 +94,7 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def picture(phase: Phase, colours: dict[str, str]) -> bytes:
-    """Draw eight plots of a phase and return them as PNG.
-
-    Args:
-        phase: the phase.
-        colours: the colour of each scenario, by name.
-    """
+    """Draw eight plots of a phase and return them as PNG."""
     colours = {name: colour for name, colour in colours.items() if name in _scenarios(phase)}
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(13, 14), layout="constrained")

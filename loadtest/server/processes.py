@@ -5,7 +5,7 @@ import json
 import re
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,16 +84,12 @@ def _role(words: list[str]) -> str:
 
 def sizes(served: Served) -> dict[str, Size]:
     """Return the current memory and open files of each process, by role."""
-    return dict(_sizes(served))
-
-
-def _sizes(served: Served) -> Iterator[tuple[str, Size]]:
+    found = {}
     for role, process in roles(served).items():
-        try:
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
             rss = process.memory_info().rss / 2**20
-            yield role, Size(process.pid, rss, _descriptors(served, process))
-        except (psutil.NoSuchProcess, FileNotFoundError):
-            continue
+            found[role] = Size(process.pid, rss, _descriptors(served, process))
+    return found
 
 
 def gauges(served: Served) -> dict[str, float]:

@@ -18,7 +18,6 @@ import itertools
 import random
 import sys
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -262,8 +261,8 @@ def _random_tokens(rng: random.Random, count: int) -> list[int]:
     return rng.choices(range(2, 50_000), k=count)
 
 
-def _settings(argv: abc.Sequence[str] | None) -> Iterator[object]:
-    """Yield the traffic, the number of blocks and the block size of the command line."""
+def main(argv: abc.Sequence[str] | None = None) -> None:
+    """Simulate the traffic of the command line with each policy, and print a table."""
     parser = command_line.parser(__doc__)
     add, usual = parser.add_argument, Traffic()
     add("--agents", type=int, default=usual.agents, help="number of agents")
@@ -274,18 +273,8 @@ def _settings(argv: abc.Sequence[str] | None) -> Iterator[object]:
     add("--num-blocks", type=int, default=12_288, help="number of KV cache blocks")
     add("--block-size", type=int, default=16, help="tokens of each KV cache block")
     args = parser.parse_args(argv)
-    yield Traffic(args.agents, args.turns, args.pause, args.singles, args.seed)
-    yield args.num_blocks
-    yield args.block_size
-
-
-def main(argv: abc.Sequence[str] | None = None) -> None:
-    """Simulate the traffic of the command line with each policy, and print a table."""
-    traffic, num_blocks, block_size = _settings(argv)
-    assert isinstance(traffic, Traffic)
-    assert isinstance(num_blocks, int)
-    assert isinstance(block_size, int)
-    outcomes = compare(traffic, num_blocks, block_size, Cost())
+    traffic = Traffic(args.agents, args.turns, args.pause, args.singles, args.seed)
+    outcomes = compare(traffic, args.num_blocks, args.block_size, Cost())
     names = ["policy", "hit rate", "first token p50", "p90", "p99"]
     others = ["other requests p50", "p90", "simulated s"]
     rows = [outcome.row(policy) for policy, outcome in outcomes.items()]

@@ -26,13 +26,7 @@ _FLAGS = {
 
 
 def trained_draft(model: Path, num_layers: int, folder: Path) -> Path:
-    """Return the folder of a trained draft model. The first call trains the model for minutes.
-
-    Args:
-        model: the folder of the demo chat model.
-        num_layers: the number of layers of the draft model.
-        folder: an empty folder for temporary files.
-    """
+    """Return the folder of a trained draft model. The first call trains the model for minutes."""
     recipe = {**_FLAGS, "num-layers": num_layers}
     record = (model / "training.json").read_text() + json.dumps(recipe)
     name = hashlib.blake2b(record.encode(), digest_size=8).hexdigest()

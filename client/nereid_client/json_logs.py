@@ -47,9 +47,6 @@ class JsonLines(io.TextIOBase):
     """A text stream that converts each line to a JSON object and writes the object to a log.
 
     A line that is already a JSON object stays unchanged.
-
-    Args:
-        log: the file to which the lines are written.
     """
 
     def __init__(self, log: IO[str]) -> None:

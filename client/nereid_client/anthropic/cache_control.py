@@ -32,9 +32,6 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
     Example: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi",
     "cache_control": {"type": "ephemeral"}}]}]} returns "5m".
 
-    Args:
-        body: the request body as the client sent it.
-
     Raises: FieldError if a cache_control is wrong.
     """
     ttls: list[Literal["5m", "1h"]] = []

@@ -27,11 +27,6 @@ class MessageBuilder:
     """A message that is being generated.
 
     `add` returns the events of a stream. After the last delta, `message` returns the whole message.
-
-    Args:
-        message_id: the id of the message.
-        model: the name of the served model.
-        shows_thinking: whether thinking blocks contain the text of the reasoning.
     """
 
     def __init__(self, message_id: str, model: str, *, shows_thinking: bool = True) -> None:

@@ -13,12 +13,7 @@ from nereid_client.streaming.deltas import Delta, Usage
 
 
 class ClientBackend:
-    """Forwards calls to a backend. Adds the id, the weight and the priority of the current client.
-
-    Args:
-        backend: the backend that generates text.
-        metrics: counts the tokens of each client.
-    """
+    """Forwards calls to a backend. Adds the current client's id, weight and priority."""
 
     def __init__(self, backend: Backend, metrics: RequestMetrics) -> None:
         self._backend = backend

@@ -60,9 +60,6 @@ class FillInMiddle:
 
     Such a prompt contains the text before a gap and the text after the gap. The model generates the
     text in the gap.
-
-    Args:
-        backend: the backend of the language model.
     """
 
     def __init__(self, backend: Backend) -> None:

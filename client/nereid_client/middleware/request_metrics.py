@@ -31,11 +31,7 @@ _DURATION_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 
 
 class RequestMetrics:
-    """The Prometheus metrics of the frontend.
-
-    Args:
-        num_running: returns the number of requests that run now.
-    """
+    """The Prometheus metrics of the frontend."""
 
     def __init__(self, num_running: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -145,11 +141,6 @@ class CountRequests:
     The health checks of `nereid serve` are not counted, because there are several of them a second
     during a start. If another frontend process has forwarded a request, only the other process
     counts the request.
-
-    Args:
-        app: the application that this middleware calls.
-        metrics: the counters.
-        routes: all routes of the application.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, routes: Sequence[BaseRoute]) -> None:

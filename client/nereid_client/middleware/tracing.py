@@ -26,11 +26,7 @@ current_traceparent: ContextVar[str] = ContextVar("current_traceparent", default
 
 
 class Traces:
-    """Middleware that records a span for each POST request and sets `current_traceparent`.
-
-    Args:
-        app: the application that this middleware calls.
-    """
+    """Middleware that records a span for each POST request and sets `current_traceparent`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -352,10 +352,6 @@ def read_inputs(value: object, field: str) -> ModelInputs:
         [[1, 2], [3]]             -> {"input_ids": [1, 2, 3], "input_lengths": [2, 1]}
         ["a", {"image": "data:"}] -> {"parts": ['{"text": "a"}', '{"image": "data:"}']}
 
-    Args:
-        value: the value of the field.
-        field: the name of the field, for error messages.
-
     Raises: FieldError if the value has none of these forms.
     """
     if isinstance(value, str | dict):

@@ -58,10 +58,6 @@ def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str,
     Example: `{"type": "json_object", "schema": S}` becomes
     `{"type": "json_schema", "json_schema": {"name": "answer", "schema": S}}`.
 
-    Args:
-        value: the response format of the request.
-        field: the path of the response format in the body, for the error.
-
     Raises: FieldError if the value of the schema field is not a schema.
     """
     has_openai_schema = value.get("json_schema") is not None

@@ -24,10 +24,6 @@ def whole_input_pattern(regex: str, place: str) -> str:
 
     Example: `^a|b$` returns `^(?:a|b)$`, which matches the inputs "a" and "b".
 
-    Args:
-        regex: the regular expression of a custom tool.
-        place: the path of the expression in the request body, for the error.
-
     Raises: FieldError if the expression is not valid, or if the engine cannot enforce it.
     """
     if len(regex) > _MAX_CHARS:

@@ -295,10 +295,6 @@ def document_tensor(documents: Sequence[Document], name: str) -> tuple[str, list
 
     Examples: ["a"] and the name "texts" return ("texts", ["a"]). ["a", {"image": "data:"}] returns
     ("parts", ['{"text": "a"}', '{"image": "data:"}']).
-
-    Args:
-        documents: the documents.
-        name: the name of the tensor if all documents are texts.
     """
     texts = [document for document in documents if isinstance(document, str)]
     if len(texts) == len(documents):

@@ -76,11 +76,6 @@ async def delete_file(request: Request, file_id: str) -> Json:
 async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
     """Return the file with this id, if the current client uploaded it.
 
-    Args:
-        request: the HTTP request.
-        file_id: the id of the file.
-        param: the name of the parameter with the id, for the error.
-
     Raises: ApiError 404.
     """
     store = batches_of(request).store.files

@@ -12,13 +12,7 @@ from nereid_client.streaming.deltas import Delta
 
 
 class ControlledBackend:
-    """The backend of a language model. A request for an unloaded model loads the model.
-
-    Args:
-        backend: the backend of the model.
-        name: the name of the ensemble in the model repository.
-        control: loads the model.
-    """
+    """The backend of a language model. A request for an unloaded model loads the model."""
 
     def __init__(self, backend: Backend, name: str, control: ModelControl) -> None:
         self._backend = backend
@@ -102,12 +96,7 @@ class ControlledBackend:
 
 
 class ControlledPooling:
-    """The backend of all pooling models. A request for an unloaded model loads the model.
-
-    Args:
-        backend: sends requests to the pooling models.
-        control: loads the models.
-    """
+    """The backend of all pooling models. A request for an unloaded model loads the model."""
 
     def __init__(self, backend: PoolingBackend, control: ModelControl) -> None:
         self._backend = backend

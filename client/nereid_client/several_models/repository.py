@@ -11,13 +11,7 @@ from nereid_client.several_models.models_file import ModelSpec
 
 
 def write_repository(folder: Path, source: Path, specs: list[ModelSpec]) -> None:
-    """Write the model repository.
-
-    Args:
-        folder: the folder of the new repository, which is empty.
-        source: Nereid's model repository.
-        specs: the models.
-    """
+    """Write the models of `specs` to an empty folder. `source` is the repository that they copy."""
     for spec in specs:
         if spec.kind == "llm":
             # A language model is an ensemble of three models, which are called steps. The ensemble

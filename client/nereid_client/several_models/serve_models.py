@@ -94,10 +94,6 @@ class ServedModels:
     def check_settings(self, repository: Path, environment: Mapping[str, str]) -> None:
         """Check the settings of each model.
 
-        Args:
-            repository: Nereid's model repository.
-            environment: all environment variables.
-
         Raises: CliError that names the model and the setting.
         """
         # Each check includes a language model. A pooling model is therefore checked together with

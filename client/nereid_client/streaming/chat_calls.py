@@ -12,11 +12,7 @@ from nereid_client.streaming.deltas import ToolCallPiece
 
 
 class ToolCallConverter:
-    """Converts pieces of tool calls to the format of chunks. All calls belong to one choice.
-
-    Args:
-        custom_tools: the names of the custom tools.
-    """
+    """Converts pieces of tool calls to the format of chunks. All calls belong to one choice."""
 
     def __init__(self, custom_tools: Container[str]) -> None:
         self._custom_tools = custom_tools

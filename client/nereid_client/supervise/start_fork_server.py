@@ -34,10 +34,6 @@ def choose_address(repository: Path, environment: Mapping[str, str]) -> str | No
 
     The fork server saves the time for importing the engine, so it is useless if the models do not
     import the engine, or if the engine is not installed.
-
-    Args:
-        repository: the model repository.
-        environment: the environment variables of the Triton server.
     """
     has_fork_server = ADDRESS_VARIABLE in environment  # another program has started one
     uses_test_engine = bool(environment.get(_TEST_ENGINE_VARIABLE))

@@ -12,12 +12,7 @@ _TIMEOUT_S = 5.0
 
 
 def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
-    """Return the number of running requests.
-
-    Args:
-        frontend: the frontend.
-        metrics_url: the URL of the Triton server's metrics.
-    """
+    """Return the number of running requests."""
     return count_running(frontend, read_metrics(metrics_url))
 
 

@@ -84,12 +84,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Starts, restarts and stops the workers of a frontend.
-
-    Args:
-        settings: the settings of the frontend.
-        command: the command that starts a worker.
-    """
+    """Starts, restarts and stops the workers of a frontend."""
 
     def __init__(self, settings: Settings, command: Sequence[str]) -> None:
         self._settings = settings

@@ -6,8 +6,7 @@ engine_protocol.py      the protocol that `Engine` and the scripted engine of th
 engine_parts.py         loads a model, and creates the objects that depend on the model
 reload_weights.py       replaces the weights of the model by the weights of another checkpoint
 new_sequences.py        checks new requests, and creates their sequences
-request_preparation.py, pending_grammars.py
-                        compile grammars and read cached prefixes before a request starts
+request_preparation.py  compiles grammars and reads cached prefixes before a request starts
 step_loop.py            plans, runs and commits the steps
 offline.py              generates the outputs of a list of prompts
 disk_tier.py            the prefix cache on disk

@@ -2,7 +2,8 @@
 """Prepares new requests: compiles their grammars, and reads their cached prefixes from disk."""
 
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING, Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
@@ -10,7 +11,6 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.engine.disk_tier import DiskTier
-from nereid_backend.engine.pending_grammars import PendingGrammars
 from nereid_backend.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class RequestPreparation:
         self._scheduler = scheduler
         self._disk = disk
         self._guides: Guides | None = None
-        self._pending_grammars = PendingGrammars()
+        # The compilations that are not finished, by request id: the future of the guide, and the
+        # time at which the compilation was started.
+        self._compilations: dict[str, tuple[Future[Any], float]] = {}
 
     @property
     def has_guides(self) -> bool:
@@ -70,13 +72,15 @@ class RequestPreparation:
             future = self._load_guides().prepare(sequence.params, sequence.stop_token_ids)
             if future.done() and isinstance(error := future.exception(), CapacityError):
                 raise error
-            self._pending_grammars.add(sequence.request_id, future)
+            self._compilations[sequence.request_id] = (future, time.monotonic())
         is_reading = self._disk is not None and self._disk.start_reading(sequence)
         self._scheduler.add(sequence, is_prepared=not (needs_guide or is_reading))
 
     def cancel(self, request_id: str) -> None:
         """Stop the preparation of a request. Do nothing if the request is not being prepared."""
-        self._pending_grammars.drop(request_id)
+        if request_id in self._compilations:
+            future, _ = self._compilations.pop(request_id)
+            future.cancel()
         if self._disk is not None:
             self._disk.cancel(request_id)
 
@@ -88,14 +92,10 @@ class RequestPreparation:
         long, the request starts without the rest of the prefix.
         """
         if self._disk is not None:
-            self._start_after_reading(self._disk)
+            for request_id in self._disk.take_ready():
+                if request_id not in self._compilations:
+                    self._scheduler.start(request_id, None)
         self.compiled = self._start_after_compiling()
-
-    def _start_after_reading(self, disk: DiskTier) -> None:
-        """Start each request that has no grammar and whose prefix has been read from disk."""
-        for request_id in disk.take_ready():
-            if request_id not in self._pending_grammars:
-                self._scheduler.start(request_id, None)
 
     def _start_after_compiling(self) -> list[tuple[str, float, float]]:
         """Start the requests whose grammar is compiled. End the requests whose grammar is invalid.
@@ -103,15 +103,17 @@ class RequestPreparation:
         Return the items of `compiled`.
         """
         compiled = []
-        for compilation in self._pending_grammars.take_done():
-            request_id = compilation.request_id
-            compiled.append((request_id, compilation.time_added, time.monotonic()))
+        for request_id, (future, time_added) in list(self._compilations.items()):
+            if not future.done():
+                continue
+            del self._compilations[request_id]
+            compiled.append((request_id, time_added, time.monotonic()))
             if self._disk is not None:
                 # The request starts now, even if only a part of its prefix has been read from disk.
                 self._disk.finish_reading(request_id)
-            error = compilation.future.exception()
+            error = future.exception()
             if error is None:
-                guide = compilation.future.result()  # applies the grammar to the tokens
+                guide = future.result()  # applies the grammar to the tokens
                 self._scheduler.start(request_id, guide)
             else:
                 # A RequestError means that the grammar is invalid, so the client has caused the
@@ -126,7 +128,9 @@ class RequestPreparation:
         Return after `_GUIDE_WAIT_S` seconds even if nothing has been read or compiled.
         """
         if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
-            self._pending_grammars.wait(_GUIDE_WAIT_S)
+            futures = [future for future, _ in self._compilations.values()]
+            if futures:
+                wait(futures, timeout=_GUIDE_WAIT_S, return_when=FIRST_COMPLETED)
 
     def warm_up(self) -> None:
         """Load the grammar libraries in the background."""

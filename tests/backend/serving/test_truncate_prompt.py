@@ -7,7 +7,7 @@ import pytest
 from backend.serving.fake_server import DEMO
 from backend.serving.pipeline import Pipeline, chat, completion
 from nereid_backend import RequestError
-from nereid_backend.serving.tokenizer.truncate_prompt import read_num_kept
+from nereid_backend.serving.tokenizer.request_prompts import read_num_kept
 
 TEXT = "One small cat sleeps on the big red chair."
 

@@ -12,6 +12,7 @@ response sender of the request.
 import dataclasses
 import itertools
 import json
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -29,7 +30,6 @@ from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling.decode_request import decode_texts, parse_options
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_metrics import PoolingMetrics
-from nereid_backend.serving.pooling.shared_memory import fits_shared_memory
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit, refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
@@ -41,6 +41,10 @@ _POLL_S = 0.02
 # The loop repeatedly checks whether requests have been cancelled. It checks at most
 # `_CANCEL_CHECKS` requests at a time, because each check is a round trip to the server.
 _CANCEL_CHECKS = 32
+# If the outputs have fewer than `_SMALL_BYTES` bytes, the free shared memory is not checked.
+_SMALL_BYTES = 64 * 1024
+# Triton server enlarges the memory pool of a Python model in steps of `_POOL_STEP_BYTES` bytes.
+_POOL_STEP_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +279,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
         """Send the response to a request. The response consists of outputs or of an error."""
-        if not isinstance(result, Exception) and not fits_shared_memory(result):
+        if not isinstance(result, Exception) and not _fits_shared_memory(result):
             result = CapacityError(
                 "the response is larger than the free part of /dev/shm, the shared memory of the "
                 "machine. Try again later."
@@ -360,3 +364,26 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             f"no checkpoint is served as {self.kind!r}. Set {self._variable_prefix}MODEL to the "
             "folder of a checkpoint and restart the server."
         )
+
+
+def _fits_shared_memory(outputs: Tensors) -> bool:
+    """Return whether output tensors fit into the free shared memory.
+
+    Triton server receives the outputs through shared memory. For small tensors, return True without
+    checking the memory.
+    """
+    num_bytes = 0
+    for array in outputs.values():
+        # A STRING tensor is an array of byte strings.
+        num_bytes += sum(map(len, array)) if array.dtype == object else array.nbytes
+    if num_bytes < _SMALL_BYTES:
+        return True
+    try:
+        shared_memory = os.statvfs("/dev/shm")
+    except OSError:
+        return True
+    free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
+    # The server may have to enlarge the memory pool of this Python model. While the pool is
+    # enlarged, it needs space for both the old content and the new response.
+    needed_bytes = 2 * num_bytes + _POOL_STEP_BYTES
+    return free_bytes > needed_bytes

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores the open streams of the postprocessor. The key of a stream is its memory slot."""
 
+from nereid_backend.serving.feedback import FeedbackWriter
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.wire import StepState
 
 
 class OpenStreams:
-    """Stores the open streams by slot.
+    """Stores the open streams of one executor by slot, and sends signals to the executor.
 
     The executor assigns two numbers to each stream: a serial number that is larger than all earlier
     serial numbers, and a slot that no other stream uses at that time (see feedback.py). Several
@@ -17,9 +18,13 @@ class OpenStreams:
         larger than the stored number          a new stream, which now uses the slot
         equal to the stored number             the current stream of the slot, which may have ended
         smaller than the stored number         an earlier stream of the slot, so the step is late
+
+    Attributes:
+        feedback: sends reports and signals through the shared memory of the executor.
     """
 
     def __init__(self) -> None:
+        self.feedback = FeedbackWriter()
         self._streams: dict[int, Choices] = {}
         # The serial number of the last stream of each slot.
         self._serials: dict[int, int] = {}

@@ -9,7 +9,6 @@ stream's steps.
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from nereid_backend.errors import EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
-from nereid_backend.serving.feedback import FeedbackWriter, Signal
+from nereid_backend.serving.feedback import Signal
 from nereid_backend.serving.postprocessor.choice import Choice, ChoiceOutput
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
@@ -44,19 +43,6 @@ _CANCEL_CHECKS_PER_SECOND = 400
 _MAX_EXECUTORS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Executor:
-    """The data about one executor. Each executor has its own streams, numbered from 1.
-
-    Attributes:
-        feedback: sends reports and signals through the shared memory of the executor.
-        streams: the streams of the executor that have not ended.
-    """
-
-    feedback: FeedbackWriter = field(default_factory=FeedbackWriter)
-    streams: OpenStreams = field(default_factory=OpenStreams)
-
-
 class PostprocessorModel:
     """The third step of the ensemble."""
 
@@ -77,8 +63,8 @@ class PostprocessorModel:
         self._tracing = Tracing("postprocessor")
         # The executors that have sent steps, in the order of their last steps. The key is the
         # address of the executor's shared memory.
-        self._executors: OrderedDict[bytes, _Executor] = OrderedDict()
-        self._executor = _Executor()
+        self._executors: OrderedDict[bytes, OpenStreams] = OrderedDict()
+        self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
         """Process the messages in `requests` in order, and respond to each message.
@@ -111,21 +97,21 @@ class PostprocessorModel:
         shared memory in which this process sends reports and signals to the executor.
         """
         state = self._verify_step(request)
-        if self._executor.streams.is_late(state):
+        if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
         # Report the step to the executor before the step is processed here. The executor can then
         # send the next step earlier, and the report is sent even if the processing fails.
-        self._executor.feedback.report(state.slot, state.serial, state.step)
+        self._streams.feedback.report(state.slot, state.serial, state.step)
         try:
-            if self._executor.streams.is_new(state):
+            if self._streams.is_new(state):
                 self._open_stream(state)
-            choices = self._executor.streams.get(state)
+            choices = self._streams.get(state)
             # If the stream has failed, there are no choices, and the client already has the error.
             return None if choices is None else self._add_step(choices, state, request)
         except Exception:
             # The method `execute` sends the error to the client as the last response of the stream.
-            self._executor.streams.remove(state)
-            self._executor.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+            self._streams.remove(state)
+            self._streams.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
@@ -138,10 +124,12 @@ class PostprocessorModel:
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
         address = message.partition(b"\n")[0]
-        executor = self._executors.get(address) or _Executor()
-        packed_state = executor.feedback.attach_and_verify(message)
-        self._executor = executor
-        self._executors[address] = executor
+        streams = self._executors.get(address)
+        if streams is None:
+            streams = OpenStreams()
+        packed_state = streams.feedback.attach_and_verify(message)
+        self._streams = streams
+        self._executors[address] = streams
         self._executors.move_to_end(address)
         if len(self._executors) > _MAX_EXECUTORS:
             # Remove the streams of an executor that has ended.
@@ -155,7 +143,7 @@ class PostprocessorModel:
         """
         choices.add(state)
         if state.is_last:
-            self._executor.streams.remove(state)
+            self._streams.remove(state)
             self._tracing.record(
                 "nereid.parse",
                 choices.context.traceparent,
@@ -168,7 +156,7 @@ class PostprocessorModel:
             self._check_cancel(choices, state, request)
             if not choices.is_cancelled:  # Otherwise, the executor ends all sequences.
                 for slot in choices.stopped_slots():
-                    self._executor.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+                    self._streams.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
         outputs = choices.take_outputs(is_last=state.is_last)
         if not outputs:
             return self._keepalive_response(choices)
@@ -205,13 +193,13 @@ class PostprocessorModel:
         with the number of streams.
         """
         now = time.monotonic()
-        interval_s = max(_CANCEL_CHECK_S, len(self._executor.streams) / _CANCEL_CHECKS_PER_SECOND)
+        interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
         if now - choices.last_cancel_check_at <= interval_s:
             return
         choices.last_cancel_check_at = now
         if request.is_cancelled():
             choices.is_cancelled = True
-            self._executor.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+            self._streams.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open_stream(self, state: StepState) -> None:
         """Open the stream of a client's request. If this fails, later steps are ignored.
@@ -223,7 +211,7 @@ class PostprocessorModel:
         """
         # Assign the slot in the shared memory to the stream first, because a stream without a slot
         # counts as new. If opening fails below, the next message must not open the stream again.
-        self._executor.streams.assign_slot(state)
+        self._streams.assign_slot(state)
         opening = state.opening
         if opening is None:
             raise EngineError(
@@ -236,7 +224,7 @@ class PostprocessorModel:
                 f"tokenizer's message to the postprocessor describes {context.n} sequences."
             )
         choices = Choices(context, opening.slots, self._make_choices(context))
-        self._executor.streams.open(state, choices)
+        self._streams.open(state, choices)
 
     def _make_choices(self, context: StreamContext) -> list[Choice]:
         """Create the choices of a new request.

@@ -19,20 +19,61 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.executor.shared_limit import SharedLimit
-from nereid_backend.serving.tokenizer.client_turns import ClientTurns
+
+Item = TypeVar("Item", bound=Hashable)
 
 _NUM_THREADS = 2
 _MAX_LONG = 64
 # The interval at which the loop looks for long requests whose clients have disconnected.
 _POLL_S = 0.25
+
+
+class _ClientTurns(Generic[Item]):
+    """A queue that returns one item of each client in turn.
+
+    Items of the same client keep their order. Example: the client "a" adds the items a1, a2 and a3.
+    Then the client "b" adds the item b1. The queue returns a1, b1, a2, a3.
+    """
+
+    def __init__(self) -> None:
+        # Maps each client to a queue with the items of the client. The first key of the dict is the
+        # client whose item is returned next. Clients without items are absent.
+        self._items: dict[str, deque[Item]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def __iter__(self) -> Iterator[Item]:
+        for items in self._items.values():
+            yield from items
+
+    def add(self, client: str, item: Item) -> None:
+        """Add an item of a client."""
+        self._items.setdefault(client, deque()).append(item)
+
+    def take(self) -> Item:
+        """Remove and return the next item. The queue must not be empty."""
+        client = next(iter(self._items))
+        items = self._items.pop(client)
+        item = items.popleft()
+        if items:
+            self._items[client] = items  # The client takes its next turn after all other clients.
+        return item
+
+    def remove(self, client: str, item: Item) -> None:
+        """Remove an item of `client`. The item must still be in the queue."""
+        self._items[client].remove(item)
+        if not self._items[client]:
+            del self._items[client]
 
 
 @dataclass(eq=False)
@@ -61,9 +102,9 @@ class RequestWorkers:
         # New requests, long requests whose responses other threads have computed, or None to stop.
         self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._is_stopping = False
-        self._short: ClientTurns[_Job] = ClientTurns()
+        self._short: _ClientTurns[_Job] = _ClientTurns()
         # The long requests that wait for a thread of the pool.
-        self._long: ClientTurns[_Job] = ClientTurns()
+        self._long: _ClientTurns[_Job] = _ClientTurns()
         # The number of long requests that threads of the pool are processing.
         self._num_running = 0
         # The time of the next check for disconnected clients, by time.monotonic().

@@ -127,24 +127,15 @@ def trigger_of(section: ToolSection) -> str:
     if call.trigger:  # A marker precedes each tool call.
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        return _start_of_object(call.body.keys)
+        any_name = sequence(const('"'), any_text(), const('"'))
+        members = _members_node(call.body.keys, name=any_name, arguments=any_text())
+        # The constant text before the first free text, for example `{"name": "`.
+        return str(elements_of(sequence(const("{"), members))[0]["value"])
     raise ConstraintError(
         "The format writes tool calls without a marker, so constrained output cannot separate "
         "them from other text. Set tool_choice to 'required', so that the output contains only "
         "tool calls."
     )
-
-
-def _start_of_object(keys: Keys) -> str:
-    """Return the constant text at the start of each tool call in JSON, for example `{"name": "`.
-
-    Examples: `{"name": "` if the name is the first member of the object, and `{"arguments": ` if
-    the arguments are the first member.
-    """
-    any_name = sequence(const('"'), any_text(), const('"'))
-    members = _members_node(keys, name=any_name, arguments=any_text())
-    start = elements_of(sequence(const("{"), members))[0]
-    return str(start["value"])
 
 
 def call_node(call: Call, tool: ToolSchema) -> Node:
@@ -328,15 +319,14 @@ def _with_whitespace(node: Node) -> Node:
         case "sequence":
             return sequence(*map(_with_whitespace, node["elements"]))
         case "const_string":
-            return _json_text_with_whitespace(node["value"])
+            return sequence(*_tokens_with_whitespace(node["value"]))
     return node
 
 
-def _json_text_with_whitespace(json_text: str) -> Node:
-    """Return a node for `json_text` with optional white space inside `{}`, after `,` and after `:`.
+def _tokens_with_whitespace(json_text: str) -> list[Node]:
+    """Return a node for each token of `json_text`, and nodes for the white space between tokens.
 
-    White space between the tokens of `json_text` is ignored. Example: `{"a": ` gives the sequence
-    `{`, white space, `"a":`, white space.
+    Example: `{"a": ` gives nodes for `{`, white space, `"a"`, `:` and white space.
     """
     parts: list[Node] = []
     for token in _JSON_TOKENS.findall(json_text):
@@ -345,4 +335,4 @@ def _json_text_with_whitespace(json_text: str) -> Node:
         parts.append(const(token))
         if token in ("{", ",", ":"):
             parts.append(_ARRAY_WHITESPACE)
-    return sequence(*parts)
+    return parts

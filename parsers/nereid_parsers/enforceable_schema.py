@@ -85,7 +85,9 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         return _rewrite(inner, inner_scope, depth + 1)
 
     rewritten: dict[str, Any] = {}
-    for keyword, value in _rewrite_keywords(merged).items():
+    listed = _with_listed_properties(_in_current_draft(merged))
+    rewritten_keywords = with_integer_bounds(with_enforced_multiple(listed))
+    for keyword, value in rewritten_keywords.items():
         if keyword in VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
@@ -95,12 +97,6 @@ def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 
         else:
             rewritten[keyword] = rewrite_inner(value)
     return rewritten
-
-
-def _rewrite_keywords(schema: Schema) -> Schema:
-    """Rewrite the keywords of a schema that has no `allOf`. Do not rewrite its inner schemas."""
-    listed = _with_listed_properties(_in_current_draft(schema))
-    return with_integer_bounds(with_enforced_multiple(listed))
 
 
 def _in_current_draft(schema: Schema) -> Schema:

@@ -245,10 +245,5 @@ def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
     json_type = schema.get("type")
     if "enum" not in schema or not isinstance(json_type, str):
         return schema
-    return {**schema, "enum": [value for value in schema["enum"] if _has_type(value, json_type)]}
-
-
-def _has_type(value: object, name: str) -> bool:
-    """Return whether a JSON value has the type `name`. An integer also has the type "number"."""
-    json_type = json_type_of(value)
-    return json_type == name or (name == "number" and json_type == "integer")
+    types = ("number", "integer") if json_type == "number" else (json_type,)
+    return {**schema, "enum": [value for value in schema["enum"] if json_type_of(value) in types]}

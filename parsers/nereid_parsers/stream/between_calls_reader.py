@@ -63,7 +63,11 @@ class BetweenCallsReader:
             is_empty = self._is_after_opening_marker()
             close_end = self._section.match_close(buffer, is_empty=is_empty)
         if close_end >= 0:
-            return self._end_section(buffer.text[buffer.pos : close_end])
+            self._section.is_open = False
+            if self._is_after_opening_marker():
+                return self._end_empty_section(buffer.text[buffer.pos : close_end])
+            self._text_writer.drop_markup(buffer.take_until(close_end))
+            return State.CONTENT
         if self._call_reader.has_calls():
             separator_end = self._section.match_separator(buffer)
         if NEED_MORE in (close_end, separator_end):
@@ -86,19 +90,6 @@ class BetweenCallsReader:
         if no tool call follows. Between two tool calls, no text is pending.
         """
         return bool(self._text_writer.pending_text)
-
-    def _end_section(self, close: str) -> State:
-        """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.
-
-        If a tool call precedes `close`, the marker is removed from the output. If no tool call
-        precedes `close`, the opening marker is still pending, and `_end_empty_section` decides
-        whether the two markers are content.
-        """
-        self._section.is_open = False
-        if self._is_after_opening_marker():
-            return self._end_empty_section(close)
-        self._text_writer.drop_markup(self._buffer.take(len(close)))
-        return State.CONTENT
 
     def _end_empty_section(self, close: str) -> State:
         """End a section without tool calls, such as `<calls></calls>`. Return the next state.

@@ -220,18 +220,11 @@ class CallReader:
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        # The result is never NEED_MORE at the end of the message.
-        return None if match == NEED_MORE else self._give_up_call_start()
-
-    def _give_up_call_start(self) -> State:
-        """Remove or write the unread text, which is not the start of a tool call.
-
-        If the message ends with an incomplete text that contains a tag, such as `<tool_call>{`, the
-        text is removed, because no client can use the text. Otherwise the opening marker is written
-        as content, for example in `<tool_call> is a tag`. Return the next state.
-        """
-        # Inside a tool section, a tool call may lack its opening marker, so `{` alone is
-        # incomplete, too.
+        if match == NEED_MORE:  # Never at the end of the message.
+            return None
+        # If the message ends with an incomplete text that contains a tag, such as `<tool_call>{`,
+        # the text is removed, because no client can use the text. Inside a tool section, a tool
+        # call may lack its opening marker, so `{` alone is incomplete, too.
         is_cut_off = self._buffer.is_final and self._expected.is_incomplete(
             self._buffer, includes_unmarked=self.section.is_open
         )

@@ -109,7 +109,15 @@ class OpenCall:
             self._pass_ended_call(start)
         else:
             self._text_writer.store_pending(buffer.text[start : buffer.pos])
-        return None if self._body_reader.status is MORE else self._leave_body()
+        if self._body_reader.status is MORE:
+            return None
+        if self._body_reader.status is not DONE:
+            return self._leave_invalid_body()
+        # The text after the last tool call of a list, such as `]`, was stored as pending text,
+        # because another tool call could have followed. It is markup, so it is removed.
+        if self._text_writer.pending_text:
+            self._text_writer.drop_pending()
+        return Outcome.ENDED
 
     def _trace_as_call(self, text: str) -> None:
         """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
@@ -133,19 +141,6 @@ class OpenCall:
         self._text_writer.end_traced_call()
         if call_end < part_end:
             self._text_writer.store_pending(text[call_end:part_end])
-
-    def _leave_body(self) -> Outcome:
-        """Stop reading a body that is complete or not valid. Return the outcome.
-
-        Example: `{"name": "f", "arguments": {}}` is a complete body, so the outcome is ENDED.
-        """
-        if self._body_reader.status is not DONE:
-            return self._leave_invalid_body()
-        # The text after the last tool call of a list, such as `]`, was stored as pending text,
-        # because another tool call could have followed. It is markup, so it is removed.
-        if self._text_writer.pending_text:
-            self._text_writer.drop_pending()
-        return Outcome.ENDED
 
     def _leave_invalid_body(self) -> Outcome:
         """Stop reading a body that is not valid. End the tool call if possible.

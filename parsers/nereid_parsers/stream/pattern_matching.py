@@ -86,22 +86,13 @@ class FieldStep:
         # If the message ends directly after a function's name, the name may be cut off: `sum` may
         # be the beginning of `summary`. Such a name is rejected, so that no wrong function is
         # called. Other fields, such as the id, are accepted even if they may be cut off.
-        may_be_cut_off = is_at_text_end and self.name == _NAME_FIELD
-        if may_be_cut_off or not self._is_valid(text[pos:end]):
-            return NO_MATCH
-        return end
-
-    def _is_valid(self, value: str) -> bool:
-        """Return whether the matched text `value` is valid for the field.
-
-        Only the field `{rest}` may be empty, and a function's name must not consist of digits.
-        """
-        if self.name == _REST_FIELD:
-            return True
         # Some models write the number of a tool call next to the function's name. A text of digits
         # is probably this number, so it is not accepted as a name.
-        is_call_number = self.name == _NAME_FIELD and value.isdigit()
-        return bool(value) and not is_call_number
+        value = text[pos:end]
+        if self.name == _NAME_FIELD and (is_at_text_end or value.isdigit()):
+            return NO_MATCH
+        may_be_empty = self.name == _REST_FIELD
+        return end if value or may_be_empty else NO_MATCH
 
 
 @dataclass(frozen=True, slots=True)

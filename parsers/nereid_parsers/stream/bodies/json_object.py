@@ -160,15 +160,7 @@ class ObjectReader(StepReader):
     def _read_value_start(self, text: str, pos: int) -> int:
         """Skip the white space before a value. Then select the method that reads the value.
 
-        Return the position after the text that was read, or NEED_MORE.
-        """
-        if text[pos].isspace():
-            return skip_whitespace(text, pos)
-        return self._select_value_step(text, pos)
-
-    def _select_value_step(self, text: str, pos: int) -> int:
-        """Select the method that reads the value at `pos`, depending on the role of its key.
-
+        The method depends on the role of the key.
         Examples of the member whose key and colon have been read:
 
             `"name": "f"`     The next step reads the string as the function's name.
@@ -179,6 +171,8 @@ class ObjectReader(StepReader):
         Return the position after the brace of an inner object. Any other value stays unread, so
         return `pos`, or NEED_MORE if more text is required to recognise the arguments.
         """
+        if text[pos].isspace():
+            return skip_whitespace(text, pos)
         is_object = text[pos] == "{"
         is_string = text[pos] in _QUOTES
         match self._roles.role_of(self._path_of_key(), is_object=is_object):

@@ -146,19 +146,12 @@ class PythonCallsReader(StepReader):
             return self._need_more_or_reject(text, pos)
         if text[equals_pos] != "=":
             return self._reject(pos)
-        self._start_argument(keyword.group())
-        return equals_pos + 1
-
-    def _start_argument(self, name: str) -> None:
-        """Write the JSON key of an argument. The next step reads the argument's value.
-
-        Example: for the first argument `city`, `{"city": ` is written.
-        """
         separator = ", " if self._num_arguments else "{"
-        self.writer.write(f"{separator}{quote_json(name)}: ")
+        self.writer.write(f"{separator}{quote_json(keyword.group())}: ")
         self._num_arguments += 1
         self._literal = LiteralReader(PYTHON)
         self._next_step = self._read_value
+        return equals_pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
         """Read a piece of an argument's value, and write the piece as JSON.

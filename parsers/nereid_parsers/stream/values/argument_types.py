@@ -149,7 +149,9 @@ def _declared_types(
             known_types[reference] = json_types_of(definition, root, depth + 1, known_types)
         return known_types[reference]
     if schema.get("type") is not None:
-        return _types_of_names(schema["type"])
+        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
+        return frozenset(types) if types <= ALL_TYPES else None
     if isinstance(schema.get("enum"), list):
         return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
@@ -164,16 +166,6 @@ def _declared_types(
         if keyword in schema:
             return frozenset({json_type})
     return None
-
-
-def _types_of_names(declared: object) -> frozenset[str] | None:
-    """Return the JSON types that the keyword `type` declares, or None if a type name is unknown.
-
-    Examples: `"int"` gives `{"integer"}`, and `["string", "null"]` gives `{"string", "null"}`.
-    """
-    names = declared if isinstance(declared, list) else [declared]
-    types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
-    return frozenset(types) if types <= ALL_TYPES else None
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:

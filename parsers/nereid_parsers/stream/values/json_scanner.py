@@ -113,19 +113,10 @@ class JsonScanner:
         if char in _BRACKET_PAIRS:
             self._missing_brackets += _BRACKET_PAIRS[char]
             return pos + 1
-        if is_in_container:
-            return self._close_bracket(char, pos)
-        self.status = DONE
-        return pos
-
-    def _close_bracket(self, char: str, pos: int) -> int:
-        """Read `char`, which must close the innermost open bracket, and set `status`.
-
-        Return the position after the bracket. If `char` does not close the innermost bracket, the
-        status becomes BROKEN, and the result is `pos`.
-        """
-        expected_bracket = self._missing_brackets[-1]
-        if char != expected_bracket:
+        if not is_in_container:
+            self.status = DONE
+            return pos
+        if char != self._missing_brackets[-1]:  # The character must close the innermost bracket.
             self.status = BROKEN
             return pos
         self._missing_brackets = self._missing_brackets[:-1]

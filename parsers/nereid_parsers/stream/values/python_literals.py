@@ -93,12 +93,18 @@ class LiteralReader:
         size = len(text)
         while pos < size and self.status is MORE:
             string = self._string
-            if string is None:
-                end = self._read_token(text, pos, is_final)
-            else:
+            if string is not None:
                 end = string.reader.read(text, pos, is_final)
                 if string.reader.is_closed:
                     self._close_string(string)
+            elif text[pos].isspace():
+                end = skip_whitespace(text, pos)
+            elif self._expected is Expected.COLON:
+                end = self._read_colon(text, pos)
+            elif self._expected is Expected.COMMA:
+                end = self._read_comma_or_bracket(text, pos)
+            else:
+                end = self._read_value(text, pos, is_final)
             if end == pos:  # More text is required, or the text is not valid.
                 return pos
             pos = end
@@ -136,20 +142,6 @@ class LiteralReader:
             return ""
         is_string_stored = self._string.role is StringRole.CONVERTED_VALUE
         return self._convert_string(self._string) if is_string_stored else '"'
-
-    def _read_token(self, text: str, pos: int, is_final: bool) -> int:
-        """Read one token: white space, a value, or the punctuation after a value.
-
-        Example: in `[1, 2]`, the tokens are `[`, `1`, `,`, ` `, `2` and `]`. Return the position
-        after the token, or `pos` if more text is required or the text is not valid.
-        """
-        if text[pos].isspace():
-            return skip_whitespace(text, pos)
-        if self._expected is Expected.COLON:
-            return self._read_colon(text, pos)
-        if self._expected is Expected.COMMA:
-            return self._read_comma_or_bracket(text, pos)
-        return self._read_value(text, pos, is_final)
 
     def _reject(self, pos: int) -> int:
         """Set the status BROKEN and return `pos`."""
@@ -337,7 +329,14 @@ class LiteralReader:
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
         too, if the schema requires a number.
         """
-        role = self._role_of_string()  # Depends on `_expected`, which the next call changes.
+        # The role depends on `_expected`, which `_write_comma_and_set_expected` changes.
+        is_member_value = self._expected is Expected.VALUE
+        schema_forbids_string = self._value_types is not None and "string" not in self._value_types
+        role = StringRole.VALUE
+        if self._expected in _KEYS:
+            role = StringRole.KEY
+        elif is_member_value and schema_forbids_string:
+            role = StringRole.CONVERTED_VALUE
         self._write_comma_and_set_expected()
         output: list[str] = []  # The text of a key, or of a value that will be converted.
         if role is StringRole.VALUE:
@@ -351,19 +350,6 @@ class LiteralReader:
         )
         reader = StringReader(quote, self._dialect, match_text_after, output)
         self._string = OpenString(role, reader, output)
-
-    def _role_of_string(self) -> StringRole:
-        """Return the `StringRole` of the next string in the literal, for example KEY or VALUE.
-
-        Example: in `{'days': '3'}`, the string `days` is a key. If the schema allows only an
-        integer for `days`, the string `3` is converted to the number `3`.
-        """
-        if self._expected in _KEYS:
-            return StringRole.KEY
-        is_member_value = self._expected is Expected.VALUE
-        schema_forbids_string = self._value_types is not None and "string" not in self._value_types
-        is_converted = is_member_value and schema_forbids_string
-        return StringRole.CONVERTED_VALUE if is_converted else StringRole.VALUE
 
     def _close_string(self, string: OpenString) -> None:
         """Finish a string: write the rest of a value, or store a key until its colon is read.

@@ -178,36 +178,25 @@ class StringReader:
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
         """Read the quote at `pos`, which may close the string or be a part of the string.
 
-        Return the position after the quote, or `pos` if more text is required to decide.
-        """
-        quote_end = pos + len(self._quote)
-        closes_string = self._closes_string(text, quote_end, is_final)
-        if closes_string is None:
-            return pos
-        if closes_string:
-            self.is_closed = True
-        else:
-            self._output.append(escape_json(self._quote))
-        return quote_end
-
-    def _closes_string(self, text: str, quote_end: int, is_final: bool) -> bool | None:
-        """Return whether the quote that ends at `quote_end` closes the string, or is a part of it.
-
-        Return None if more text is required to decide. Examples:
+        Return the position after the quote, or `pos` if more text is required to decide. Examples:
 
             `f(a='x', b=1)`             The quote after `x` closes the string, because the text
                                         `, b=` can follow an argument.
             `f(a='sed 's/x/y/' b')`     Only the last quote closes the string.
-            `f(a='x',`                  None, because ` b=` or ` or not'` may follow.
+            `f(a='x',`                  More text is required: ` b=` or ` or not'` may follow.
         """
-        if not self._may_occur_inside:
-            return True
-        max_end = quote_end + _MAX_LOOKAHEAD_CHARS
-        text_after = self._match_text_after(text, quote_end, max_end)
-        if text_after is None:
-            return False
-        may_continue = text_after.end() == len(text) and len(text) < max_end and not is_final
-        return None if may_continue else True
+        quote_end = pos + len(self._quote)
+        if self._may_occur_inside:
+            max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+            text_after = self._match_text_after(text, quote_end, max_end)
+            if text_after is None:
+                self._output.append(escape_json(self._quote))
+                return quote_end
+            may_continue = text_after.end() == len(text) and len(text) < max_end and not is_final
+            if may_continue:
+                return pos
+        self.is_closed = True
+        return quote_end
 
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
         r"""Read the escape sequence at `pos`, and convert the escape sequence to JSON text.

@@ -122,9 +122,7 @@ class DraftModel:
         If a forward pass of the draft model fails, the draft model is never used again, and all
         requests continue without draft tokens.
 
-        Args:
-            sequences: the sequences that the large model computes in the next step. Some of them
-                may get no draft tokens.
+        Some of the sequences of the next step may get no draft tokens.
 
         Mutates: the KV cache of the draft model, and the proposals that `propose` returns.
         """

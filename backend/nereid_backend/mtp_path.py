@@ -201,9 +201,6 @@ class MtpPath:
     ) -> None:
         """Create a path without sequences.
 
-        An MTP layer predicts the next token from two inputs: the last token, and the hidden state
-        of the large model at the token before it. The predicted tokens are draft tokens.
-
         Args:
             mtp_model: an MtpModel of transformers.
             hook: Nereid's attention function, which transformers calls in each layer.
@@ -303,8 +300,6 @@ class MtpPath:
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
     """Run the first MTP layer on consecutive tokens, and return a hidden state for each token.
-
-    An MTP (multi-token prediction) layer combines each token with a hidden state.
 
     Args:
         mtp_model: an MtpModel of transformers.

@@ -36,10 +36,8 @@ class PrefixSessions:
     def statistics(self, client_id: str | None = None) -> dict[str, Any]:
         """Return the counters of the prefix cache and a list of its sessions.
 
-        A session consists of the requests of one client with the same `prompt_cache_key`. The cache
-        retains the blocks of a session for some time. Example of a session in the list:
-        `{"client_id": "team-a", "prompt_cache_key": "chat-1", "num_tokens": 4096, "expires_in_s":
-        287.5}`.
+        Example of a session in the list: `{"client_id": "team-a", "prompt_cache_key": "chat-1",
+        "num_tokens": 4096, "expires_in_s": 287.5}`.
 
         Args:
             client_id: the client whose sessions are listed; None lists the sessions of all clients.

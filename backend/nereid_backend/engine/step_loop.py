@@ -84,10 +84,8 @@ class StepLoop:
         With async scheduling, the method also starts the next step before it finishes the current
         step. The next step is still running when the method returns, and the next call finishes it.
 
-        If a step fails, its sequences end with an error, and the loop can continue.
-
-        Returns:
-            The updates of the sequences that got tokens or ended.
+        If a step fails, its sequences end with an error, and the loop can continue. Return the
+        updates of the sequences that got tokens or ended.
 
         Raises:
             EngineError: the device is lost, or too many consecutive steps have failed.

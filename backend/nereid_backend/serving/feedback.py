@@ -65,11 +65,7 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Create the memory, with one slot for each of `num_slots` sequences.
-
-        The memory begins with a random key. The executor signs its messages with the key, and the
-        postprocessor reads the key to check the signatures.
-        """
+        """Create the memory, with one slot for each of `num_slots` sequences."""
         # The name contains a random part, so that clients cannot guess the name. The kernel reports
         # the real name of each open file in /proc. The postprocessor accepts only a file whose real
         # name begins with `nereid-feedback-`.
@@ -109,14 +105,7 @@ class FeedbackReader:
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
-        """Add the memory's address and a signature to a packed message, and return the result.
-
-        Args:
-            state: the packed StepState.
-
-        Returns:
-            The address, a line feed, the signature of 16 bytes, and `state`.
-        """
+        """Return the address, a line feed, a signature of 16 bytes, and the packed StepState."""
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
@@ -137,8 +126,6 @@ class FeedbackReader:
 class FeedbackWriter:
     """Maps the executor's shared memory into the postprocessor, and writes into this memory.
 
-    Each message from the executor contains the address of the memory.
-
     Attributes:
         address: the address of the mapped memory; None before the first step.
     """
@@ -153,10 +140,6 @@ class FeedbackWriter:
 
         Do nothing if this memory is already mapped. Another mapped memory belongs to an executor
         that has ended, and is replaced by the new memory.
-
-        Args:
-            address: the attribute `address` of the executor's FeedbackReader, such as
-                "4711/12/nereid-feedback-0f3c9a...".
 
         Raises:
             RequestError: the address does not belong to the feedback memory of an executor.
@@ -183,8 +166,6 @@ class FeedbackWriter:
         Raises:
             RequestError: the address is not that of an executor's memory, or the executor did not
                 sign the step.
-
-        Mutates: after a restart of the executor, this object maps the memory of the new executor.
         """
         address, _, signed_state = message.partition(b"\n")
         self.attach(address.decode("ascii", "replace"))

@@ -24,9 +24,6 @@ SIZE_BUCKETS = tuple(digit * 10.0**exponent for exponent in range(6) for digit i
 class Histogram:
     """A histogram of values.
 
-    Args:
-        bounds: the upper bounds of the buckets, in ascending order.
-
     Attributes:
         bounds: the upper bounds of the buckets.
         sum: the sum of all values.

@@ -165,9 +165,6 @@ def read_settings(
 ) -> tuple[ServingSettings, EngineConfig]:
     """Return the settings for serving the language model, and the settings of its engine.
 
-    The settings are the parameters in config.pbtxt. An environment variable overrides the
-    parameter of the same name.
-
     Args:
         args: the arguments of the model's `initialize`. "model_config" is JSON text, and
             "model_repository" is the folder of this model.

@@ -241,10 +241,7 @@ class SequenceDelta:
     ending: Ending | None = None
 
     def row(self) -> tuple[Any, ...]:
-        """Return the fields as a tuple of values that msgpack can pack.
-
-        The class method `of` converts such a tuple back to a SequenceDelta.
-        """
+        """Return the fields as a tuple of values that msgpack can pack; see `of`."""
         ending = None
         if self.ending is not None:
             ending = (self.ending.finish_reason, self.ending.stop_reason)
@@ -309,10 +306,7 @@ class StepState:
 
 
 def pack_update(update: RequestUpdate) -> list[Any]:
-    """Convert a RequestUpdate to a list of values that msgpack can convert to bytes.
-
-    The list contains the fields in the order in which RequestUpdate declares them.
-    """
+    """Convert a RequestUpdate to a list of its fields, which msgpack can convert to bytes."""
     return [getattr(update, name) for name in _UPDATE_FIELDS]
 
 

@@ -199,10 +199,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def do_periodic_work(self) -> float:
         """Send the messages that are due now, and return the seconds until the next call.
 
-        A stream is the state of one request. A step is a message to the postprocessor with the new
-        tokens of a stream. Each call checks only the streams with unsent tokens. All streams are
-        inspected only from time to time, because the inspection of 256 streams takes as long as
-        sending ten steps.
+        Each call checks only the streams with unsent tokens. All streams are inspected only from
+        time to time, because the inspection of 256 streams takes as long as sending ten steps.
         """
         self._engine_calls.send_new()
         now = time.monotonic()

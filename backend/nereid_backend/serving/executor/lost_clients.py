@@ -95,8 +95,6 @@ class LostClientDetector:
     def remove_consumed_steps(self, stream: Stream) -> None:
         """Remove the consumed steps from `stream.unconsumed_steps`.
 
-        A step is consumed if the postprocessor has processed the step.
-
         Example: 5 steps were sent, and `unconsumed_steps` contains the numbers of the last 3 steps.
         If the postprocessor has processed 4 steps, the two oldest of these numbers are removed.
 

@@ -71,10 +71,6 @@ class ReplicaSelector:
     def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
         """Select an engine process for a request, and return the number of the process.
 
-        Prefer the process that has received the longest prefix of the prompt, because the process
-        probably still has this prefix in its cache. If this process has many more sequences than
-        another process, select the process with the fewest sequences instead.
-
         Mutates: the request and its sequences now count for the selected process, and the prefixes
         of the prompt are recorded for this process.
 

@@ -53,8 +53,7 @@ class RequestStatistics:
     def note_unfinished(self, stream: Stream, reason: str) -> None:
         """Record that all unfinished sequences of a stream have ended.
 
-        This method is called when the whole stream ends. Later updates from the engine for these
-        sequences are ignored.
+        Later updates from the engine for these sequences are ignored.
 
         Args:
             stream: the stream.

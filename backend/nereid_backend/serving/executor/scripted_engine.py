@@ -64,16 +64,10 @@ _IDLE_SLEEP_S = 0.005
 
 
 class ScriptedEngine:
-    """An engine with the methods of StepEngine.
+    """An engine with the methods and attributes of StepEngine.
 
-    Attributes:
-        info: the description of the engine. The fields that describe a model are fictitious.
-        sessions: the prefix sessions. There are none, because the scripted engine has no prefix
-            cache.
-        started: one pair for each request that left the waiting queue in the last step: the id of
-            the request, and the time.
-        compiled: the compilations of grammars that ended in the last step. The list is always
-            empty, because the scripted engine compiles no grammars.
+    The facts about a model in `info` are fictitious. There are no prefix sessions and no
+    compilations.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:

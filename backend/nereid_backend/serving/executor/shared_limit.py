@@ -12,9 +12,6 @@ _TIMES_THE_REST = 3
 class SharedLimit:
     """Counts how much of a limited resource is used, in total and by each client.
 
-    Args:
-        limit: the largest total.
-
     Attributes:
         limit: the largest total.
         used: the current total.

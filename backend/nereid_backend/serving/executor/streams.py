@@ -277,12 +277,7 @@ class Stream:
     def take_step(self, now: float) -> StepState:
         """Move the unsent output of all sequences into a new StepState, and return this object.
 
-        A StepState is the next message to the postprocessor. Its slot and its serial number
-        identify the stream, and `step` numbers the messages of the stream from 1. Only the first
-        message has an `opening`, which contains the data of the request.
-
-        Args:
-            now: the current time, as a value of time.monotonic().
+        The StepState is the next message to the postprocessor. `now` is the current time.
         """
         with_output = [sequence for sequence in self.sequences if sequence.has_output]
         self.num_sent_steps += 1

@@ -241,8 +241,7 @@ class WorkerJobs:
     def advance(self) -> None:
         """Send inputs of all jobs to the engine for at most 10 ms. Then compute one batch.
 
-        Inputs are sent in slices: groups of inputs of one job. The time limit prevents that the
-        preparation of many inputs delays the computation.
+        The time limit prevents that the preparation of inputs delays the computation.
 
         Raises:
             EngineError: the GPU is lost, so this process must end.

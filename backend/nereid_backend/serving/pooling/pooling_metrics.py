@@ -29,9 +29,6 @@ _HISTOGRAMS = {
 class PoolingMetrics:
     """The metrics of one model. Only the thread that runs the model's loop may use them.
 
-    The other methods record values in this process, and `publish` sends the values to the metrics
-    in Triton server.
-
     Args:
         model_name: the value of the label `model_name`.
     """

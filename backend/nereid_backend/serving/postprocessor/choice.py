@@ -135,9 +135,8 @@ class Choice:
     def add(self, delta: SequenceDelta) -> None:
         """Add the tokens of one step (a message of the executor) to this choice.
 
-        After a stop string was found, the tokens of `delta` are ignored, because they do not belong
-        to the output. The other fields of `delta` still count, such as the reason why the sequence
-        ended.
+        After a stop string was found, the tokens of `delta` do not belong to the output and are
+        ignored.
         """
         # A delta that does not report the number of cached tokens contains the number 0. Therefore
         # keep the larger of the old and the new number.

@@ -66,13 +66,7 @@ class ParsedMessage:
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
-        """Initialise an empty message.
-
-        Args:
-            fmt: the chat format of the checkpoint.
-            context: the data of the request that the postprocessor needs. Here, the tools, the end
-                of the prompt, and the options for reasoning and tool calls are used.
-        """
+        """Initialise an empty message. `fmt` is the chat format of the checkpoint."""
         self._context = context
         adapted = _adapt_format(fmt, context)
         self._parser = StreamParser(adapted, tools=_callable_tools(context), prompt=context.prompt)

@@ -75,11 +75,7 @@ class SupervisedProcess:
         return cls(program, child, index, log_prefix)
 
     def restart(self, error: EngineError) -> None:
-        """Start a thread that replaces the process.
-
-        Args:
-            error: the reason of the death.
-        """
+        """Start a thread that replaces the process. `error` is the reason of the death."""
         self.is_running = False
         self.error = error
         tensors.log.error("%s%s", self._log_prefix, error)

@@ -98,8 +98,7 @@ class ChatTemplateRenderer:
     def source(self) -> str:
         """Return the Jinja source of the chat template. Callers search it for variables.
 
-        A checkpoint can have several named templates, such as "default" and "tool_use". In this
-        case, return one text that contains all sources. This text is not a template.
+        If the checkpoint has several named templates, the text contains all sources.
 
         Raises:
             RequestError: the checkpoint has no chat template.

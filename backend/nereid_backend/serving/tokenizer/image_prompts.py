@@ -37,10 +37,9 @@ _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 def may_accept_media(model: str) -> bool:
     """Return whether a checkpoint's files describe a media encoder and a media processor.
 
-    Media are images, videos and audio. Return True even if the checkpoint accepts only one of them,
-    such as audio. An encoder converts media to embeddings for the model. A processor converts the
-    files of a client to inputs of the encoder. The engine may still refuse all media, because only
-    the engine checks whether it supports the model's architecture.
+    Media are images, videos and audio. Return True even if the checkpoint accepts only one of them.
+    The engine may still refuse all media, because only the engine checks whether it supports the
+    model's architecture.
 
     Args:
         model: the folder of the checkpoint.

@@ -75,8 +75,7 @@ class RequestLimits:
     def derive(cls, max_model_len: int, max_token_bytes: int, min_message_tokens: int = 1) -> Self:
         """Compute the limits on the sizes of requests from the model's length limit.
 
-        The limits are so high that no useful request exceeds them. A request that exceeds a limit
-        is refused before it is parsed and tokenised, because both would take much time or memory.
+        The limits are so high that no useful request exceeds them.
 
         Args:
             max_model_len: the length limit of a request in tokens.

@@ -35,6 +35,13 @@ async def test_each_request_field_has_a_description(schema):
             assert field.get("description", "").endswith("."), f"{model.__name__}.{name}"
 
 
+async def test_the_schema_of_an_upload_requires_a_file(schema):
+    form = schema["components"]["schemas"]["UploadForm"]
+    assert form["required"] == ["file", "purpose"]
+    # A default of null would not match the type, so that validators refuse the whole document.
+    assert "default" not in form["properties"]["file"]
+
+
 async def test_each_post_route_has_its_body(schema):
     with_body = {
         name.removeprefix("POST ")

@@ -1,6 +1,6 @@
 """The body of `POST /v1/batches`, and the parameters of the routes for files and batches."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -47,10 +47,16 @@ class CreateBatchRequest(RequestBody):
     """The time after which the result files are deleted."""
 
 
+def _require_file(schema: dict[str, Any]) -> None:
+    """Change the JSON schema of UploadForm, so that `file` is required and has no default."""
+    del schema["properties"]["file"]["default"]
+    schema["required"] = ["file", *schema["required"]]
+
+
 class UploadForm(BaseModel):
     """The form of `POST /v1/files`."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra=_require_file)
 
     file: Annotated[None, WithJsonSchema({"type": "string", "format": "binary"})] = None
     """The file, which the route stores without validating it here."""

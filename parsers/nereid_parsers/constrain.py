@@ -72,11 +72,6 @@ def structural_tag(
     grammar forces the model to write valid tool calls, or an answer of the requested form. If
     xgrammar cannot enforce a keyword in the schema of a tool, a warning is logged.
 
-    Args:
-        fmt: The format of the output. It declares how reasoning and tool calls are written.
-        request: The constraints of the request: its tools and the form of the answer.
-        reasoning: The state of the reasoning at the start of the constrained text.
-
     Raises:
         ConstraintError: The request cannot be expressed as a structural tag of this format. For
             example, xgrammar cannot enforce a keyword in the schema of a strict tool.
@@ -106,10 +101,6 @@ def reasoning_gate(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     Examples for a prompt that ends inside the reasoning (`is_open=True, may_open=False`): the
     markers are `<think>` and `</think>` if the layout is `Sections`, and
     `<|channel|>analysis<|message|>` and `<|end|>` if the layout is `Messages`.
-
-    Args:
-        fmt: The format of the output.
-        start: The state of the reasoning at the end of the prompt.
     """
     layout = fmt.layout
     if isinstance(layout, Messages):  # The reasoning is a separate message, with a header.

@@ -352,10 +352,7 @@ def comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separa
         a, b, c     `a`, `a,b`, `a,c`, `a,b,c`
         b, c        the empty text, `b`, `c`, `b,c`
 
-    Args:
-        tool: The tool that the model calls.
-        member_node: A function that returns the node for the argument with the given name.
-        separator: The text between two arguments.
+    `member_node` returns the node for the argument with the given name.
     """
     required = [member_node(key) for key in tool.required_keys]
     optionals = [member_node(key) for key in tool.optional_keys]

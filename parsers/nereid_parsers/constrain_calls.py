@@ -154,11 +154,7 @@ def list_node(call: Call, body: ListBody, request: Request) -> Node:
     Example of matching text, if `call` opens with `<tool_call>`, closes with `</tool_call>` and has
     a list of Python calls as body: `<tool_call>[f(a=1), g()]</tool_call>`.
 
-    Args:
-        call: The declaration of the markers around the list.
-        body: The body of `call`.
-        request: The tools that the model may call, and whether the list must have exactly one
-            member.
+    `body` is the body of `call`.
     """
     # The text before the list contains no function name, because the names are inside the list.
     head = _head_node(call.head, name="")

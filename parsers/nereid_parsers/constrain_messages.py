@@ -51,10 +51,7 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
     ` to=functions.{name}`, the name `f` and the header end `<|message|>` give
     `" to=functions.f<|message|>"`.
 
-    Args:
-        layout: The declaration of the messages.
-        route: The declaration of the message's header.
-        name: The name of the function, if the message is a tool call.
+    `name` is the name of the function, if the message is a tool call.
 
     Raises:
         ConstraintError: The header has a field other than `{name}`, so its text is not known.
@@ -84,11 +81,6 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
         OPEN             `Hm.<|end|><|start|>assistant`, because the prompt ends with the header
         POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or the empty
                          text. A model may write one more reasoning message after an ended message.
-
-    Args:
-        fmt: The format of the output.
-        layout: The declaration of the messages.
-        state: The state of the reasoning.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.

@@ -29,9 +29,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
     Example: if the prompt ends with `<think>`, the reasoning is OPEN.
 
-    Args:
-        start: The state of the reasoning at the end of the prompt.
-        skip_reasoning: Whether the structural tag describes only the text after the reasoning.
+    `skip_reasoning` is true if the structural tag describes only the text after the reasoning.
     """
     if skip_reasoning:
         return ReasoningState.EXCLUDED

@@ -120,12 +120,6 @@ class Request:
         Example: if the fields contain the tools f and g, and `tool_choice` names f, the `Request`
         contains only f, and the model must call f exactly once.
 
-        Args:
-            tools: The field `tools`.
-            tool_choice: The field `tool_choice`.
-            response_format: The field `response_format`.
-            parallel_tool_calls: Whether the model may make more than one tool call.
-
         Raises:
             ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
         """

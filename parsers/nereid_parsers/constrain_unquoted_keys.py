@@ -135,9 +135,7 @@ def _has_valid_item_limits(schema: Mapping[str, Any]) -> bool:
 def _items_node(item: Node, schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for the items of an array, separated by commas, as in `1,2`.
 
-    Args:
-        item: The node for one item.
-        schema: The schema of the array, which may contain `minItems` and `maxItems`.
+    `schema` is the schema of the array, which may contain `minItems` and `maxItems`.
     """
     minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
     if maximum == 0:

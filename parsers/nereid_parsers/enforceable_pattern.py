@@ -76,10 +76,8 @@ class PatternError(ConstraintError):
     def __init__(self, regex: str, position: int, problem: str) -> None:
         """Create the error.
 
-        Args:
-            regex: The regular expression.
-            position: The index in `regex` at which the wrong part begins.
-            problem: The predicate of the message's sentence, such as "has no closing parenthesis".
+        The wrong part of `regex` begins at the index `position`. `problem` is the predicate of the
+        message's sentence, such as "has no closing parenthesis".
         """
         part = shorten(regex[position : position + _MAX_SHOWN_CHARACTERS])
         super().__init__(f"the part {part} at the position {position} {problem}")

@@ -97,9 +97,7 @@ class CallSection:
         Examples for the marker `</calls>`: the unread text `</calls>Hi` gives the position of `Hi`,
         `</ca` gives NEED_MORE, and `Hi` gives NO_MATCH.
 
-        Args:
-            buffer: The buffer that contains the text.
-            is_empty: Whether no tool call precedes the marker, as in `<calls></ca`.
+        `is_empty` is true if no tool call precedes the marker, as in `<calls></ca`.
 
         Returns:
             The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the

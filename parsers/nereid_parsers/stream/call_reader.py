@@ -165,11 +165,7 @@ class CallReader:
         The stored deviations of the supposed tool call are deleted. If no tool call has started in
         this message, a marker such as `<tool_calls>` is content, too, so it opens no section.
 
-        Args:
-            fault: A description of why the text is not a tool call. The content event contains this
-                description as its `reason`.
-            num_unread_chars: The number of unread characters that are content, too. Usually this is
-                the length of a marker after which no tool call has followed.
+        The content event contains `fault` as its `reason`.
 
         Returns:
             The state in which the text after this content is read.

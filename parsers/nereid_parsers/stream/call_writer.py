@@ -88,11 +88,7 @@ class CallWriter:
     ) -> None:
         """Create a writer that appends the events of one message to `events`.
 
-        Args:
-            events: The list that receives the events.
-            tools: The tools that the request offers.
-            policy: The rules for unknown functions and for arguments that are not valid JSON.
-            new_id: A function that generates an id for a tool call to which the model gave no id.
+        `new_id` generates an id for a tool call to which the model gave no id.
         """
         # The settings of the writer, which do not change during the message.
         self.tools = tools
@@ -129,11 +125,9 @@ class CallWriter:
         The policy may discard a call of an unknown function. The call then starts, but no events
         are appended for it. If the text is content, the caller must write it as content.
 
-        Args:
-            name: The name of the function.
-            call_id: The id that the model wrote, or "".
-            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
-                call. If not, and if the function is not offered, the text is content.
+        `call_id` is the id that the model wrote, or "". `is_confirmed` is true if a marker or an
+        earlier tool call shows that the text is a tool call. If not, and if the function is not
+        offered, the text is content.
         """
         treatment = self._treatment_of(name, is_confirmed=is_confirmed)
         if treatment is UnknownTool.CONTENT:

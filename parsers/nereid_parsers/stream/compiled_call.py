@@ -59,11 +59,8 @@ class CompiledCall:
     ) -> None:
         """Compile the declaration of a tool call, such as `<call><f={name}>..</f></call>`.
 
-        Args:
-            call: The declaration: opening marker, header, body with the arguments, closing marker.
-            section: The declaration of the markers around all tool calls of a message.
-            lacks_opening_marker: Whether `call` is the declared tool call without its opening
-                marker, because the model has omitted this marker.
+        `section` declares the markers around all tool calls of a message. `lacks_opening_marker` is
+        true if `call` is the declared tool call without its opening marker.
         """
         self.call = call
         self.lacks_opening_marker = lacks_opening_marker
@@ -153,11 +150,8 @@ class CompiledCall:
         The class of the reader depends on how the format writes arguments: as JSON, in Python
         syntax or between tags.
 
-        Args:
-            writer: The writer that converts the tool call into events.
-            head: The matched text before the arguments. It usually contains the function's name.
-            is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
-                call. If not, the reader must find out whether the text is a tool call.
+        `is_confirmed` is true if a marker or an earlier tool call shows that the text is a tool
+        call. If not, the reader must find out whether the text is a tool call.
         """
         match self.call.body:
             case JsonArguments():

@@ -27,12 +27,8 @@ class CompiledHeader:
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
         r"""Compile `route`, which describes a message header such as `<|channel|>final`.
 
-        Args:
-            route: The declaration of the header, and of the part of the message that follows:
-                reasoning, content or a tool call (`stage`).
-            layout: The declaration of all messages. `header_end` is the text that ends a header.
-            message_call: The compiled declaration of messages that are tool calls. The header of a
-                tool call matches only if arguments follow, and `message_call` tests this.
+        `layout.header_end` is the text that ends a header. The header of a tool call matches only
+        if arguments follow, and `message_call` tests this.
         """
         self.stage = route.stage
         self.has_calls = route.has_calls  # Whether the content may contain tool calls.

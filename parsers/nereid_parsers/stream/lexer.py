@@ -53,9 +53,7 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         1. `<`, `<a`: the text ends inside the first tag.
         2. `<a>`, `<a> `, `<a><`, `<a> <b`: the text ends before or inside the second tag.
 
-    Args:
-        marker: The marker.
-        whitespace: White space before the marker. The match includes this white space.
+    The matches include `whitespace`, which precedes the marker.
     """
     first_tag, *other_tags = tag_parts(marker)
     tags = [whitespace + first_tag, *other_tags]

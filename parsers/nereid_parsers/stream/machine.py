@@ -68,11 +68,7 @@ class Machine:
         receives the readers that it calls, so these readers are created first. Example: a tool call
         may follow content, so the ContentReader calls the CallReader.
 
-        Args:
-            fmt: The compiled format of the model's output.
-            tools: The tools that the request offers.
-            policy: The rules for cases that the format does not define.
-            new_id: A function that generates an id for a tool call to which the model gave no id.
+        `new_id` generates an id for a tool call to which the model gave no id.
         """
         self._events: list[Event] = []
         self._buffer = TextBuffer()

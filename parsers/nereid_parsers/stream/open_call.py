@@ -68,11 +68,8 @@ class OpenCall:
     ) -> None:
         """Create an object that reads one tool call or one list of tool calls.
 
-        Args:
-            match: The matched start of the tool call: its marker and its header.
-            body: The reader of the body, which is the text after the header.
-            buffer: The buffer whose unread text starts with the body.
-            text: The writer that classifies the text of the tool call for the trace.
+        `match` is the start of the tool call. The unread text of `buffer` starts with the text that
+        `body` reads. `text` classifies the text of the tool call for the trace.
         """
         self.variant = match.variant
         self._is_confirmed = match.is_confirmed

@@ -257,10 +257,6 @@ class TextWriter:
             `Hi\n`                belongs to the content and is written.
             `\n`                  is content, because the message contains nothing else.
             `<call>..</call>\n`   is removed, because it directly follows a marker.
-
-        Args:
-            is_reasoning: Whether the message ended inside the reasoning.
-            has_calls: Whether the message contains tool calls.
         """
         whitespace = self._take_whitespace()
         if not whitespace:
@@ -302,9 +298,7 @@ class TextWriter:
         Example: with the pending text `<tool_call>` and the text ` is`, an event for the content
         `<tool_call> is` is appended. Afterwards, no text is pending.
 
-        Args:
-            text: The text after the pending text.
-            fault: A description of why the text is not a tool call, for the event's `reason`.
+        `fault` describes why the text is not a tool call, for the event's `reason`.
         """
         # The pending text may start in the prompt. Example: the prompt ends with `<tool`, and the
         # model writes `_call> is`. The characters `<tool` of the prompt are not a part of the
@@ -366,9 +360,8 @@ class TextWriter:
         The pending text stays stored, because later text shows whether it is content. The event
         that contains this content omits the characters of the prompt, too.
 
-        Args:
-            num_unwritten_chars: The number of characters of the prompt that this writer has not
-                received yet, because a reader stores them.
+        `num_unwritten_chars` is the number of characters of the prompt that this writer has not
+        received yet, because a reader stores them.
         """
         # The stored white space belongs to the prompt. If it were not deleted here, it would be
         # written before the first content of the output.

@@ -72,10 +72,7 @@ class CompiledTag:
         declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value `a`. If
         `early_ends` contains `</call>`, the text `a</call>` has the value `a`, too.
 
-        Args:
-            declaration: The declaration of the opening tag and the closing marker.
-            early_ends: The markers that follow the value if its closing marker is missing. An
-                example is `</call>`, which ends the whole tool call.
+        `early_ends` are the markers that follow the value if its closing marker is missing.
         """
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
@@ -271,12 +268,8 @@ class CompiledTags:
             neither, as in `a</function>`                  UNDECIDED if more text may follow,
                                                            otherwise AFTER_VALUE
 
-        Args:
-            text: The text that has arrived.
-            pos: The position of the marker.
-            is_final: Whether no more text follows.
-            tools: The tools that the request offers. A call of another function does not count as
-                another tool call.
+        `pos` is the position of the marker. A call of a function that `tools` does not offer does
+        not count as another tool call.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
         # An opening tag that starts no other tool call is skipped, because the value may contain

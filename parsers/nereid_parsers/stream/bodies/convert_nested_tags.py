@@ -47,11 +47,7 @@ class NestedReader(StepReader):
     def __init__(self, writer: CallWriter, head: Head, tag_prefix: str, stop_marker: str) -> None:
         """Create a reader for nested tags. Each tag has the prefix `tag_prefix`: `~` in `~<city>`.
 
-        Args:
-            writer: The writer that converts the tool call into events.
-            head: The matched text before the arguments, which contains the function's name.
-            tag_prefix: The text that precedes each tag.
-            stop_marker: The marker that ends the arguments. The reader does not read this marker.
+        `stop_marker` ends the arguments, and is not read by the reader.
         """
         super().__init__(writer, first_step=self._read_piece)  # This method reads all pieces.
         self._head = head

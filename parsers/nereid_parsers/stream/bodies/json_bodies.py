@@ -65,10 +65,7 @@ class ArrayReader(BodyReader):
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
         """Create a reader for one array, in which each object is a tool call.
 
-        Args:
-            writer: The writer of the tool calls.
-            keys: The declaration of the keys of each object.
-            is_confirmed: Whether a marker shows that the array contains tool calls.
+        `is_confirmed` is true if a marker shows that the array contains tool calls.
         """
         super().__init__(writer)
         self._keys = keys

@@ -100,13 +100,8 @@ class KeyRoles:
     ) -> None:
         """Create an object that decides what the keys of one JSON object mean.
 
-        Args:
-            keys: The declaration of the object's keys.
-            parts: The parts of the tool call that have been read. The reader of the object changes
-                these parts.
-            writer: The writer that receives the tool call and the deviations from the format.
-            is_confirmed: Whether a marker or an earlier tool call shows that the object is a tool
-                call.
+        The reader of the object changes `parts`. `is_confirmed` is true if a marker or an earlier
+        tool call shows that the object is a tool call.
         """
         self._keys = keys
         self._parts = parts

@@ -40,12 +40,9 @@ class ObjectReader(StepReader):
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
         """Create a reader for one JSON object with the name and the arguments of a tool call.
 
-        Args:
-            writer: The writer of the tool call.
-            keys: The declaration of the object's keys.
-            is_confirmed: Whether a marker or an earlier tool call shows that the object is a tool
-                call. If so, the tool call starts when the name has been read. Otherwise the tool
-                call starts when the arguments start.
+        `is_confirmed` is true if a marker or an earlier tool call shows that the object is a tool
+        call. The tool call then starts when the name has been read. Otherwise it starts when the
+        arguments start.
         """
         super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed

@@ -36,11 +36,8 @@ class PythonCallsReader(StepReader):
     def __init__(self, writer: CallWriter, declaration: PythonCalls, *, is_confirmed: bool) -> None:
         """Create a reader for tool calls in Python syntax, such as `[f(a=1), g()]`.
 
-        Args:
-            writer: The writer that converts the tool calls into events.
-            declaration: The brackets around the tool calls, and the separator between them.
-            is_confirmed: Whether a marker shows that the text contains tool calls. If not, the text
-                is content unless the function's name is the name of an offered tool.
+        `is_confirmed` is true if a marker shows that the text contains tool calls. If not, the text
+        is content unless the function's name is the name of an offered tool.
         """
         first_step = self._read_opening_bracket if declaration.open else self._read_call_start
         super().__init__(writer, first_step)

@@ -147,10 +147,7 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         `<p name="days" string="true">`    integer               integer: a contradiction
         `<p name="days" string="false">`   string                string: a contradiction
 
-    Args:
-        fields: The fields of the opening tag. `fields["key"]` is the name of the argument.
-        function: The name of the function.
-        tools: The tools that the request offers, with their schemas.
+    `fields` are the fields of the opening tag. `fields["key"]` is the name of the argument.
     """
     schema_types = tools.argument_types(function, fields["key"].strip())
     tag_types = _types_of_tag(fields)

@@ -104,15 +104,11 @@ def json_types_of(
     The types are needed to convert the text of an argument to JSON. Example:
     `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` gives `{"integer", "null"}`.
 
-    Args:
-        schema: The JSON schema.
-        root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
-        depth: The number of schemas that enclose `schema` or refer to it. Schemas that are nested
-            too deeply define no type.
-        types_by_reference: The types of the references that have already been looked up. Each
-            reference is looked up once, because the time would otherwise grow exponentially with
-            the number of definitions that refer to each other. A `$ref` to its own schema defines
-            no type.
+    The references (`$ref`) of `schema` are looked up in `root`. `depth` is the number of schemas
+    that enclose `schema` or refer to it. Schemas that are nested too deeply define no type.
+    `types_by_reference` contains the types of the references that have already been looked up. Each
+    reference is looked up once, because the time would otherwise grow exponentially with the number
+    of definitions that refer to each other. A `$ref` to its own schema defines no type.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
         return None
@@ -221,9 +217,7 @@ def follow_references(schema: Any, root: Any = None) -> Any:  # noqa: ANN401 - J
     schema `{"$ref": "#/$defs/C", "title": "City"}` gives `{"title": "City", "type": "string"}`.
     A reference to no definition or to itself stays unchanged.
 
-    Args:
-        schema: The schema.
-        root: The schema that contains the definitions. None if `schema` contains them.
+    `root` contains the definitions. If `root` is None, `schema` contains them.
     """
     root = schema if root is None else root
     followed: set[str] = set()
@@ -289,9 +283,7 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
         `True`    boolean      `true`, because Python literals are accepted
         `Paris`   not known    `"Paris"`
 
-    Args:
-        text: The text, as the model wrote it.
-        types: The JSON types that the schema allows, or None if they are not known.
+    `types` are the JSON types that the schema allows, or None if they are not known.
     """
     literal_text = text.strip()
     may_be_string = types is None or "string" in types

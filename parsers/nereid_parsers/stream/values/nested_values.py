@@ -30,10 +30,7 @@ def nested_tags_to_json(text: str, schema: object, root: Mapping[str, Any]) -> s
     Return None for any other text. Also return None if `schema` allows a type other than object,
     array and null, for example a string. Example: `<x>1</x><y>2</y>` gives `{"x": 1, "y": 2}`.
 
-    Args:
-        text: The text of the argument.
-        schema: The JSON schema of the argument.
-        root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
+    The references (`$ref`) of `schema` are looked up in `root`.
     """
     types = json_types_of(schema, root)
     if not types or not types <= _CONTAINERS | {"null"}:

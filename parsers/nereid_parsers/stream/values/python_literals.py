@@ -51,11 +51,8 @@ class LiteralReader:
     ) -> None:
         """Create a reader for one value.
 
-        Args:
-            dialect: The rules for strings, for example the quotes that enclose a string.
-            types_of: A function that receives the key of a member of the outermost object, such as
-                "city", and returns the JSON types that the schema allows for the value. None if
-                there is no schema.
+        `types_of` receives the key of a member of the outermost object, such as "city", and returns
+        the JSON types that the schema allows for the value. It is None if there is no schema.
         """
         self._dialect = dialect
         self._types_of = types_of
@@ -81,11 +78,6 @@ class LiteralReader:
 
         `take_json` returns the JSON text. `status` becomes DONE at the end of the value, and BROKEN
         if the text is not valid. Example: for `{'a': True}`, the JSON text is `{"a": true}`.
-
-        Args:
-            text: The text that has arrived.
-            pos: The position at which the piece starts.
-            is_final: Whether no more text follows.
 
         Return the position up to which the text was read. If this position is not the end of the
         text, the caller passes the rest again, together with more text.

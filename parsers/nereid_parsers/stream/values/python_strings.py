@@ -58,9 +58,7 @@ def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
     `text[start:end]`. The function also matches the beginning of such a text, because the missing
     characters may still arrive.
 
-    Args:
-        is_key: Whether the string is the key of an object.
-        is_argument: Whether the string is an argument of a Python call.
+    `is_argument` is true if the string is an argument of a Python call.
     """
     if is_key:
         return _match_after_key
@@ -124,12 +122,9 @@ class StringReader:
     ) -> None:
         """Create a reader for the string that `quote` has opened.
 
-        Args:
-            quote: The quote, which also closes the string.
-            dialect: The rules for escape sequences, and for quotes inside strings.
-            match_text_after: A result of `matcher_after_string`. The quote closes the string only
-                if this function matches the text after the quote, for example `,`.
-            output: The list to which the JSON text of the string is appended, without quotes.
+        `match_text_after` is a result of `matcher_after_string`. The quote closes the string only
+        if this function matches the text after the quote, for example `,`. The JSON text of the
+        string is appended to `output`, without quotes.
         """
         self.is_closed = False
         self._quote = quote
@@ -147,11 +142,8 @@ class StringReader:
         A piece ends at the closing quote, after an escape sequence, or at the end of `text`.
         Example: in a string between single quotes, the text `it"s'` adds the JSON text `it\"s`.
 
-        Args:
-            text: The text that has arrived.
-            pos: The position in `text` at which the piece starts.
-            is_final: Whether no more text will arrive. A part of a quote at the end of `text`, such
-                as `''` of `'''`, then belongs to the string.
+        If `is_final` is true, no more text will arrive. A part of a quote at the end of `text`,
+        such as `''` of `'''`, then belongs to the string.
 
         Returns:
             The position after the piece. It is `pos` if more text is required. After the closing

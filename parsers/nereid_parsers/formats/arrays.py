@@ -3,6 +3,8 @@
 The module also declares the reasoning of Apertus. No other model family has this form of reasoning.
 """
 
+from dataclasses import replace
+
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.tool_declarations import (
@@ -17,21 +19,14 @@ from nereid_parsers.tool_declarations import (
 _APERTUS = Source("chat template of swiss-ai/Apertus-8B-Instruct-2509", "2025-09")
 
 
-def _array(open: str, close: str) -> ToolSection:
-    """Return a description of a JSON array of tool calls between the texts `open` and `close`."""
-    return ToolSection((Call(JsonArray()),), open=open, close=close)
-
+_ARRAY_OF_CALLS = ToolSection((Call(JsonArray()),), open="<tool_calls>", close="</tool_calls>")
 
 _PLUGIN = Call(
     JsonObject(Keys("name", "parameters", also=("arguments",))),
     open="<|action_start|><|plugin|>\n",
     close="<|action_end|>",
 )
-_PLUGIN_SPACED = Call(
-    JsonObject(Keys("name", "parameters", also=("arguments",))),
-    open="<|action_start|> <|plugin|>\n",
-    close="<|action_end|>",
-)
+_PLUGIN_SPACED = replace(_PLUGIN, open="<|action_start|> <|plugin|>\n")
 
 REASONING = {
     "apertus2509": ReasoningEntry(
@@ -49,11 +44,11 @@ TOOLS = {
         _APERTUS,
     ),
     "hunyuan_a13b": ToolEntry(
-        _array("<tool_calls>", "</tool_calls>"),
+        _ARRAY_OF_CALLS,
         Source("chat template of tencent/Hunyuan-A13B-Instruct", "2025-07"),
     ),
     "jamba": ToolEntry(
-        _array("<tool_calls>", "</tool_calls>"),
+        _ARRAY_OF_CALLS,
         Source("chat template of ai21labs/AI21-Jamba-1.5-Mini", "2024-08"),
     ),
     "phi4_mini_json": ToolEntry(

@@ -1,5 +1,7 @@
 """Describes the output of GLM and similar models. Tags enclose each argument's name and value."""
 
+from dataclasses import replace
+
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.tool_declarations import Call, JsonObject, TaggedArguments, ToolSection
@@ -15,6 +17,14 @@ _HY4 = Source("hy_v4 parser of vLLM 0.33.0", "2026-11")
 _K2_HORIZON = Source("k2_horizon (K2-v3) detector of SGLang 0.5.23", "2026-11")
 
 _INTERRUPTED = ("<tool_call>",)
+_HUNYUAN_REASONING = Reasoning(
+    "<think>",
+    "</think>",
+    opener=Opener.EITHER,
+    also_open=("<think:opensource>",),
+    also_close=("</think:opensource>",),
+    interrupted_by=("<tool_calls>",),
+)
 
 REASONING = {
     "glm45": ReasoningEntry(
@@ -28,28 +38,8 @@ REASONING = {
     "ling3": ReasoningEntry(Reasoning("<think>", "</think>", interrupted_by=_INTERRUPTED), _LING3),
     "iquest_q1": ReasoningEntry(Reasoning("<think>", "</think>"), _IQUEST),
     "poolside_v1": ReasoningEntry(Reasoning("<think>", "</think>"), _POOLSIDE),
-    "hy_v3": ReasoningEntry(
-        Reasoning(
-            "<think>",
-            "</think>",
-            opener=Opener.EITHER,
-            also_open=("<think:opensource>",),
-            also_close=("</think:opensource>",),
-            interrupted_by=("<tool_calls>",),
-        ),
-        _HUNYUAN,
-    ),
-    "hy_v4": ReasoningEntry(
-        Reasoning(
-            "<think>",
-            "</think>",
-            opener=Opener.PROMPT,
-            also_open=("<think:opensource>",),
-            also_close=("</think:opensource>",),
-            interrupted_by=("<tool_calls>",),
-        ),
-        _HY4,
-    ),
+    "hy_v3": ReasoningEntry(_HUNYUAN_REASONING, _HUNYUAN),
+    "hy_v4": ReasoningEntry(replace(_HUNYUAN_REASONING, opener=Opener.PROMPT), _HY4),
     "k2_horizon": ReasoningEntry(
         Reasoning(
             "<ifm|think>",

@@ -123,7 +123,10 @@ def get_format(
     _check_names(name, reasoning, tools)
     if name is not None:
         format_name = name
-        reasoning_entry, tool_entry = _find_both(name)
+        reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
+        tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))
+        if reasoning_entry is None and tool_entry is None:
+            raise _unknown_format(name, {**REASONING, **TOOLS})
     else:
         format_name = "+".join(part for part in (reasoning, tools) if part)
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
@@ -151,28 +154,11 @@ def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> 
         )
 
 
-def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
-    """Return the `ReasoningEntry` and the `ToolEntry` of a name. One of the two may be None.
-
-    The table of reasoning entries declares how model families write reasoning, and the table of
-    tool entries declares how they write tool calls. If only one of the tables contains the name,
-    the other entry is None. Example: `hermes` has only a tool entry.
-
-    Raises:
-        UnknownFormatError: No entry has this name.
-    """
-    reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
-    tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))
-    if reasoning_entry is None and tool_entry is None:
-        raise _unknown_format(name, {**REASONING, **TOOLS})
-    return reasoning_entry, tool_entry
-
-
 def _key(name: str, aliases: Mapping[str, str]) -> str:
     """Return the registered name for a name or an alias: the alias `Qwen25` gives `hermes`.
 
-    Example: `_key("Qwen-2.5", {"qwen_2_5": "hermes"})` gives `hermes`. A name that is not a key of
-    `aliases` is only normalised, so the result may be a name that is not registered.
+    A name that is not a key of `aliases` is only normalised, so the result may be a name that is
+    not registered.
     """
     normal = normalize(name)
     return aliases.get(normal, normal)
@@ -257,41 +243,27 @@ def _combine(
 ) -> Format:
     """Combine a description of reasoning and a description of tool calls into one `Format`.
 
-    An entry of the registry declares how a model family writes its reasoning or its tool calls. The
-    parser reads a model's output according to the format.
-
-    Args:
-        label: The name of the format, for example "qwen3+hermes".
-        reasoning: The declaration of the reasoning, or None.
-        tools: The declaration of the tool calls, or None.
-        policy: The policy of the format.
+    Example: the entries of "qwen3" and "hermes" give a format with the reasoning of "qwen3" and the
+    tool calls of "hermes". If one entry describes whole messages, including reasoning and tool
+    calls, the layout of the format is the `Messages` of this entry. `label` is the name of the
+    format.
     """
-    layout = _combined_layout(reasoning, tools)
+    reasoning_layout = reasoning.part if reasoning is not None else None
+    tool_layout = tools.part if tools is not None else None
+    layout: Sections | Messages
+    if isinstance(reasoning_layout, Messages):
+        layout = reasoning_layout
+    elif isinstance(tool_layout, Messages):
+        layout = tool_layout
+    else:
+        content = reasoning.content if reasoning is not None else None
+        layout = Sections(reasoning=reasoning_layout, content=content, tools=tool_layout)
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     # A source is the document from which an entry was derived. `dict.fromkeys` removes duplicates
     # and keeps the order.
     sources = dict.fromkeys(entry.source for entry in entries)
     ends = dict.fromkeys(token for entry in entries for token in entry.ends)
     return Format(label, layout, policy=policy, ends=tuple(ends), sources=tuple(sources))
-
-
-def _combined_layout(
-    reasoning: ReasoningEntry | None, tools: ToolEntry | None
-) -> Sections | Messages:
-    """Return a description of the markers around the reasoning, the content and the tool calls.
-
-    Example: the entries of "qwen3" and "hermes" give a `Sections` with the reasoning of "qwen3" and
-    the tool calls of "hermes". If one entry describes whole messages, including reasoning and tool
-    calls, the result is the `Messages` of this entry.
-    """
-    reasoning_layout = reasoning.part if reasoning is not None else None
-    tool_layout = tools.part if tools is not None else None
-    if isinstance(reasoning_layout, Messages):
-        return reasoning_layout
-    if isinstance(tool_layout, Messages):
-        return tool_layout
-    content = reasoning.content if reasoning is not None else None
-    return Sections(reasoning=reasoning_layout, content=content, tools=tool_layout)
 
 
 def _check_combinable(reasoning: str, tools: str) -> None:

@@ -1,5 +1,7 @@
 """Describes the output of StepFun models. Tags enclose the value of each argument."""
 
+from dataclasses import replace
+
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.formats.qwen import CODER
@@ -17,23 +19,20 @@ REASONING = {
     "step5": ReasoningEntry(_THINK, _STEP5),
 }
 
+_STEP3_CALL = Call(
+    TaggedArguments('<steptml:parameter name="{key}">', "</steptml:parameter>"),
+    open="<｜tool_call_begin｜>",
+    head='function<｜tool_sep｜><steptml:invoke name="{name}">',
+    close="</steptml:invoke><｜tool_call_end｜>",
+)
+
 TOOLS = {
     "step3": ToolEntry(
         ToolSection(
             (
-                Call(
-                    TaggedArguments('<steptml:parameter name="{key}">', "</steptml:parameter>"),
-                    open="<｜tool_call_begin｜>",
-                    head='function<｜tool_sep｜><steptml:invoke name="{name}">',
-                    close="</steptml:invoke><｜tool_call_end｜>",
-                ),
+                _STEP3_CALL,
                 # Models sometimes omit the word "function" and the separator after this word.
-                Call(
-                    TaggedArguments('<steptml:parameter name="{key}">', "</steptml:parameter>"),
-                    open="<｜tool_call_begin｜>",
-                    head='<steptml:invoke name="{name}">',
-                    close="</steptml:invoke><｜tool_call_end｜>",
-                ),
+                replace(_STEP3_CALL, head='<steptml:invoke name="{name}">'),
             ),
             open="<｜tool_calls_begin｜>",
             close="<｜tool_calls_end｜>",

@@ -54,17 +54,6 @@ class CallFormat:
     markup: ListMarkup
 
 
-def unescape_braces(pattern: str) -> str:
-    """Replace `{{` with `{`, and `}}` with `}`, in a pattern without fields such as `{name}`.
-
-    In a pattern, braces that do not enclose a field are doubled.
-
-    >>> unescape_braces("f{{x}}")
-    'f{x}'
-    """
-    return pattern.replace("{{", "{").replace("}}", "}")
-
-
 def split_at_words(text: str, *words: str) -> list[str] | None:
     """Split `text` at each of the given words. The words must occur in the given order.
 

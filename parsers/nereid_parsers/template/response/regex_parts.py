@@ -161,7 +161,8 @@ def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     >>> marker_spellings({"open_pattern": r"<a>|<b>\s*"}, "open")
     ('<a>', '<b>')
 
-    The result is empty if `field` does not declare the marker.
+    White space around the texts that a regular expression matches is removed. The result is empty
+    if `field` does not declare the marker.
 
     Args:
         field: The object that declares the marker, for example the member `tool_calls` of a
@@ -177,20 +178,8 @@ def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if isinstance(literal, list):
         return tuple(str(spelling) for spelling in literal)
     regex = field.get(f"{key}_pattern")
-    return () if regex is None else _spellings_of_regex(regex)
-
-
-def _spellings_of_regex(regex: object) -> tuple[str, ...]:
-    r"""Return the distinct texts that a regular expression such as `<a>|<b>` matches.
-
-    White space around the texts is removed, and empty texts are omitted.
-
-    >>> _spellings_of_regex(r"<a>|<b>\s*|<a>")
-    ('<a>', '<b>')
-
-    Raises:
-        FormatError: The expression matches variable text, for example with a named group.
-    """
+    if regex is None:
+        return ()
     texts = [text_of_literals(pieces).strip() for pieces in alternatives(regex)]
     distinct_texts = dict.fromkeys(texts)
     return tuple(text for text in distinct_texts if text)

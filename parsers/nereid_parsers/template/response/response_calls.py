@@ -22,10 +22,8 @@ from nereid_parsers.format import (
     ToolSection,
 )
 from nereid_parsers.pattern_syntax import escape_braces
-from nereid_parsers.template.calls.call_texts import unescape_braces
 from nereid_parsers.template.response.regex_parts import (
     OptionalWhitespace,
-    Piece,
     Pieces,
     VariableText,
     alternatives,
@@ -55,13 +53,6 @@ class _CallStart(NamedTuple):
 
     marker: str
     head: str
-
-    def as_marker(self) -> str:
-        """Join the marker and the header into one fixed text.
-
-        A header contains each literal brace twice, but a fixed text contains the brace once.
-        """
-        return self.marker + unescape_braces(self.head)
 
 
 def tool_section(field: Mapping[str, Any]) -> ToolSection:
@@ -166,18 +157,13 @@ def _pattern(pieces: Pieces) -> str:
     >>> _pattern(("<f{x} ", VariableText("name"), OptionalWhitespace()))
     '<f{{x}} {name}\n'
     """
-    return "".join(_pattern_text(piece) for piece in pieces)
-
-
-def _pattern_text(piece: Piece) -> str:
-    r"""Convert one part of a regular expression into text for a pattern such as `<f {name}>`.
-
-    >>> _pattern_text(VariableText("name")), _pattern_text("{"), _pattern_text(OptionalWhitespace())
-    ('{name}', '{{', '\n')
-    """
-    if isinstance(piece, VariableText):
-        return _PLACEHOLDERS.get(piece.name, "{word}")
-    return escape_braces(piece) if isinstance(piece, str) else "\n"
+    texts = []
+    for piece in pieces:
+        if isinstance(piece, VariableText):
+            texts.append(_PLACEHOLDERS.get(piece.name, "{word}"))
+        else:
+            texts.append(escape_braces(piece) if isinstance(piece, str) else "\n")
+    return "".join(texts)
 
 
 def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Call:
@@ -187,16 +173,16 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     arguments, and a closing marker. Example: `<call><f=save>{"path": "a"}</call>` has the header
     `<f=save>` and a JSON body. In other formats, the body also contains the function's name.
 
-    Args:
-        field: The declaration of the field `tool_calls`, which describes the body.
-        start: The declaration of the opening marker and the header.
-        close: The closing marker, or "" if there is none.
+    `field` is the declaration of the field `tool_calls`, which describes the body. `close` is the
+    closing marker, or "" if there is none.
     """
     # The header shows whether the body must contain the function's name.
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
     if is_name_in_body:
-        return Call(body, open=start.as_marker(), close=close)
+        # A header contains each literal brace twice, but a fixed text contains the brace once.
+        fixed_head = start.head.replace("{{", "{").replace("}}", "}")
+        return Call(body, open=start.marker + fixed_head, close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
@@ -252,9 +238,9 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     keys = keys_of_transform(field.get("transform"))
     if field.get("transform_each"):  # The rule in `transform` converts each item of an array.
         return JsonArray(keys)
-    if field.get("repeats"):  # The field occurs once for each tool call.
-        return JsonObject(keys)
-    if field.get("transform"):  # The rule converts the whole body into one tool call.
+    # With `repeats`, the field occurs once for each tool call. The rule in `transform` converts the
+    # whole body into one tool call.
+    if field.get("repeats") or field.get("transform"):
         return JsonObject(keys)
     return JsonArray(keys)  # The body already is the list of tool calls.
 
@@ -298,13 +284,16 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
     ('<a={key}>', '</a>')
 
     Raises:
-        FormatError: The expression has no group `key`, or no group `value` after it.
+        FormatError: The expression has no group `key`, or no group `value` after it, or the closing
+            tag contains variable text.
     """
     tag_pattern = str(options.get("tag_pattern", ""))
     # A template writes all arguments with the same tags, so the first alternative of the expression
     # is sufficient.
     pieces, *_ = alternatives(tag_pattern)
-    if not _has_key_before_value(pieces):
+    names = [piece.name for piece in pieces if isinstance(piece, VariableText)]
+    has_both = "key" in names and "value" in names
+    if not has_both or names.index("value") < names.index("key"):
         raise FormatError(
             "`tag_pattern` of the response_template must contain the group (?P<key>..), and after "
             "it the group (?P<value>..)"
@@ -313,35 +302,9 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
     # The parser searches for the opening tag, so the tag must start with visible text. The closing
     # tag may start with white space, because this white space is not a part of the value.
     opening_tag = _without_leading_whitespace(pieces[:value_index])
-    closing_tag = pieces[value_index + 1 :]
-    # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.
-    return TaggedArguments(open=_pattern(opening_tag), close=_closing_tag(closing_tag))
-
-
-def _has_key_before_value(pieces: Pieces) -> bool:
-    """Return whether the group `value` follows the group `key` in a regular expression.
-
-    >>> key, value = VariableText("key"), VariableText("value")
-    >>> _has_key_before_value(("<", key, ">", value)), _has_key_before_value(("<", value, ">", key))
-    (True, False)
-    """
-    names = [piece.name for piece in pieces if isinstance(piece, VariableText)]
-    has_both = "key" in names and "value" in names
-    return has_both and names.index("key") < names.index("value")
-
-
-def _closing_tag(pieces: Pieces) -> str:
-    r"""Convert the end of a regular expression into the closing tag of an argument.
-
-    A closing tag is a fixed text. Optional white space becomes a line break.
-
-    >>> _closing_tag((OptionalWhitespace(), "</a>"))
-    '\n</a>'
-
-    Raises:
-        FormatError: A piece is variable text.
-    """
-    texts = [
-        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece) for piece in pieces
+    closing_tag = [
+        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece)
+        for piece in pieces[value_index + 1 :]
     ]
-    return "".join(texts)
+    # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.
+    return TaggedArguments(open=_pattern(opening_tag), close="".join(closing_tag))

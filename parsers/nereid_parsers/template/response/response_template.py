@@ -14,7 +14,7 @@ the literal or the regular expression that closes the field, and the form of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
@@ -43,12 +43,12 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     # The field for reasoning has one of several names, such as "reasoning_content".
     reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
     reasoning = _declare_reasoning(reasoning_fields[0]) if reasoning_fields else None
-    content = _content_markers(fields.get("content", {}))
+    wrapper, turn_ends = _content_markers(fields.get("content", {}))
     tools = tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     fmt = Format(
         "response_template",
-        Sections(reasoning=reasoning, content=content.wrapper, tools=tools),
-        ends=content.turn_ends,
+        Sections(reasoning=reasoning, content=wrapper, tools=tools),
+        ends=turn_ends,
         turn=marker_spellings(spec, "start_anchor"),  # the text that opens the model's turn
         sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
     )
@@ -118,36 +118,24 @@ def _declare_reasoning(field: Mapping[str, Any]) -> Reasoning:
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
-class _ContentMarkers(NamedTuple):
-    """The markers in the field `content` of a `response_template`, in two groups.
-
-    Attributes:
-        wrapper: The markers around the content, or None if there are none.
-        turn_ends: The markers that end the model's turn.
-    """
-
-    wrapper: Wrapper | None
-    turn_ends: tuple[str, ...]
-
-
-def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
+def _content_markers(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]:
     """Separate the markers around the content from the markers that end the message.
 
     `field` is the declaration of the field `content`. If it declares no opening marker, all closing
     markers end the turn:
 
     >>> _content_markers({"close": "<end>"})
-    _ContentMarkers(wrapper=None, turn_ends=('<end>',))
+    (None, ('<end>',))
 
     If it declares an opening marker, the first closing marker closes the content, and the other
     closing markers end the turn. Only the first opening marker is used.
 
     >>> _content_markers({"open": "<a>", "close": ["</a>", "<end>"]})
-    _ContentMarkers(wrapper=Wrapper(open='<a>', close='</a>'), turn_ends=('<end>',))
+    (Wrapper(open='<a>', close='</a>'), ('<end>',))
     """
     opens = marker_spellings(field, "open")
     closes = marker_spellings(field, "close")
     if not opens:
-        return _ContentMarkers(None, closes)
+        return None, closes
     wrapper_close = closes[0] if closes else ""
-    return _ContentMarkers(Wrapper(opens[0], wrapper_close), turn_ends=closes[1:])
+    return Wrapper(opens[0], wrapper_close), closes[1:]

@@ -18,7 +18,6 @@ from types import CodeType
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
 
 from nereid_parsers.errors import TemplateError
 from nereid_parsers.template.sandbox.counting_nodes import CountingTransformer
@@ -132,13 +131,8 @@ class CompiledTemplate:
 def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTransformer]:
     """Compile a template to Python code that counts each operation of a rendering.
 
-    Args:
-        env: The environment in which the template will run.
-        source: The text of the template.
-
-    Returns:
-        The compiled code, and the node transformer, which contains the variables and texts of the
-        template.
+    The result contains the compiled code, and the node transformer, which contains the variables
+    and texts of the template.
 
     Raises:
         TemplateError: The source has a syntax error.
@@ -150,9 +144,14 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTr
         # raise LimitError.
         tree = env.parse(source)
         transformer.visit(tree)
-        python_code = _generate_python(env, tree)
-        # jinja2 has no public method that compiles generated Python code, so this private method is
-        # called.
+        # jinja2 has no public methods that convert a syntax tree to Python code and compile this
+        # code, so private methods are called.
+        python_code = env._generate(tree, name=None, filename=None)
+        if len(python_code) > MAX_CODE:
+            raise LimitError(
+                f"the template compiles to {len(python_code)} characters of Python code, but the "
+                f"limit is {MAX_CODE}"
+            )
         code = env._compile(python_code, "<template>")
     except LimitError:  # A LimitError is a ValueError, which the last handler would catch.
         raise
@@ -165,20 +164,3 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTr
     except (SyntaxError, ValueError) as error:
         raise TemplateError(f"the template does not compile: {error}") from error
     return code, transformer
-
-
-def _generate_python(env: LimitedEnvironment, tree: nodes.Template) -> str:
-    """Convert the syntax tree of a template to a Python program that renders the template.
-
-    Raises:
-        LimitError: The program is too long, or takes too long to generate.
-    """
-    # jinja2 has no public method that converts a syntax tree to Python code. The private method
-    # `_generate` calls the code generator of `env`, which checks the time and may raise LimitError.
-    python_code = env._generate(tree, name=None, filename=None)
-    if len(python_code) > MAX_CODE:
-        raise LimitError(
-            f"the template compiles to {len(python_code)} characters of Python code, but the "
-            f"limit is {MAX_CODE}"
-        )
-    return python_code

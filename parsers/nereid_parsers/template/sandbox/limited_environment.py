@@ -209,10 +209,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         A filter is a function that a template calls as in `items | join(", ")`. The returned filter
         counts each call as one step, and raises LimitError if the result would be too large.
 
-        Args:
-            name: The name of the filter, such as "join".
-            function: The function of the filter. If it has the attribute `jinja_pass_arg`, jinja2
-                passes an object of its own, such as the environment, as the first argument.
+        If `function` has the attribute `jinja_pass_arg`, jinja2 passes an object of its own, such
+        as the environment, as the first argument.
         """
         num_jinja_args = 1 if hasattr(function, "jinja_pass_arg") else 0
 

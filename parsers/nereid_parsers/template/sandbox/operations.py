@@ -39,18 +39,13 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
     The check happens before the operation, because a running operation cannot be stopped. Examples
     of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`. Other operators, such
     as `+`, are not checked here, because their results are hardly larger than both operands.
-
-    Args:
-        budget: The limits.
-        operator: The operator between the operands, such as "*".
-        left: The first operand.
-        right: The second operand.
     """
     if operator == "*":  # The string may be on either side: `'x' * 3` or `3 * 'x'`.
         _check_repetition(budget, left, right)
         _check_repetition(budget, right, left)
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        _check_power(budget, left, right)
+        max_bits = left.bit_length() * abs(right)
+        budget.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
     elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
         check_format(budget, left, values=[right])
         if isinstance(right, tuple):
@@ -64,12 +59,6 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
 
     Example: `text.replace("", "x" * 1000)` inserts 1000 characters before each character of `text`.
     In this call, `owner` is the value of `text`, and `name` is "replace".
-
-    Args:
-        budget: The limits.
-        owner: A string or a number.
-        name: The name of the method.
-        args: The arguments of the method.
     """
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
     # Other methods need no check. The length of their results is similar to the length of `owner`,
@@ -143,32 +132,15 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
         case "format":
             check_format(budget, call.value, values=options)
         case "tojson":  # Only long options can make the JSON text much longer than the value.
-            _check_tojson_options(budget, options)
+            # The filter writes options such as `indent` and `separators` once for each line of the
+            # JSON text, so a long option makes a very long text.
+            options_size = sum(_num_characters(option) for option in options)
+            budget.check_size(options_size * _TOJSON_LINES)
         case "indent" if isinstance(call.value, str):  # jinja2 raises an error for other values.
             width = call.option(0, "width") or _DEFAULT_INDENT
-            _check_indent(budget, call.value, width)
-
-
-def _check_tojson_options(budget: Budget, options: list[Any]) -> None:
-    """Raise LimitError if the options of the filter `tojson` are too long.
-
-    The filter writes options such as `indent` and `separators` once for each line of the JSON text,
-    so a long option makes a very long text.
-    """
-    options_size = sum(_num_characters(option) for option in options)
-    budget.check_size(options_size * _TOJSON_LINES)
-
-
-def _check_indent(budget: Budget, text: str, width: Any) -> None:  # noqa: ANN401
-    """Raise LimitError if the filter `indent` would add too many characters to `text`.
-
-    Args:
-        budget: The limits.
-        text: The text whose lines are indented.
-        width: The text that the filter writes before each line, or the number of spaces.
-    """
-    indent_size = len(width) if isinstance(width, str) else int(width)
-    budget.check_size(text.count("\n") * indent_size)
+            # The width is the text that the filter writes before each line, or a number of spaces.
+            indent_size = len(width) if isinstance(width, str) else int(width)
+            budget.check_size(call.value.count("\n") * indent_size)
 
 
 def _check_repetition(budget: Budget, sequence: object, times: object) -> None:
@@ -178,12 +150,6 @@ def _check_repetition(budget: Budget, sequence: object, times: object) -> None:
     """
     if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
         budget.check_size(len(sequence) * max(times, 0))
-
-
-def _check_power(budget: Budget, base: int, exponent: int) -> None:
-    """Raise LimitError if the number `base ** exponent` would have too many bits."""
-    max_bits = base.bit_length() * abs(exponent)
-    budget.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
 
 
 def _check_replace(budget: Budget, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
@@ -232,11 +198,8 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
     with the same name, such as "{name}{name}", the size of the values is multiplied by the number
     of these fields. The check covers format strings with `%` and format strings with `{`.
 
-    Args:
-        budget: The limits.
-        text: The format string. A value that is not a string, or contains neither `%` nor `{`, is
-            no format string and is accepted.
-        values: The values that are written into the fields of the format string.
+    A `text` that is not a string, or contains neither `%` nor `{`, is no format string and is
+    accepted.
     """
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return

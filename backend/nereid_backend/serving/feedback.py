@@ -146,8 +146,17 @@ class FeedbackWriter:
         """
         if address == self.address:
             return
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise _address_error("the text has the wrong form")
+        pid, fd, name = match.groups()
         try:
-            memory = _map_memory(address)
+            # A memfd has no path in a folder. Other processes can open it only through /proc.
+            memory_file = _open_memory_file(f"/proc/{pid}/fd/{fd}", name)
+            try:
+                memory = memoryview(mmap.mmap(memory_file, 0))
+            finally:
+                os.close(memory_file)
         except OSError as error:
             raise _address_error(os.strerror(error.errno or 0)) from None
         self._words = memory.cast("Q")
@@ -208,25 +217,6 @@ class FeedbackWriter:
         """
         self.check_slot(slot)
         self._words[_KEY_WORDS + slot * _WORDS + 1] = serial << 32 | signal
-
-
-def _map_memory(address: str) -> memoryview:
-    """Map the shared memory at an address into this process, and return its bytes.
-
-    Raises:
-        OSError: the process or its file does not exist, or is not accessible.
-        RequestError: the file is not the feedback memory of an executor.
-    """
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise _address_error("the text has the wrong form")
-    pid, fd, name = match.groups()
-    # A memfd has no path in a folder. Other processes can open it only through /proc.
-    memory_file = _open_memory_file(f"/proc/{pid}/fd/{fd}", name)
-    try:
-        return memoryview(mmap.mmap(memory_file, 0))
-    finally:
-        os.close(memory_file)
 
 
 def _open_memory_file(path: str, name: str) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
@@ -83,12 +82,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        self._init_shared_state(config)
-        self._init_loop_state(args.get("model_name", "executor"))
-        self.start_loop()
-
-    def _init_shared_state(self, config: EngineConfig) -> None:
-        """Create the attributes that both the server's thread and the loop's thread use."""
+        # Both the server's thread and the loop's thread use these attributes.
         self._admission = StreamAdmission(self._settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
         self._engine_calls = EngineCalls(
@@ -98,11 +92,8 @@ class ExecutorModel(SupervisedModel[Stream]):
             outage=lambda: self.outage,
             names_at_start=list(config.lora_adapters),
         )
-
-    def _init_loop_state(self, model_name: str) -> None:
-        """Create the attributes that only the loop's thread uses."""
-        settings = self._settings
-        # The streams (requests in the executor) with unsent output, by request id.
+        # Only the loop's thread uses the attributes below. `_unsent` contains the streams (requests
+        # in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
         # `do_periodic_work` inspects all streams after `_next_inspection`, and is called again at
         # `_inspection_deadline` or earlier. The times are values of time.monotonic().
@@ -114,8 +105,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
-        self._metrics = EngineMetrics(model_name, self.processes)
+        self._metrics = EngineMetrics(args.get("model_name", "executor"), self.processes)
         self._tracing = Tracing(self.title)  # exports a trace (OpenTelemetry) of each request
+        self.start_loop()
 
     def finalize(self) -> None:
         """End all requests, and stop the engine processes."""

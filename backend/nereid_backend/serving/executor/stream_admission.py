@@ -74,7 +74,12 @@ class StreamAdmission:
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
             self._waiting_limits.leave(timing, started=None)
-            raise self._too_many_sequences(envelope)
+            error = CapacityError(
+                f"with the {envelope.n} sequences of this request, the server would have more than "
+                f"{self._settings.max_streams} sequences, or this client would have more than its "
+                "share of them (max_streams). Try again later."
+            )
+            raise self.with_retry_time(error, envelope.client_id)
         serial = next(self._serials)
         return Stream(
             request_id=str(serial),
@@ -124,15 +129,6 @@ class StreamAdmission:
         Example: "Try again later." becomes "Try again in 3 s.".
         """
         return CapacityError(self._waiting_limits.with_retry_time(str(error), client_id))
-
-    def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
-        """Return the error for a request that would exceed the limit max_streams."""
-        error = CapacityError(
-            f"with the {envelope.n} sequences of this request, the server would have more than "
-            f"{self._settings.max_streams} sequences, or this client would have more than its "
-            "share of them (max_streams). Try again later."
-        )
-        return self.with_retry_time(error, envelope.client_id)
 
     def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
         """Reserve one slot of 16 bytes in the shared memory for each sequence of a request.

@@ -78,7 +78,12 @@ class WaitingLimits:
         # The server's thread and the loop's thread change these counters.
         with self._lock:
             wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
-            reason = self._refusal_reason(timing, wait_s)
+            reason = (
+                self._too_many_requests(timing.client_id)
+                or self._too_many_tokens(timing.client_id, timing.num_prompt_tokens)
+                or self._too_large_images(timing.client_id, timing.num_image_bytes)
+                or self._too_long_wait(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
+            )
             if reason is not None:
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
             self._request_limit.add(timing.client_id, 1)
@@ -112,18 +117,6 @@ class WaitingLimits:
         with self._lock:
             sentence = _retry_sentence(self._estimated_wait_s(time.monotonic(), client_id))
         return _TRY_LATER.sub(sentence, message)
-
-    def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str | None:
-        """Return the reason why a new request must be refused; None if the request may wait.
-
-        `wait_s` is the estimated time in the queue; None if this time is unknown.
-        """
-        return (
-            self._too_many_requests(timing.client_id)
-            or self._too_many_tokens(timing.client_id, timing.num_prompt_tokens)
-            or self._too_large_images(timing.client_id, timing.num_image_bytes)
-            or self._too_long_wait(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
-        )
 
     def _too_many_requests(self, client: str) -> str | None:
         """Return an error if a new request of `client` would exceed the limit on requests."""

@@ -45,7 +45,12 @@ def _strict_tool_schemas(context: StreamContext) -> dict[str, Any]:
     """Return the JSON schema of the arguments of each strict tool, by the name of the tool."""
     if not context.reads_calls:
         return {}
-    functions = [tool["function"] for tool in context.tools if _is_strict(tool)]
+    # Clients set `strict` in the tool or in its function.
+    functions = [
+        tool["function"]
+        for tool in context.tools
+        if tool["function"].get("strict") or tool.get("strict")
+    ]
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
@@ -58,11 +63,6 @@ def _parse_schema(text: str) -> Any:  # noqa: ANN401 - any JSON schema
             f"envelope: the JSON schema of the answer, in the message from the tokenizer, is not "
             f"valid JSON: {error}."
         ) from None
-
-
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    """Return whether a tool is strict. Clients set `strict` in the tool or in its function."""
-    return bool(tool["function"].get("strict") or tool.get("strict"))
 
 
 class CheckedMessage:

@@ -72,7 +72,10 @@ class HangWatch:
             self.silent_s += passed_s
         else:
             self.silent_s = 0.0
-        self._store_cpu_at_half_limit()
+        if not self._limit_s or self.silent_s <= self._limit_s / 2:
+            self._cpu_at_half_limit_s = None
+        elif self._cpu_at_half_limit_s is None:
+            self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def is_hanging(self, *, is_on_cpu: bool) -> bool:
         """Return whether the process has work, but has sent no message for too long.
@@ -91,13 +94,6 @@ class HangWatch:
         if is_on_cpu and self._is_busy():
             return self.silent_s > _BUSY_LIMIT_FACTOR * self._limit_s
         return True
-
-    def _store_cpu_at_half_limit(self) -> None:
-        """When half of the time limit has passed, store the CPU time; until then, store None."""
-        if not self._limit_s or self.silent_s <= self._limit_s / 2:
-            self._cpu_at_half_limit_s = None
-        elif self._cpu_at_half_limit_s is None:
-            self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
         """Return whether the CPU load is high. It is measured from half of the time limit on."""

@@ -18,7 +18,7 @@ import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -327,21 +327,14 @@ class SupervisedModel(ABC, Generic[RequestT]):
         running = [process for process in self.processes if process.is_running]
         if len(running) == 1:
             return [self._receive_from(running[0], timeout_s)]
-        self._wait_for_any(running, timeout_s)
-        return [self._receive_from(process, 0.0) for process in running]
-
-    def _wait_for_any(self, processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds until at least one of the processes has sent a message.
-
-        If `processes` is empty, wait for the call of `finalize`.
-        """
-        if not processes:
+        if running:
+            poll = select.poll()
+            for process in running:
+                poll.register(process.child, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+        else:
             self._stopping.wait(timeout_s)
-            return
-        poll = select.poll()
-        for process in processes:
-            poll.register(process.child, select.POLLIN)
-        poll.poll(timeout_s * 1000)
+        return [self._receive_from(process, 0.0) for process in running]
 
     def _receive_from(self, process: SupervisedProcess, timeout_s: float) -> _Received:
         """Wait at most `timeout_s` seconds for messages of a process, and return the messages."""

@@ -87,7 +87,11 @@ def _create_argument_parser() -> argparse.ArgumentParser:
     """
     arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
     commands = arguments.add_subparsers(required=True, metavar="COMMAND")
-    _add_formats_arguments(commands.add_parser("formats", help="list the names of all formats"))
+    formats = commands.add_parser("formats", help="list the names of all formats")
+    formats.add_argument(
+        "--table", action="store_true", help="print a Markdown table that includes the sources"
+    )
+    formats.set_defaults(run=_run_formats)
     _add_parse_arguments(
         commands.add_parser(
             "parse", help="parse a transcript and show its reasoning, content, calls and markup"
@@ -95,14 +99,6 @@ def _create_argument_parser() -> argparse.ArgumentParser:
     )
     template_command.add_arguments(commands.add_parser("template", help=template_command.HELP))
     return arguments
-
-
-def _add_formats_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command `formats` to `parser`."""
-    parser.add_argument(
-        "--table", action="store_true", help="print a Markdown table that includes the sources"
-    )
-    parser.set_defaults(run=_run_formats)
 
 
 def _add_parse_arguments(parser: argparse.ArgumentParser) -> None:

@@ -216,10 +216,10 @@ class CallWriter:
             return
         # `start` and `write` have appended the other events. The `wrapper_filter` may still store
         # the arguments. Example: if `{"arguments": {"a": 1}}` is stored, `{"a": 1}` is appended.
-        stored = self._call.wrapper_filter.finish()  # `stored.text` is "" if nothing is stored.
-        if stored.is_unwrapped:
+        stored_text = self._call.wrapper_filter.finish()  # "" if nothing is stored.
+        if self._call.wrapper_filter.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
-        self._append_arguments(stored.text)  # Appends no event for "".
+        self._append_arguments(stored_text)  # Appends no event for "".
         if not self._call.has_arguments_event:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()

@@ -88,7 +88,11 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     # The header shows whether a message is a tool call, so `{` in content does not start one.
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
-    message_call = _compile_message_call(layout)
+    # The headers of tool calls name the function. Arguments that are not valid JSON end at the
+    # closing markers of the tool section, so the end markers of messages are passed as these.
+    section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
+    call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
+    message_call = CompiledCall(call, section)
     return CompiledFormat(
         layout=layout,
         # Reasoning is a whole message, so there is no closing marker such as `</think>`.
@@ -103,18 +107,6 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
         message_call=message_call,
         message_markers=message_markers,
     )
-
-
-def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the declaration of messages that are tool calls. Their headers name the function.
-
-    `CompiledCall` requires a tool section, because arguments that are not valid JSON end at the
-    closing markers of the section. Messages are not in a section, so the end markers of messages
-    are passed as the closing markers of a section.
-    """
-    section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
-    call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
-    return CompiledCall(call, section)
 
 
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:

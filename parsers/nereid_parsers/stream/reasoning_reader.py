@@ -124,7 +124,13 @@ class ReasoningReader:
             case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
                 return self._header_reader.read_start_marker(marker)
             case MarkerKind.WRAP_CONTENT:  # Such as `<response>`.
-                return self._read_content_opening(marker)
+                # In `I write <response>`, the text quotes the marker. Models do not quote special
+                # tokens, such as `<|response|>`. Any other marker ends the reasoning.
+                if self._text_writer.has_text and not is_special_token(marker):
+                    return self._write_marker_as_reasoning(marker)
+                self._drop_marker(marker)
+                self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
+                return State.CONTENT
             case MarkerKind.OPEN_REASONING if self._text_writer.has_text:  # `I write <think>`
                 return self._write_marker_as_reasoning(marker)
             case MarkerKind.OPEN_REASONING:  # Models repeat the `<think>` that ends the prompt.
@@ -144,26 +150,6 @@ class ReasoningReader:
         """Remove a closing marker, such as `</think>`, and end the reasoning. Return CONTENT."""
         self._drop_marker(marker)
         self._reasoning_end = _ReasoningEnd.CLOSED
-        return State.CONTENT
-
-    def _read_content_opening(self, marker: str) -> State:
-        """Read the opening marker of the content, such as `<response>`, inside the reasoning.
-
-        Such a marker ends the reasoning, and is removed, unless the reasoning quotes the marker.
-        Examples, after a prompt that ends with `<think>`:
-
-            `I write <response>`     Text precedes the marker, so the text quotes the marker.
-            `<response>Hi`           No text precedes the marker, so the marker ends the reasoning.
-            `I write.<|response|>`   Models do not quote special tokens, such as `<|response|>`, so
-                                     the marker ends the reasoning.
-
-        Return the next state.
-        """
-        is_quoted = self._text_writer.has_text and not is_special_token(marker)
-        if is_quoted:
-            return self._write_marker_as_reasoning(marker)
-        self._drop_marker(marker)
-        self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:
@@ -313,14 +299,21 @@ class ReasoningReader:
     def open_in_content(self, marker: str) -> State | None:
         """Start reasoning at an opening marker, such as `<think>`, that is found in the content.
 
-        Example: the marker `<think>` at the start of the message is removed, and the next state is
-        REASONING. If the client receives the reasoning as content ("inline"), the marker stays
-        unread, and the next state is INLINE_REASONING. In `Write <think> first.`, the marker is a
-        part of the content.
+        The marker is removed, and the next state is REASONING. If the client receives the reasoning
+        as content ("inline"), the marker stays unread, and the next state is INLINE_REASONING.
+        Return the next state, or None if the marker is a part of the content. Examples:
 
-        Return the next state, or None if the marker is a part of the content.
+            `<think>Hm`              The marker starts the message, so it starts reasoning.
+            `</tool_call><think>Hm`  Another marker directly precedes the marker.
+            `Hi <|think|>Hm`         Ordinary text contains no special token.
+            `Write <think> first.`   None, because ordinary text may contain this marker.
+
+        If the policy requires that tool calls come first, only the first example is reasoning.
         """
-        if not self._may_open(marker):
+        starts_reasoning = self._is_at_message_start()
+        if not starts_reasoning and not self._calls_must_come_first:
+            starts_reasoning = self._text_writer.is_after_marker or is_special_token(marker)
+        if not starts_reasoning:
             return None
         if self._is_inline:
             self._text_writer.drop_whitespace()  # Only the white space before the marker.
@@ -328,35 +321,11 @@ class ReasoningReader:
             self._drop_marker(marker)
         return self._reasoning_state
 
-    def _may_open(self, marker: str) -> bool:
-        """Return whether `marker`, which was found in the content, starts reasoning.
-
-        If the policy requires that tool calls come first, only the first example is reasoning:
-
-            `<think>Hm`              True, because the marker starts the message
-            `</tool_call><think>Hm`  True, because another marker directly precedes the marker
-            `Hi <|think|>Hm`         True, because ordinary text contains no special token
-            `Write <think> first.`   False, because ordinary text may contain this marker
-        """
-        if self._is_at_message_start():
-            return True
-        if self._calls_must_come_first:
-            return False
-        return self._text_writer.is_after_marker or is_special_token(marker)
-
     def close_in_content(self, marker: str) -> State | None:
         """Handle a closing marker, such as `</think>`, that is found outside the reasoning.
 
-        If a marker comes before any content, the marker is removed, because some models write no
-        opening marker: `</think>Hi` becomes `Hi`. A marker after content, as in `Hi</think>`, is
-        usually content. Return the next state, or None if the marker is a part of the content.
-        """
-        return self._read_closing(marker) if self._is_superfluous_closing(marker) else None
-
-    def _is_superfluous_closing(self, marker: str) -> bool:
-        """Return whether to remove a closing marker, such as `</think>`, outside the reasoning.
-
-        Otherwise, the marker is content, as in `Hi</think>`. Examples of removed markers:
+        Return the next state, or None if the marker is content, as in `Hi</think>`. Examples of
+        markers that are removed:
 
             `</think>Hi`                        The marker starts the message.
             `<think>Hm<call>..</call></think>`  The tool call has interrupted the reasoning.
@@ -365,14 +334,12 @@ class ReasoningReader:
 
         If the policy requires that tool calls come first, the last two markers are content.
         """
-        if self._is_at_message_start():
-            return True
         has_output = self._has_output()
-        if has_output and self._reasoning_end is _ReasoningEnd.INTERRUPTED:
-            return True
-        if self._calls_must_come_first:
-            return False
-        return not has_output or is_special_token(marker)
+        has_interrupted = has_output and self._reasoning_end is _ReasoningEnd.INTERRUPTED
+        is_superfluous = has_interrupted or self._is_at_message_start()
+        if not is_superfluous and not self._calls_must_come_first:
+            is_superfluous = not has_output or is_special_token(marker)
+        return self._read_closing(marker) if is_superfluous else None
 
     def _is_at_message_start(self) -> bool:
         """Return whether no reasoning, content or tool call precedes the current position."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
 
 from nereid_parsers.stream.values.argument_types import Tools, escape_surrogates, loads
 
@@ -73,18 +72,6 @@ class _Position(Enum):
     INSIDE_WRAPPER = "inside_wrapper"
 
 
-class StoredText(NamedTuple):
-    """The text that a `WrapperFilter` still stores when the arguments end.
-
-    Attributes:
-        text: The text, without the superfluous object around the arguments.
-        is_unwrapped: Whether a superfluous object was removed.
-    """
-
-    text: str
-    is_unwrapped: bool
-
-
 class WrapperFilter:
     """Removes a superfluous object around arguments: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
 
@@ -93,9 +80,10 @@ class WrapperFilter:
 
     Attributes:
         is_passing: Whether `add` returns all text unchanged from now on.
+        is_unwrapped: Whether `finish` has removed a superfluous object.
     """
 
-    __slots__ = ("_position", "_stored_text", "is_passing")
+    __slots__ = ("_position", "_stored_text", "is_passing", "is_unwrapped")
 
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
@@ -103,6 +91,7 @@ class WrapperFilter:
         If `is_passing` is true, `add` returns all text unchanged.
         """
         self.is_passing = is_passing
+        self.is_unwrapped = False
         self._position = _Position.BEFORE_BRACE
         self._stored_text: list[str] = []
 
@@ -173,7 +162,7 @@ class WrapperFilter:
         self._stored_text = []
         return text
 
-    def finish(self) -> StoredText:
+    def finish(self) -> str:
         """At the end of the arguments, return the stored text. Remove the wrapper, if there is one.
 
         A wrapper is a superfluous object around the arguments. The opening brace of the arguments
@@ -187,5 +176,6 @@ class WrapperFilter:
         is_inside_wrapper = self._position is _Position.INSIDE_WRAPPER
         inner_object = unwrap("{" + stored_text) if is_inside_wrapper else None
         if inner_object is None:
-            return StoredText(stored_text, is_unwrapped=False)
-        return StoredText(inner_object.removeprefix("{"), is_unwrapped=True)
+            return stored_text
+        self.is_unwrapped = True
+        return inner_object.removeprefix("{")

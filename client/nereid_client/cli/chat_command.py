@@ -2,6 +2,8 @@
 
 import argparse
 import base64
+import contextlib
+import importlib
 import mimetypes
 import sys
 from collections.abc import Iterator, Sequence
@@ -136,6 +138,10 @@ def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json
 
     The chat lasts until the user quits.
     """
+    # With the module readline, the arrow keys edit a message and recall earlier messages. Some
+    # builds of Python do not have the module.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")
     messages = [*opening]
     while (text := _read_message()) != "/quit":
         if text == "/new":

@@ -107,6 +107,25 @@ def test_a_piped_message_is_answered_as_text_or_as_json(run, monkeypatch):
     assert json.loads(out)["choices"][0]["message"]["content"] == "hello\nthere"
 
 
+def test_arrow_keys_edit_a_message_in_a_terminal(url, backend):
+    pytest.importorskip("readline")
+    program = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
+    controller, terminal = os.openpty()
+    chat = subprocess.Popen(
+        [sys.executable, "-c", program, "chat", "--url", url],
+        stdin=terminal,
+        stdout=terminal,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(terminal)
+    left = b"\x1b[D"
+    os.write(controller, b"hllo" + left * 3 + b"e\n/quit\n")
+    assert chat.wait(60) == 0
+    os.close(controller)
+    chat_request = json.loads(backend.generations[-1].chat_request)
+    assert chat_request["messages"] == [{"role": "user", "content": "hello"}]
+
+
 def test_a_chat_without_a_message_is_an_error(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     assert run("chat")[0] == 2

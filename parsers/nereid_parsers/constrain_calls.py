@@ -158,11 +158,6 @@ def list_node(call: Call, body: ListBody, request: Request) -> Node:
     """
     # The text before the list contains no function name, because the names are inside the list.
     head = _head_node(call.head, name="")
-    return sequence(const(call.open), head, _list_body_node(body, request), const(call.close))
-
-
-def _list_body_node(body: ListBody, request: Request) -> Node:
-    """Return the node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f(a=1)]`."""
     if isinstance(body, PythonCalls):
         calls = [python_call(body, tool) for tool in request.tools]
         separator = const(body.separator)
@@ -173,7 +168,7 @@ def _list_body_node(body: ListBody, request: Request) -> Node:
         opening = sequence(const("["), _ARRAY_WHITESPACE)
         closing = sequence(_ARRAY_WHITESPACE, const("]"))
     members = one_of(*calls) if request.is_single else one_or_more(calls, separator)
-    return sequence(opening, members, closing)
+    return sequence(const(call.open), head, opening, members, closing, const(call.close))
 
 
 def _array_member(array: JsonArray, tool: ToolSchema) -> Node:
@@ -189,7 +184,7 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
 
     The body is the text after the header of the tool call and before its closing marker. Examples
     of matching texts: `{"a": 1}` and `{"name": "f", "arguments": {"a": 1}}`. For a body that is a
-    list of tool calls, use `_list_body_node` instead.
+    list of tool calls, use `list_node` instead.
     """
     match body:
         case JsonObject(keys=keys):

@@ -161,10 +161,7 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
-    calls = [
-        sequence(_call_header(layout, routes, tool.name), _call_body(layout, tool))
-        for tool in request.tools
-    ]
+    calls = [_call_message(layout, routes, tool) for tool in request.tools]
     # Some models write a special marker, such as `<|call|>`, after a tool call. This marker ends
     # the whole output, so no second tool call can follow.
     if request.is_single or layout.call_end:
@@ -174,28 +171,18 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     return one_or_more(calls, const(message_end + layout.start))
 
 
-def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
-    """Return the grammar node for the header of a message that calls the function `name`.
+def _call_message(layout: Messages, routes: list[Route], tool: ToolSchema) -> Node:
+    """Return the grammar node for a message that calls `tool`, without the markers around it.
 
-    Example of a matching text: ` to=functions.f<|message|>`. `routes` are the declarations of the
-    headers of tool calls. The most common header is first.
-
-    Raises:
-        ConstraintError: The text of the first header is not known.
+    Example of a matching text: ` to=functions.f<|message|>{"city": "Paris"}`. `routes` are the
+    declarations of the headers of tool calls. The most common header is first.
     """
     first, *others = routes
     # The grammar needs at least one header, so the first header is always used. Any other header is
     # used only if `written` declares its text. Otherwise, the header may contain unknown text.
     exact_others = [route for route in others if route.written]
-    headers = [header_text(layout, route, name) for route in (first, *exact_others)]
-    return one_of(*(const(header) for header in headers))
-
-
-def _call_body(layout: Messages, tool: ToolSchema) -> Node:
-    """Return the grammar node for the arguments of a message that calls the function `tool`.
-
-    Example of matching text: `{"city": "Paris"}`.
-    """
+    headers = [header_text(layout, route, tool.name) for route in (first, *exact_others)]
+    header = one_of(*map(const, headers))
     if isinstance(layout.body, TaggedArguments):
-        return tagged_arguments(layout.body, tool)
-    return json_schema(tool.parameters)
+        return sequence(header, tagged_arguments(layout.body, tool))
+    return sequence(header, json_schema(tool.parameters))

@@ -37,9 +37,15 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 
     If the prompt is None or empty, the prompt is not known. A rendered prompt is never empty.
     """
-    if isinstance(fmt.layout, Messages):
-        return _find_start_in_messages(fmt, fmt.layout, prompt)
-    return _find_start_in_sections(fmt, fmt.layout, prompt)
+    if isinstance(fmt.layout, Sections):
+        return _find_start_in_sections(fmt, fmt.layout, prompt)
+    # The output is a sequence of messages. After the prompt `"..<|end|>"`, it starts with a header.
+    if not prompt:
+        return StartPoint(_HEADER, is_prompt_known=False)
+    prefill = _open_message(fmt, fmt.layout, prompt)
+    # The start marker in a prefill, such as `<|start|>assistant`, changes the stage from CONTENT to
+    # the header of a message.
+    return StartPoint(Stage.CONTENT, prefill) if prefill.strip() else StartPoint(_HEADER)
 
 
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
@@ -119,23 +125,6 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     ]
     # If a prompt ends with both `<b>` and `<a><b>`, the result is the longer marker, `<a><b>`.
     return max(markers_at_end, key=len, default="")
-
-
-def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
-    """Return the initial state of a parser for output that is a sequence of messages.
-
-    Examples: the prompt `"..<|end|><|start|>assistant"` ends with an unfinished message, so
-    `<|start|>assistant` is the prefill. The prompt `"..<|end|>"` has no prefill, so the output
-    starts with the header of a message.
-    """
-    if not prompt:  # None and the empty prompt mean that the prompt is not known.
-        return StartPoint(_HEADER, is_prompt_known=False)
-    prefill = _open_message(fmt, layout, prompt)
-    if not prefill.strip():
-        return StartPoint(_HEADER)
-    # The parser parses the prefill before the output. The start marker in a prefill changes the
-    # stage from CONTENT to the header of a message.
-    return StartPoint(Stage.CONTENT, prefill)
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:

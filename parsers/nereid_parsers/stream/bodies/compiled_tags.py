@@ -87,30 +87,20 @@ class CompiledTag:
         self.may_be_escaped = self.escapes == "json" and not looks_like_markup(self.close)
         # The format may declare white space before the closing marker, such as the first `\n` in
         # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
-        # with the marker. The model may also omit the white space.
+        # with the marker. The model may also omit the white space. Example: for the closing marker
+        # `</p>` and the early end `</call>`, `complete` matches `\n</p>` and `</call>`.
         close = declaration.close.rstrip()
         whitespace = close.removesuffix(close.lstrip())
         markers = (self.close, *early_ends)
-        complete = _value_end_regex(self.close, early_ends, whitespace)
+        close_group = f"(?P<close>{_any_marker_regex((self.close,))})"
+        early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
+        complete = f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
         possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
         # The look-ahead makes the search faster, because it rejects most characters with one test.
         first_chars = "".join(re.escape(text[0]) for text in (*markers, whitespace) if text)
         self.find_end = re.compile(f"(?=[{first_chars}])(?:{complete})").search
         # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
         self.find_possible_end = re.compile(f"(?=[{first_chars}])(?:{possible})").search
-
-
-def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
-    r"""Return a regex that matches any of the markers that can end a value.
-
-    The group "close" matches the closing marker of the value. The group "early" matches a marker
-    that follows the value if the closing marker is missing. If there is no such marker, this group
-    never matches. Example: for the closing marker `</p>`, the early end `</call>` and the optional
-    white space `\n`, the regex matches `\n</p>` and `</call>`.
-    """
-    close_group = f"(?P<close>{_any_marker_regex((close,))})"
-    early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
-    return f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
 
 
 def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:

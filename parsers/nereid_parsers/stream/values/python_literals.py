@@ -105,35 +105,25 @@ class LiteralReader:
     def closing_text(self) -> str:
         """Return the JSON text that completes an unfinished value, for example closing brackets.
 
-        Examples: after `{"a": ["x`, the result is `"]}`. A key without a colon is omitted, so after
-        `{"a": 1, "b`, the result is `}`. A missing value becomes null, so after `{"a": `, the
-        result is `null}`.
-        """
-        closing_brackets = "".join(container.json_close for container in reversed(self._containers))
-        return self._completion_of_value() + closing_brackets
-
-    def _completion_of_value(self) -> str:
-        """Return the JSON text that completes the last value, without the closing brackets.
-
         The opening brace of an object is written together with the first key. Examples:
 
-            `{"a": `        `null` replaces the missing value.
-            `{"a": 1, 'b`   "", because the incomplete key is omitted.
-            `{'a`           `{`, because no brace has been written. The incomplete key is omitted.
-            `{"a": 1`       "", because the last value is complete.
-            `{"days": "3`   `3`, if the schema allows only an integer for `days`.
-            `{"a": ["x`     `"` closes the string.
+            `{"a": `        `null}`, where `null` replaces the missing value.
+            `{"a": 1, 'b`   `}`, because the incomplete key is omitted.
+            `{'a`           `{}`, because no brace has been written. The incomplete key is omitted.
+            `{"a": 1`       `}`, because the last value is complete.
+            `{"days": "3`   `3}`, if the schema allows only an integer for `days`.
+            `{"a": ["x`     `"]}`, where `"` closes the string.
         """
-        is_value_missing = self._expected is Expected.VALUE
-        if is_value_missing:
-            return "null"
+        brackets = "".join(container.json_close for container in reversed(self._containers))
+        if self._expected is Expected.VALUE:
+            return "null" + brackets
         is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
         if is_key_incomplete:
-            return "" if self._containers[-1].has_written_key else "{"
+            return brackets if self._containers[-1].has_written_key else "{" + brackets
         if self._string is None:  # The last value is complete.
-            return ""
+            return brackets
         is_string_stored = self._string.role is StringRole.CONVERTED_VALUE
-        return self._convert_string(self._string) if is_string_stored else '"'
+        return (self._convert_string(self._string) if is_string_stored else '"') + brackets
 
     def _reject(self, pos: int) -> int:
         """Set the status BROKEN and return `pos`."""

@@ -68,42 +68,29 @@ class NewSequences:
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
                 "another id."
             )
-        if images is None:
-            self._check_needs_no_images()  # Some models process only prompts with images.
-        token_ids = self._read_prompt(prompt_token_ids)
-        check_token_ids(params, self._info.vocab_size)
-        self._check_prompt_logprobs(params)
-        self._check_queue()
-        sequence = self._make_sequence(request_id, token_ids, params)
-        if images is not None:
-            sequence.images = self._accept_images(token_ids, images)
-        return sequence
-
-    def _check_needs_no_images(self) -> None:
-        """Raise a RequestError if the model cannot process a prompt that has only text."""
-        if self._images.needs_images:
+        if images is None and self._images.needs_images:
             raise RequestError(
                 f"messages: the request has no {self._images.kind}, but {self._info.architecture} "
                 f"accepts only prompts with {self._images.kind}. Send a chat with "
                 f"{self._images.kind}."
             )
-
-    def _check_prompt_logprobs(self, params: SamplingParams) -> None:
-        """Raise a RequestError if the model cannot compute the requested prompt_logprobs."""
+        token_ids = self._read_prompt(prompt_token_ids)
+        check_token_ids(params, self._info.vocab_size)
         if params.prompt_logprobs is not None and self._images.config.is_encoder_decoder:
             raise RequestError(
                 "prompt_logprobs: the model is an encoder-decoder model, which computes no "
                 "log-probabilities of the prompt. Remove prompt_logprobs from the request."
             )
-
-    def _check_queue(self) -> None:
-        """Raise a CapacityError if the waiting queue is full."""
         num_waiting = self._scheduler.num_waiting
         if num_waiting >= self._max_num_waiting:
             raise CapacityError(
                 f"{num_waiting} requests are waiting, and the limit is {self._max_num_waiting} "
                 "(max_num_waiting). Try again later."
             )
+        sequence = self._make_sequence(request_id, token_ids, params)
+        if images is not None:
+            sequence.images = self._accept_images(token_ids, images)
+        return sequence
 
     def _make_sequence(
         self, request_id: str, token_ids: list[int], params: SamplingParams

@@ -135,8 +135,16 @@ def split_token_ids(
     """
     if lengths is None:
         lengths = np.array([ids.size], dtype=np.int32)
-    else:
-        _check_lengths(lengths, ids.size)
+    elif lengths.size and int(lengths.min()) < 1:
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
+        )
+    total = int(lengths.sum())
+    if total != ids.size:
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
+            f"{ids.size} elements."
+        )
     if not lengths.size:
         return []
     if not truncate:
@@ -144,20 +152,6 @@ def split_token_ids(
     # `np.split` needs the end position of each input except the last one.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
-
-
-def _check_lengths(lengths: npt.NDArray[np.int32], num_ids: int) -> None:
-    """Raise a RequestError if a length is below 1, or if the lengths do not add up to `num_ids`."""
-    if lengths.size and int(lengths.min()) < 1:
-        raise RequestError(
-            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
-        )
-    total = int(lengths.sum())
-    if total != num_ids:
-        raise RequestError(
-            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
-            f"{num_ids} elements."
-        )
 
 
 def _refuse_long_input(lengths: npt.NDArray[np.int32], max_len: int) -> None:

@@ -69,8 +69,15 @@ class ParsedMessage:
         """Initialise an empty message. `fmt` is the chat format of the checkpoint."""
         self._context = context
         adapted = _adapt_format(fmt, context)
-        self._parser = StreamParser(adapted, tools=_callable_tools(context), prompt=context.prompt)
-        self.reads_reasoning = _has_reasoning(adapted)
+        # If the client forbids tool calls, the parser must leave all calls in the content.
+        tools = (
+            [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
+        )
+        self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
+        layout = adapted.layout
+        markers = layout.reasoning if isinstance(layout, Sections) else None
+        # In the layout `Messages`, the reasoning is always a separate message.
+        self.reads_reasoning = not isinstance(layout, Sections) or markers is not None
         self.has_calls = False
         # The fields of the next delta: the new parts of the reasoning and of the content, and the
         # tool calls by their index.
@@ -82,7 +89,7 @@ class ParsedMessage:
         # "<think>", and the model generates "a</think>b". The parser returns "<think>a</think>b",
         # so that the markers form a pair.
         copies_marker = self.is_reasoning and not context.separate_reasoning
-        self._copied_marker = _opening_marker(adapted) if copies_marker else ""
+        self._copied_marker = markers.open.strip() if copies_marker and markers else ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -149,32 +156,6 @@ class ParsedMessage:
 
 
 Message = PlainMessage | ParsedMessage
-
-
-def _callable_tools(context: StreamContext) -> list[dict[str, Any]]:
-    """Return the tools for the parser. The parser treats calls of all other tools as unknown.
-
-    If the client forbids tool calls (`reads_calls` is False), every call in the output must be
-    unknown, because the parser then leaves the call in the content.
-    """
-    return [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
-
-
-def _has_reasoning(fmt: Format) -> bool:
-    """Return whether a chat format separates reasoning from content.
-
-    A format with the layout `Sections` can have markers around the reasoning. In the other layout,
-    `Messages`, the reasoning is always a separate message.
-    """
-    return not isinstance(fmt.layout, Sections) or fmt.layout.reasoning is not None
-
-
-def _opening_marker(fmt: Format) -> str:
-    """Return the marker before the reasoning, such as "<think>"; "" if the format has no marker."""
-    layout = fmt.layout
-    if not isinstance(layout, Sections) or layout.reasoning is None:
-        return ""
-    return layout.reasoning.open.strip()
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:

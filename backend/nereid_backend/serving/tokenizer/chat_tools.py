@@ -25,7 +25,11 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             f"tools: the value must be a list of tools, but the request has {shown(tools)}."
         )
     for index, tool in enumerate(tools):
-        _check_tool(tool, index)
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
+            )
     return _allowed_tools(tools, body.get("tool_choice"))
 
 
@@ -47,16 +51,6 @@ def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {}, **parameters}
     description = function.get("description") or ""
     return {**function, "description": description, "parameters": parameters}
-
-
-def _check_tool(tool: Any, index: int) -> None:  # noqa: ANN401 - any JSON value
-    """Raise a RequestError if a tool has no name. `index` is the tool's position in the list."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise RequestError(
-            f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
-        )
 
 
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
@@ -81,7 +75,8 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
     known_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     allowed_names = set()
     for tool in _allowed_list(choice):
-        name = _function_name(tool)
+        function = tool.get("function") or tool
+        name = function.get("name") if isinstance(function, dict) else function
         if not isinstance(name, str) or name not in known_names:
             raise RequestError(
                 f"tool_choice: allowed_tools has the function {shown(name)}, but tools has only "
@@ -105,12 +100,3 @@ def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
             f"{shown(allowed)}."
         )
     return allowed
-
-
-def _function_name(tool: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the name of a tool in an allowed_tools list.
-
-    Examples: {"function": {"name": "f"}}, {"name": "f"} and {"function": "f"} return "f".
-    """
-    function = tool.get("function") or tool
-    return function.get("name") if isinstance(function, dict) else function

@@ -49,20 +49,14 @@ def may_accept_media(model: str) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)
-    return has_processor and _describes_encoder(config)
-
-
-def _describes_encoder(config: dict[str, Any]) -> bool:
-    """Return whether the content of a checkpoint's config.json describes a media encoder.
-
-    The description is an object such as `vision_config`, `visual`, `audio_config` or
-    `encoder_config`. Models with vector quantisation have the key `vq_config` instead.
-    """
-    if "vq_config" in config:
-        return True
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        return False
+    # The encoder is described by an object such as `vision_config`, `visual` or `audio_config`.
+    # Models with vector quantisation have the key `vq_config` instead.
     names_of_objects = [name for name, value in config.items() if isinstance(value, dict)]
-    return any(word in name for name in names_of_objects for word in _ENCODER_WORDS)
+    return "vq_config" in config or any(
+        word in name for name in names_of_objects for word in _ENCODER_WORDS
+    )
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:

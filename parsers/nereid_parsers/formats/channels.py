@@ -48,12 +48,6 @@ _MUSE_MESSAGES = Messages(
     ),
 )
 
-FUNCTIONARY = Messages(
-    start=">>>",
-    header_end="\n",
-    routes=(Route(Stage.CONTENT, "all"), Route(Stage.CALLS, "{name}")),
-)
-
 _PLAMO_ENDS = ("<|plamo:tag|>",)
 
 REASONING = {
@@ -113,7 +107,14 @@ TOOLS = {
         _PLAMO,
         ends=_PLAMO_ENDS,
     ),
-    "functionary_v3_2": ToolEntry(FUNCTIONARY, _FUNCTIONARY),
+    "functionary_v3_2": ToolEntry(
+        Messages(
+            start=">>>",
+            header_end="\n",
+            routes=(Route(Stage.CONTENT, "all"), Route(Stage.CALLS, "{name}")),
+        ),
+        _FUNCTIONARY,
+    ),
     "functionary_v3_1": ToolEntry(
         ToolSection((Call(JsonArguments(), head="<function={name}>", close="</function>"),)),
         _FUNCTIONARY31,

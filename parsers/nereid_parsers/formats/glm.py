@@ -115,9 +115,6 @@ def _hunyuan_section(tag_after_name: str) -> ToolSection:
     The tags `<tool_calls>` and `</tool_calls>` enclose the tool calls, which `_hunyuan_call`
     declares. A model may write the suffix `:opensource` after all tag names, as in
     `<tool_calls:opensource>`.
-
-    Args:
-        tag_after_name: The tag after the function's name, or "" if no tag follows.
     """
     return ToolSection(
         (

@@ -77,26 +77,18 @@ def _read_templates(path: Path, config: dict[str, Any]) -> object:
         FormatError: chat_template.json is not a valid JSON file, even if it is not used, or a file
             is too long.
     """
-    jinja_templates = _read_jinja_templates(path)
+    # The name of a template in additional_chat_templates/ is the name of its file, such as
+    # "tool_use".
+    jinja_files = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    jinja_templates = {file.stem: _read_text(file) for file in jinja_files}
+    if (path / "chat_template.jinja").is_file():
+        jinja_templates.setdefault("default", _read_text(path / "chat_template.jinja"))
     json_file = _read_json(path / "chat_template.json")  # {} if there is no such file.
     if jinja_templates:
         return jinja_templates
     if "chat_template" in json_file:
         return json_file["chat_template"]
     return config.get("chat_template")
-
-
-def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Return the sources of the .jinja templates of a checkpoint. The keys are the template names.
-
-    The name of a template in additional_chat_templates/ is the name of its file, such as
-    "tool_use". The template in chat_template.jinja has the name "default".
-    """
-    folder = path / "additional_chat_templates"
-    templates = {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
-    if (path / "chat_template.jinja").is_file():
-        templates.setdefault("default", _read_text(path / "chat_template.jinja"))
-    return templates
 
 
 def _select_template(templates: object) -> str | None:

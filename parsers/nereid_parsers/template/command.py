@@ -94,14 +94,18 @@ def run(options: argparse.Namespace) -> int:
         NereidParsersError: The path is neither a template nor a checkpoint, or the HTML file cannot
             be written.
     """
-    paths = _without_inspect(options.words)
+    # A single word "inspect" is the path of a file.
+    starts_with_inspect = options.words[0] == "inspect" and len(options.words) > 1
+    paths = options.words[1:] if starts_with_inspect else options.words
     if len(paths) > 1:
         sys.stderr.write(
             "template: the command accepts exactly one file or checkpoint, "
             f"but {len(paths)} were given: {', '.join(paths)}\n"
         )
         return _WRONG_ARGUMENTS
-    report = inspect(paths[0])
+    chosen = format_for_checkpoint(paths[0])
+    why = f"Source of the format: {chosen.source}. {chosen.why}"
+    report = report_of(paths[0], why, chosen.format, chosen.analysis)
     _write_report(report, options)
     is_parsed_wrongly = any(sample.differs for sample in report.samples)
     return _PARSED_WRONGLY if is_parsed_wrongly else _PARSED_CORRECTLY
@@ -127,25 +131,6 @@ def _write_report(report: Report, options: argparse.Namespace) -> None:
         sys.stdout.write(report_json(report))
     if not options.html and not options.json:
         sys.stdout.write(report_text(report, paint_for(options.colour)))
-
-
-def _without_inspect(words: list[str]) -> list[str]:
-    """Remove the optional first word "inspect" from the arguments of the command.
-
-    If "inspect" is the only word, it is the path of a file, and is not removed.
-
-    >>> _without_inspect(["inspect", "a.jinja"]), _without_inspect(["inspect"])
-    (['a.jinja'], ['inspect'])
-    """
-    starts_with_inspect = words[0] == "inspect" and len(words) > 1
-    return words[1:] if starts_with_inspect else words
-
-
-def inspect(path: str) -> Report:
-    """Return the report on a template file or on a checkpoint folder."""
-    chosen = format_for_checkpoint(path)
-    why = f"Source of the format: {chosen.source}. {chosen.why}"
-    return report_of(path, why, chosen.format, chosen.analysis)
 
 
 def paint_for(colour: str) -> Paint:

@@ -22,9 +22,7 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
           open: '<think>'
           close: '</think>'
 
-    Args:
-        part: The format or the part.
-        indent: The white space before each line. Inner parts have four more spaces.
+    `indent` is the white space before each line.
     """
     yield f"{indent}{type(part).__name__}"
     for declared in fields(part):

@@ -161,9 +161,20 @@ def _conversations(
     content = AssistantMessage(CONTENT_TEXT)
     yield "content", Conversation(content)
     has_calls = tools.form != NO_CALLS
-    yield from _conversations_with_reasoning(reasoning, has_calls=has_calls)
+    found = reasoning.conversation or Conversation()
+    if found.answer is not None:
+        yield "reasoning", found
+    # A template may render reasoning at another place than the analysis expects, for example after
+    # the content. Therefore, these conversations are also yielded if the analysis has found no
+    # reasoning.
+    answer = AssistantMessage(CONTENT_TEXT, reasoning=_OTHER_REASONING)
+    yield "reasoning and content", replace(found, answer=answer, tools=False)
     if not has_calls:
         return
+    answer = replace(answer, calls=ONE_CALL)
+    yield "reasoning, content and a call", replace(found, answer=answer, tools=True)
+    answer = replace(answer, content="")
+    yield "reasoning and a call", replace(found, answer=answer, tools=True)
     name_of_one_call, name_of_two_arguments = ONE_CALL_PROOFS
     yield name_of_one_call, conversation_with_calls(*ONE_CALL)
     yield name_of_two_arguments, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
@@ -174,27 +185,6 @@ def _conversations(
         yield "three calls", conversation_with_calls(*TWO_CALLS, *ONE_CALL)
     yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
-
-
-def _conversations_with_reasoning(
-    reasoning: ReasoningFindings, *, has_calls: bool
-) -> Iterator[tuple[str, Conversation]]:
-    """Yield conversations whose answers have reasoning, each with a name.
-
-    A template may render reasoning at another place than the analysis expects, for example after
-    the content. Therefore, the conversations are also yielded if the analysis has found no
-    reasoning.
-    """
-    found = reasoning.conversation or Conversation()
-    if found.answer is not None:
-        yield "reasoning", found
-    answer = AssistantMessage(CONTENT_TEXT, reasoning=_OTHER_REASONING)
-    yield "reasoning and content", replace(found, answer=answer, tools=False)
-    if has_calls:
-        answer = replace(answer, calls=ONE_CALL)
-        yield "reasoning, content and a call", replace(found, answer=answer, tools=True)
-        answer = replace(answer, content="")
-        yield "reasoning and a call", replace(found, answer=answer, tools=True)
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:

@@ -172,14 +172,6 @@ class Prober:
             Comparison(name, changed, left=left_text, right=right_text, finding=finding)
         )
 
-    def record_finding(self, name: str, finding: str) -> None:
-        """Record a conclusion that the analysis has drawn without comparing two renderings.
-
-        The report shows the conclusion as the finding of a comparison of two equal conversations.
-        """
-        question = Conversation()
-        self.record(name, UNCHANGED, left=question, right=question, finding=finding)
-
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm:

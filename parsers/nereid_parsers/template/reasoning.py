@@ -34,6 +34,7 @@ from nereid_parsers.template.difference import (
     text_between,
 )
 from nereid_parsers.template.model_turn import ModelTurn
+from nereid_parsers.template.probe import UNCHANGED
 from nereid_parsers.template.reasoning_in_prompts import (
     find_markers_in_instructions,
     find_markers_in_prompts,
@@ -68,9 +69,14 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
+    # The template writes the opening marker if the default prompt opens reasoning and does not
+    # close the reasoning, as in "<|im_start|>assistant\n<think>\n". Otherwise, the model writes the
+    # opening marker.
+    prompt_end = turn.prompts[0].after_header if turn.prompts else ""  # such as "<think>\n"
+    is_open = markup.part.open.strip() in prompt_end and markup.part.close.strip() not in prompt_end
     part = replace(
         markup.part,
-        opener=_infer_opener(turn, markup.part),
+        opener=Opener.PROMPT if is_open else Opener.MODEL,
         interrupted_by=find_interruption(turn, markup.part, findings.conversation),
     )
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
@@ -97,17 +103,6 @@ def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasonin
     return None
 
 
-def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
-    r"""Find out whether the template or the model writes the opening marker of reasoning.
-
-    Return `Opener.PROMPT` if the default prompt opens reasoning and does not close the reasoning,
-    as in "<|im_start|>assistant\n<think>\n". Otherwise, return `Opener.MODEL`.
-    """
-    prompt_end = turn.prompts[0].after_header if turn.prompts else ""  # such as "<think>\n"
-    is_open = part.open.strip() in prompt_end and part.close.strip() not in prompt_end
-    return Opener.PROMPT if is_open else Opener.MODEL
-
-
 # ---- R1: a message without and with reasoning ---------------------------------------------------
 
 
@@ -119,10 +114,8 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
 
     Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
 
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
-        conversation: A conversation whose answer has reasoning, and also content or a call of
-            FIRST_TOOL. The template renders all of them.
+    The answer of `conversation` has reasoning, and also content or a call of FIRST_TOOL. The
+    template renders all of them.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
@@ -201,9 +194,13 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
         reasoning_pair = named_pair(literal)
         if reasoning_pair is None:
             continue
-        turn.prober.record_finding(
+        # This finding needs no comparison, so two equal conversations are compared.
+        turn.prober.record(
             "R4 source",
-            f"A string constant of the template contains {reasoning_pair.closing!r}.",
+            UNCHANGED,
+            left=Conversation(),
+            right=Conversation(),
+            finding=f"A string constant of the template contains {reasoning_pair.closing!r}.",
         )
         other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)
         return markup_of_pairs(reasoning_pair, content_pair=next(other_pairs, None))
@@ -223,11 +220,8 @@ def find_interruption(
 
     Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
 
-    Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
-        part: The markers of reasoning.
-        conversation: A conversation whose reasoning the template renders, or None. To find the
-            marker, the same conversation is rendered with another answer: reasoning and a call.
+    `conversation` is a conversation whose reasoning the template renders, or None. To find the
+    marker, the same conversation is rendered with another answer: reasoning and a call.
 
     Returns:
         A tuple with this one marker, as the value of `Reasoning.interrupted_by`. The tuple is empty

@@ -142,12 +142,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
     The report also shows a constraint: the structural tag that forces the model to call a tool. A
     constraint depends on the end of the prompt, so the prompt of the first message is used.
 
-    Args:
-        title: The path of the template or checkpoint, or "" for a report without a title.
-        why: Sentences that state the source of the format.
-        fmt: The format.
-        analysis: The analysis from which the format was inferred. The report shows the rendered
-            messages of the analysis as samples. None if the format has another source.
+    The arguments are the attributes of the report, see `Report`.
     """
     proofs = analysis.proofs if analysis is not None else ()
     first_prompt = next((proof.prompt for proof in proofs), None)

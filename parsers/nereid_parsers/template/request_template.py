@@ -141,20 +141,12 @@ def _mark_last_text(parts: Sequence[Any]) -> tuple[list[Any], str]:
         ContinuationRefused: No part contains text.
     """
     for index in reversed(range(len(parts))):
-        if _has_text(parts[index]):
-            text: str = parts[index]["text"]
-            marked_part = {**parts[index], "text": text + _END_OF_MESSAGE}
+        part = parts[index]
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            marked_part = {**part, "text": text + _END_OF_MESSAGE}
             return [*parts[:index], marked_part, *parts[index + 1 :]], text
     raise ContinuationRefused(_NO_TEXT)
-
-
-def _has_text(part: object) -> bool:
-    """Return whether `part`, an item in the content of a message, contains text.
-
-    >>> _has_text({"type": "text", "text": "Hi"}), _has_text({"type": "image"})
-    (True, False)
-    """
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +186,7 @@ def _cut_at_message_end(rendered: str, final_text: str) -> str:
     >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD}</assistant>", "Well, ")
     '<assistant>Well,'
 
-    Args:
-        rendered: The rendered text of the whole request.
-        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
+    `final_text` is the last text of the last message, without `_END_OF_MESSAGE`.
 
     Raises:
         ContinuationRefused: The rendered text does not contain the whole content of the last

@@ -48,10 +48,7 @@ def _strip_empty_content(text: str, wrapper: Wrapper) -> str:
     >>> _strip_empty_content("<answer>Hi.</answer><call>..", Wrapper("<answer>", "</answer>"))
     '<answer>Hi.</answer><call>..'
 
-    Args:
-        text: The rendered message.
-        wrapper: The markers around the content. If `wrapper.close` is "", no marker closes the
-            content, and only the opening marker is removed.
+    If `wrapper.close` is "", no marker closes the content, and only the opening marker is removed.
     """
     opening = wrapper.open.strip()
     closing = wrapper.close.strip()

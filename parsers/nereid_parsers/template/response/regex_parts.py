@@ -324,24 +324,14 @@ class _Reader:
                     "a group that looks ahead or behind, or that sets flags, is not supported"
                 )
             case _:
-                self.skip_group()
+                num_open_groups = 1  # The group may contain groups.
+                while num_open_groups > 0:
+                    token = self.take_token()  # raises FormatError at the end of the expression
+                    if token.startswith("("):
+                        num_open_groups += 1
+                    elif token == ")":
+                        num_open_groups -= 1
                 return [(VariableText(opening.removeprefix("(?P<").removesuffix(">")),)]
-
-    def skip_group(self) -> None:
-        """Remove the tokens of a group from `unread`, up to the closing parenthesis of the group.
-
-        The caller has already read the token that opens the group. The group may contain groups.
-
-        Raises:
-            FormatError: The group is not closed.
-        """
-        num_open_groups = 1
-        while num_open_groups > 0:
-            token = self.take_token()  # raises FormatError at the end of the expression
-            if token.startswith("("):
-                num_open_groups += 1
-            elif token == ")":
-                num_open_groups -= 1
 
     def piece_of_escape(self, escape: str) -> Piece:
         r"""Convert an escape, such as `\s`, into a literal text, white space or variable text.
@@ -375,10 +365,6 @@ class _Reader:
 
         >>> _Reader("").apply_quantifier([(OptionalWhitespace(),)], quantifier="*")
         [(OptionalWhitespace(),)]
-
-        Args:
-            element_alternatives: The alternatives of the element before the quantifier.
-            quantifier: The quantifier, such as "*" or "??".
 
         Raises:
             FormatError: The quantifier repeats a literal, as in `a+`, because a format cannot

@@ -118,10 +118,6 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
     >>> _split_call_start(("<call>", OptionalWhitespace(), "<f=", VariableText("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
 
-    Args:
-        pieces: The pieces of a regular expression that matches the start of a tool call. A piece is
-            a literal, optional white space or variable text such as the function's name.
-
     Raises:
         FormatError: The first piece after white space is not a literal.
     """
@@ -194,9 +190,7 @@ def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     header contains the function's name, the body contains only the arguments, and the result is
     `JsonArguments`. Otherwise the body also contains the name.
 
-    Args:
-        field: The declaration of the field `tool_calls`.
-        head: The pattern of the header, which precedes the body. Example: `<f={name}>`.
+    `head` is the pattern of the header, which precedes the body. Example: `<f={name}>`.
 
     Raises:
         FormatError: The declared form is unknown, or its options are invalid.

@@ -51,7 +51,9 @@ def keys_of_transform(transform: object) -> Keys:
             return Keys(name="function.name", arguments="function.arguments", id="id")
         case str(placeholder) | {"function": str(placeholder)}:
             # Example: for `{content.call}`, the keys are `call.name` and `call.arguments`.
-            return _default_keys_in(_path(placeholder))
+            path = _path(placeholder)
+            prefix = f"{path}." if path else ""
+            return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
         case {"function": Mapping() as function}:
             return _keys_of_placeholders(function, rule.get("id"))
         case Mapping() if "function" not in rule:
@@ -74,9 +76,7 @@ def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -
     >>> keys.name, keys.arguments, keys.id
     ('f', 'a', 'number')
 
-    Args:
-        function: The object with the placeholders for the name and the arguments.
-        id_placeholder: The placeholder for the id, or None if the model writes no id.
+    `id_placeholder` is None if the model writes no id.
 
     Raises:
         FormatError: A placeholder is missing or malformed.
@@ -90,19 +90,6 @@ def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -
         )
     id_path = _path(id_placeholder) if id_placeholder else ""
     return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
-
-
-def _default_keys_in(function_path: str) -> Keys:
-    """Append the keys `name` and `arguments` to `function_path`. Return the two resulting paths.
-
-    A path consists of the keys that lead to a value in nested JSON objects, joined by dots. The
-    path "" leads to the whole JSON object.
-
-    >>> _default_keys_in("function").name, _default_keys_in("").name
-    ('function.name', 'name')
-    """
-    prefix = f"{function_path}." if function_path else ""
-    return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
 
 
 def _path(placeholder: object) -> str:

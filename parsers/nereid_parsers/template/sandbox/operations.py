@@ -104,10 +104,6 @@ class FilterCall(NamedTuple):
         >>> call = FilterCall("replace", "abc", ("a",), {"new": "b"})
         >>> call.option(0, "old"), call.option(1, "new")
         ('a', 'b')
-
-        Args:
-            index: The position of the option.
-            name: The name of the option.
         """
         if index < len(self.args):
             return self.args[index]

@@ -142,8 +142,6 @@ def _int8_layout(group_size: int | None) -> Layout:
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
     """Raise an UnknownVariantError if the settings contain a variant that is not supported.
 
-    The unsupported variants are unknown formats, sparse weights, and rotated weights.
-
     `schemes` contains one quantisation scheme for each group of layers. A scheme may have its own
     format.
     """
@@ -164,21 +162,14 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the common group size of the quantisation schemes; None if there is no common size.
-
-    `weights` contains the settings of each scheme. The result is None if no scheme has groups, or
-    if two schemes have different group sizes.
-    """
+    """Return the common group size of the quantisation schemes; None if there is no common size."""
     sizes = {arguments.get("group_size") for arguments in weights}
     sizes -= {None, -1}  # the values of schemes without groups
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of bits if it is equal in all quantisation schemes; 4 otherwise.
-
-    `weights` contains the settings of each scheme.
-    """
+    """Return the number of bits if it is equal in all quantisation schemes; 4 otherwise."""
     numbers = {arguments.get("num_bits") for arguments in weights}
     bits = numbers.pop() if len(numbers) == 1 else None
     return bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
@@ -261,7 +252,7 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
     integers of 3 bits, because 128 // 40 is 3.
     """
     dense_words = _num_dense_words(num_integers, usual_bits)
-    padded_words = _num_padded_words(num_integers, usual_bits)
+    padded_words = math.ceil(num_integers / (32 // usual_bits))
     if num_words in (dense_words, padded_words):
         return usual_bits
     # Unused bits at the end of the row do not change the rounded quotient, because the number of
@@ -272,11 +263,6 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
 def _num_dense_words(count: int, bits: int) -> int:
     """Return the number of words for `count` integers without unused bits between integers."""
     return math.ceil(count * bits / 32)
-
-
-def _num_padded_words(count: int, bits: int) -> int:
-    """Return the number of words for `count` integers if each word contains only whole integers."""
-    return math.ceil(count / (32 // bits))
 
 
 def _unpack_padded_words(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -352,15 +338,12 @@ def _create_integer_weight(
         # that got no tokens of the calibration data.
         group_of_input = None
     if group_of_input is not None:
-        _check_groups(group_of_input, num_groups)
+        if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
+            raise ValueError(
+                f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}"
+            )
         group_of_input = group_of_input.long()
     return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
-
-
-def _check_groups(group_of_input: Tensor, num_groups: int) -> None:
-    """Raise a ValueError if an input belongs to a group that does not exist."""
-    if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
-        raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")
 
 
 def _to_signed(values: Tensor, bits: int) -> Tensor:

@@ -13,7 +13,7 @@ Weights are loaded in two steps, so that only the integers of one layer are unpa
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
 from nereid_backend.loading_progress import report_items
 
+if TYPE_CHECKING:
+    from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
+
 # Panels (the blocks of weights that the CPU kernels read) store scales and zeros as float16. If
 # float16 changes a scale or a zero by more than `_MAX_HALF_ERROR` times the largest number in its
 # row, the weight is not stored in panels.
@@ -36,33 +39,8 @@ _MAX_HALF_ERROR = 2.0**-10
 _PANEL_BITS = (4, 6, 8)
 
 
-class LazyWeight(Protocol):
-    """A weight of a checkpoint. It is read only when its elements are needed."""
-
-    @property
-    def origin(self) -> str:
-        """The name of the weight and its file, for error messages."""
-
-    @property
-    def has_integers(self) -> bool:
-        """Whether `decode` returns an IntegerWeight."""
-
-    @property
-    def num_elements(self) -> int:
-        """The number of elements of the weight."""
-
-    @property
-    def integer_bytes(self) -> int:
-        """The approximate number of bytes that the integers and their scales need in memory.
-
-        The size is defined only if `has_integers` is true.
-        """
-
-    def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight."""
-
-    def __getitem__(self, index: object) -> Tensor:
-        """Return the dequantised weight."""
+LazyWeight: TypeAlias = "quantised_tensors.LazyWeight | GgufWeight | RoundedWeight"
+"""A weight of a checkpoint. It is read only when its elements are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +164,7 @@ def linear_names(model: nn.Module) -> set[str]:
 
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
-) -> dict[str, LazyWeight | Placeholder]:
+) -> dict[str, "LazyWeight | Placeholder"]:
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     A placeholder is a tensor whose elements all refer to one number in memory. transformers, which
@@ -212,16 +190,12 @@ def use_placeholders(
         if layer is None or name in shared_names or not weight.has_integers:
             weights_to_load[name] = weight
         else:
-            weights_to_load[name] = _placeholder(weight, layer.weight.shape, dtype)
+            # `expand` makes all elements of the tensor refer to one number in memory. The number
+            # is NaN. If the real weight never replaces the tensor, the logits become NaN, and the
+            # self-check fails.
+            tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
+            weights_to_load[name] = Placeholder(weight, tensor)
     return weights_to_load
-
-
-def _placeholder(weight: LazyWeight, shape: torch.Size, dtype: torch.dtype) -> Placeholder:
-    """Return a `Placeholder`: the weight, and a tensor of shape `shape` that takes no memory."""
-    # `expand` makes all elements of the tensor refer to one number in memory. The number is NaN. If
-    # the real weight never replaces the tensor, the logits become NaN, and the self-check fails.
-    tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(shape)
-    return Placeholder(weight, tensor)
 
 
 @torch.inference_mode()
@@ -315,24 +289,18 @@ def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> None:
 
     Mutates: `layer`. Its class becomes `GroupedLinear`, which stores integers.
     """
+    # Example: integers of 5 bits are stored with 6 bits if the group size is a multiple of 16, and
+    # otherwise with 8 bits.
+    bits = next(
+        bits for bits in _PANEL_BITS if weight.bits <= bits and _supports_groups(weight, bits)
+    )
     grouped = change_class(layer, GroupedLinear)
     grouped.set_quantised(
         weight.values,
         weight.scales,
         weight.zeros,
         weight.group_size,
-        bits=_smallest_panel_bits(weight),
-    )
-
-
-def _smallest_panel_bits(weight: IntegerWeight) -> int:
-    """Return the smallest number of bits with which the CPU kernels can store the integers.
-
-    Example: integers of 5 bits are stored with 6 bits if the group size is a multiple of 16, and
-    otherwise with 8 bits.
-    """
-    return next(
-        bits for bits in _PANEL_BITS if weight.bits <= bits and _supports_groups(weight, bits)
+        bits=bits,
     )
 
 

@@ -110,8 +110,13 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
     # transformers reads the weights from the folder, or gets them in the dict "state_dict".
     reads_folder = "state_dict" not in arguments
-    if not reads_folder:
-        _check_class_exists(config)
+    # A class that a Python file of the checkpoint defines can be used only if transformers itself
+    # reads the weights.
+    if not reads_folder and model_class(config) is None:
+        raise UnsupportedModelError(
+            f"quantised weights of the model type {config.model_type} are not supported, because "
+            "transformers has no class for this type. Use a checkpoint that is not quantised."
+        )
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
         try:
@@ -134,25 +139,12 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     return model
 
 
-def _check_class_exists(config: PretrainedConfig) -> None:
-    """Raise an UnsupportedModelError if transformers has no class for a model.
-
-    A checkpoint may define the class of its model in a Python file, but such a class can be used
-    only if transformers itself reads the weights.
-    """
-    if model_class(config) is None:
-        raise UnsupportedModelError(
-            f"quantised weights of the model type {config.model_type} are not supported, because "
-            "transformers has no class for this type. Use a checkpoint that is not quantised."
-        )
-
-
 def _with_placeholders(
     weights: Mapping[str, LazyWeight],
     config: PretrainedConfig,
     dtype: torch.dtype,
     rounded_bits: int | None,
-) -> dict[str, LazyWeight | Placeholder]:
+) -> dict[str, "LazyWeight | Placeholder"]:
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     transformers loads the placeholders, which are tensors that take almost no memory.
@@ -252,10 +244,7 @@ def _unsupported_reason(error: Exception, folder: Path) -> str:
 
 
 def _check_missing_weights(folder: Path, names: list[str]) -> None:
-    """Raise a ModelError if weights are missing from a checkpoint.
-
-    `names` contains the names of the weights that the checkpoint in `folder` lacks.
-    """
+    """Raise a ModelError if weights are missing from a checkpoint."""
     if names:
         raise ModelError(
             f"{_weights_path(folder)} lacks {len(names)} weights, such as {names[0]}, so the "
@@ -264,11 +253,7 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 
 
 def _weights_path(folder: Path) -> Path:
-    """Return the path of the weights. Error messages contain this path.
-
-    If `folder` contains a link to a GGUF file, return the path of the GGUF file. Otherwise, return
-    `folder`.
-    """
+    """Return the path of the weights. Error messages contain this path."""
     link = folder / GGUF_LINK
     return link.resolve() if link.is_file() else folder
 
@@ -388,10 +373,7 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """In the `with` block, let transformers call `progress` instead of showing progress bars.
-
-    `progress` is called with one line of text every few seconds.
-    """
+    """In the `with` block, let transformers call `progress` instead of showing progress bars."""
     previous_hook = transformers_logging.set_tqdm_hook(partial(_report_bar, progress))
     try:
         yield

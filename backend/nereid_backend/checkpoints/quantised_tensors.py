@@ -230,8 +230,6 @@ def settings_in(fields: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON va
 def _choose_format(settings: Settings) -> Format:
     """Return the Format object of the quantisation method that is named in `settings`.
 
-    `settings` is the field quantization_config of config.json.
-
     Raises:
         UnsupportedModelError: if the method or its variant is not supported, or if the settings
             are damaged.

@@ -143,7 +143,10 @@ class ActiveRequests:
         # The queue divides the computing time among the clients that have unfinished sequences.
         # Therefore, report to the queue that this sequence has ended.
         self.waiting.unregister(sequence)
-        self._remove_from_request(request, sequence)
+        self.num_sequences -= 1
+        del request.sequences[sequence.index]
+        if not request.sequences:
+            del self._requests[sequence.request_id]
         if sequence in request.followers:
             self._remove_from_followers(request, sequence)
             return
@@ -151,13 +154,6 @@ class ActiveRequests:
         if leader_ended_before_prompt:
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
-
-    def _remove_from_request(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from its request. Also remove the request if no sequence is left."""
-        self.num_sequences -= 1
-        del request.sequences[sequence.index]
-        if not request.sequences:
-            del self._requests[sequence.request_id]
 
     def check(self, num_running: int) -> None:
         """Check that no sequence was lost.
@@ -184,10 +180,7 @@ class ActiveRequests:
             assert not any(sequence.block_tables), "A waiting sequence has blocks."
 
     def _enqueue(self, request: Request) -> None:
-        """Put the leader, the sequence that computes the request's prompt, into the waiting queue.
-
-        If sequences do not share prompts, put the followers into the queue, too.
-        """
+        """Put the leader, which computes the request's prompt, into the waiting queue."""
         leader, *request.followers = request.sequences.values()
         self.waiting.add(leader)
         if not self._shares_prompts:
@@ -200,10 +193,7 @@ class ActiveRequests:
             self.waiting.add(follower)
 
     def _remove_from_followers(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from `request.followers`, which lists sequences that wait for a prompt.
-
-        If no follower is left, release the blocks of the prompt.
-        """
+        """Remove a sequence from `request.followers`, the sequences that wait for a prompt."""
         request.followers.remove(sequence)
         if not request.followers:
             self._tables.kept_prompts.drop(request)

@@ -88,7 +88,12 @@ class PendingPlans:
         if plan.chunks:
             # The engine does not run a plan without chunks, so such a plan is not stored as
             # unfinished.
-            _add_pending_tokens(plan, sampling_sequences)
+            # Each pair contains the index of a chunk and the index of the token that is still being
+            # sampled.
+            sampled_indices = {sequence: index for index, sequence in enumerate(sampling_sequences)}
+            for chunk_index, chunk in enumerate(plan.chunks):
+                if chunk.sequence in sampled_indices:
+                    plan.pending.append((chunk_index, sampled_indices[chunk.sequence]))
             self._unfinished = [before, plan]
         return plan
 
@@ -173,21 +178,6 @@ def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
 
 
 def _remove_placeholders(sampling_sequences: list[Sequence]) -> None:
-    """Remove the placeholders that `_assume_step_ended` has appended.
-
-    `num_computed_tokens` is not reset, because the running step will compute all its tokens.
-    """
+    """Remove the placeholders that `_assume_step_ended` has appended."""
     for sequence in sampling_sequences:
         sequence.token_ids.pop()
-
-
-def _add_pending_tokens(plan: StepPlan, sampling_sequences: list[Sequence]) -> None:
-    """Add a pair to `plan.pending` for each sequence whose input token is still being sampled.
-
-    The pair contains the index of the chunk and the index of the token, which is the position of
-    the sequence in `sampling_sequences`.
-    """
-    sampled_indices = {sequence: index for index, sequence in enumerate(sampling_sequences)}
-    for chunk_index, chunk in enumerate(plan.chunks):
-        if chunk.sequence in sampled_indices:
-            plan.pending.append((chunk_index, sampled_indices[chunk.sequence]))

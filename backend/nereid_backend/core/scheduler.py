@@ -340,10 +340,7 @@ class Scheduler:
         self._requests.check(self.num_running)
 
     def _plan_step(self) -> StepPlan:
-        """Return the plan of the next step, and add 1 to the number of steps.
-
-        The ranks of new requests depend on the number of steps.
-        """
+        """Return the plan of the next step, and add 1 to the number of steps."""
         self._ranks.note_step()
         return self._planner.plan()
 

@@ -167,8 +167,6 @@ class StepPlanner:
     def _plan_chunks(self) -> list[Chunk]:
         """Select the tokens of the next step, first from running and then from waiting sequences.
 
-        Each chunk of the result contains the tokens of one sequence.
-
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
         step. The step then computes only this prompt. If the prompt cannot be started, the step
         computes only the running sequences, which free rows and blocks when they end.
@@ -185,8 +183,6 @@ class StepPlanner:
 
     def _start_overdue_prompt(self) -> Chunk | None:
         """Start the first waiting sequence, and return its first chunk.
-
-        Return None if there are not enough rows or blocks.
 
         Mutates: `has_overdue_prompt`. It becomes False, so that the next step computes the running
             sequences first.
@@ -218,8 +214,6 @@ class StepPlanner:
         """Select the next tokens of each running sequence, until the budget is used up.
 
         The method also stops if there are not enough free blocks for a sequence.
-
-        `budget` is the number of tokens that the step may compute.
 
         Returns:
             The chunks and the rest of the budget. A chunk contains the tokens of one sequence.
@@ -369,8 +363,6 @@ class StepPlanner:
     def _try_admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence: give it a row of the batch and blocks of the KV cache.
 
-        The sequence then runs and is no longer in the waiting queue.
-
         Returns:
             Whether the sequence was started. False if there are not enough free blocks. Also False
             if the plan is made before the previous step ends, and the sequence might need a copy of
@@ -384,25 +376,15 @@ class StepPlanner:
             self.must_wait_for_step = True
             return False
         while not self.tables.try_admit(sequence, request):
-            has_freed_blocks = self._free_kept_prompt()
+            # A running sequence will free blocks when it ends. If no sequence is running, free the
+            # prompt blocks that a request keeps for its waiting sequences. These sequences must
+            # then compute the prompt again.
+            has_freed_blocks = not self.running and self.tables.kept_prompts.drop_oldest()
             if not has_freed_blocks:
                 return False
         self.requests.admit(sequence)
         self.running.add(sequence)
         return True
-
-    def _free_kept_prompt(self) -> bool:
-        """If no sequence is running, free the prompt blocks that one request keeps.
-
-        A request with several sequences keeps the blocks of its prompt for its waiting sequences.
-        The blocks that were kept for the longest time are freed. The waiting sequences of this
-        request must then compute the prompt again. This is done only if no sequence is running,
-        because a running sequence will free its blocks when it ends.
-
-        Returns:
-            Whether blocks were freed.
-        """
-        return not self.running and self.tables.kept_prompts.drop_oldest()
 
     def _preempt_other_clients(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
@@ -421,11 +403,7 @@ class StepPlanner:
             self.preempt(victim)
 
     def _next_victim(self, sequence: Sequence, num_blocks: int) -> Sequence | None:
-        """Return the running sequence that must be preempted next for a waiting sequence.
-
-        The waiting sequence needs one row and `num_blocks` blocks. Return None if enough rows and
-        blocks are free, or if no sequence can be preempted fairly.
-        """
+        """Return the running sequence that must be preempted next for a waiting sequence."""
         ended_sequences = self.pending_plans.ended_sequences
         if not self.running.free_rows:
             return fair_victim(sequence, 1, self.running, ended_sequences, by_rows=True)

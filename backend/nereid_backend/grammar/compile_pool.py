@@ -81,11 +81,7 @@ class CompilePool(Generic[T]):
     def _compile_after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if its trial was successful.
-
-        If the trial failed, `result` receives the error of the trial. If the trial was cancelled,
-        `result` is cancelled.
-        """
+        """Compile a grammar in a thread if its trial was successful."""
         if trial.cancelled():
             result.cancel()
             return

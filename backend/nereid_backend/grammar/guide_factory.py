@@ -206,8 +206,6 @@ class Guides:
         A guide determines which tokens may come next in a sequence. Equal grammars are compiled
         once: a request uses the cached grammar, or waits for the compilation that another request
         has started.
-
-        The future of `pending` receives the guide, or an error.
         """
         spec = pending.params.grammar
         if spec is None:
@@ -240,10 +238,7 @@ class Guides:
     def _create_guide(
         self, pending: _PendingGuide, libraries: Libraries, compiled_spec: _CompiledSpec | None
     ) -> None:
-        """Create a guide, which decides which tokens are allowed, and store it in `pending.future`.
-
-        `compiled_spec` is None if the request has only a thinking budget.
-        """
+        """Create a guide, which decides about allowed tokens, and store it in `pending.future`."""
         params = pending.params
         marker = params.grammar.after if params.grammar is not None else ""
         if compiled_spec is None:
@@ -253,7 +248,8 @@ class Guides:
             matcher, special_ids = compiled_spec.compiled.matcher(), compiled_spec.special_ids
         rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        _set_guide(pending.future, TokenGuide(rules, matcher, thinking))
+        if pending.future.set_running_or_notify_cancel():
+            pending.future.set_result(TokenGuide(rules, matcher, thinking))
 
     def _cached_rules(
         self,
@@ -303,12 +299,6 @@ def _continue_with(
 
     # If the operation is already done, this call runs `on_done` immediately.
     operation.add_done_callback(on_done)
-
-
-def _set_guide(guide_future: "Future[TokenGuide]", guide: TokenGuide) -> None:
-    """Set the result of `guide_future` to `guide`, unless the future has been cancelled."""
-    if guide_future.set_running_or_notify_cancel():
-        guide_future.set_result(guide)
 
 
 def _set_error(guide_future: "Future[TokenGuide]", error: NereidError) -> None:

@@ -88,7 +88,10 @@ class LLGuidanceBackend:
             if kind == "json_schema":
                 matcher = self._schema_matcher(source)
             else:
-                matcher = self._text_matcher(kind, source)
+                convert = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind]
+                matcher = self._matcher(convert(source))
+                if matcher.is_error():
+                    raise self._grammar_error(kind, source, matcher)
         except (ValueError, OverflowError) as error:
             # Examples of errors: the schema is not an object, a text contains half of a surrogate
             # pair, or a number is infinite.
@@ -122,18 +125,6 @@ class LLGuidanceBackend:
         matcher = self._matcher(_schema_grammar(schema))
         if matcher.is_error():
             raise self._schema_error(schema, _problem(matcher))
-        return matcher
-
-    def _text_matcher(self, kind: str, source: str) -> LLMatcher:
-        """Return llguidance's matcher for a regular expression, a list of choices or a grammar.
-
-        Raises:
-            RequestError: if the source is not valid.
-        """
-        convert = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind]
-        matcher = self._matcher(convert(source))
-        if matcher.is_error():
-            raise self._grammar_error(kind, source, matcher)
         return matcher
 
     def _matcher(self, grammar: str) -> LLMatcher:
@@ -298,7 +289,10 @@ def _pattern_problem(matcher: LLMatcher) -> str:
         # llguidance's message has no line that begins with "error: ". Remove the regular expression
         # from the message, and return the message's first line.
         return _short_line(_INVALID_REGEX.sub("", error_text))
-    column = _column_in_pattern(error_text)
+    # The first line of only spaces and "^" marks the column. If "^" follows the indentation of 4
+    # spaces, the column is 1. The line before quotes the expression, which can begin with "^".
+    indent = re.search(r"^( +)\^+$", error_text, re.MULTILINE)
+    column = None if indent is None else len(indent[1]) - _EXCERPT_INDENT + 1
     return message if column is None else f"{message} (column {column})"
 
 
@@ -315,17 +309,6 @@ def _short_line(text: str) -> str:
     """Return the first line of a text, with single spaces and at most _MAX_MESSAGE characters."""
     first_line, _, _ = text.partition("\n")
     return " ".join(first_line.split())[:_MAX_MESSAGE]
-
-
-def _column_in_pattern(error_text: str) -> int | None:
-    """Return the column that an error message marks with "^"; None if the message has no "^".
-
-    The first line of only spaces and "^" marks the column; see `_pattern_problem`. If "^" directly
-    follows the indentation of 4 spaces, the column is 1. The line before quotes the expression,
-    which can begin with "^", too.
-    """
-    indent = re.search(r"^( +)\^+$", error_text, re.MULTILINE)
-    return None if indent is None else len(indent[1]) - _EXCERPT_INDENT + 1
 
 
 def _definitions_in(schema: object) -> dict[str, object]:
@@ -349,8 +332,6 @@ def _with_definitions(
     If the part itself is in the definitions (its path begins with "$.$defs."), return it without
     the definitions. Otherwise, a definition that refers to an invalid definition would fail with
     the same error, and the search for the cause of the error would find the wrong definition.
-
-    `path` is the position of the part in the whole schema, such as "$.properties.b".
     """
     is_definition = any(path.startswith(f"$.{keyword}.") for keyword in definitions)
     return dict(part) if is_definition else {**definitions, **part}

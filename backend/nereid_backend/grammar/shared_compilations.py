@@ -60,10 +60,7 @@ class SharedCompilations(Generic[T]):
     def _stop_waiting(
         self, spec: GrammarSpec, compilation: _Compilation[T], request_future: "Future[Any]"
     ) -> None:
-        """Reduce the number of requests that wait for a compilation by one.
-
-        If the request was cancelled and no other request waits, stop the compilation.
-        """
+        """Reduce the number of requests that wait for a compilation by one."""
         with self._lock:
             compilation.num_waiting -= 1
             is_unwanted = request_future.cancelled() and compilation.num_waiting == 0
@@ -77,10 +74,7 @@ class SharedCompilations(Generic[T]):
     def _forget(
         self, spec: GrammarSpec, compilation: _Compilation[T], _future: "Future[T]"
     ) -> None:
-        """Remove a compilation that has ended. `_future` is the future of the compilation.
-
-        A later request with this grammar uses the cached grammar, or starts a new compilation.
-        """
+        """Remove a compilation that has ended. `_future` is the future of the compilation."""
         with self._lock:
             self._remove(spec, compilation)
 

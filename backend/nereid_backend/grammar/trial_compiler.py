@@ -106,10 +106,7 @@ class TrialCompiler:
         )
 
     def _send(self, job_id: int, message: tuple[object, ...]) -> None:
-        """Send a message about a job to the process, without blocking.
-
-        trial_process.py describes the messages.
-        """
+        """Send a message about a job to the process, without blocking."""
         with contextlib.suppress(RuntimeError):  # the sender is shut down
             self._sender.submit(self._send_message, job_id, message)
 
@@ -159,8 +156,6 @@ class TrialCompiler:
 
     def _start_process(self, child_fd: int) -> "subprocess.Popen[bytes]":
         """Start the process that compiles grammars, and store the process in `_process`.
-
-        The process exchanges messages through the file descriptor `child_fd`.
 
         Raises:
             OSError: if the process cannot be started, or if the compiler is closed.

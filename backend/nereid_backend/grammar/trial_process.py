@@ -150,13 +150,9 @@ class TrialServer:
             self._waiting.append(_Job(job_id, kind, source, deadline))
         else:
             _command, job_id = message
-            self._cancel(job_id)
-
-    def _cancel(self, job_id: int) -> None:
-        """Remove the job with the number `job_id`, unless the job has already ended."""
-        for job in [*self._running, *self._waiting]:
-            if job.job_id == job_id:
-                self._remove(job)
+            for job in [*self._running, *self._waiting]:
+                if job.job_id == job_id:
+                    self._remove(job)
 
     def _fork_child(self, job: _Job) -> None:
         """Fork a child process that executes a job."""
@@ -199,9 +195,6 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
 
     The child limits its own memory and time. A grammar that exceeds a limit therefore ends only
     this child, not the engine.
-
-    `compile_grammar` raises a RequestError if the grammar is refused. `timeout_s` is the limit of
-    the processor time in seconds.
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)

@@ -286,8 +286,6 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
     Merged layers are computed by one product, so they form one group, in the order in which they
     were merged. Every other layer has its own group. A group maps the name of each layer to the
     layer. Example: `[{"q_proj": q, "k_proj": k, "v_proj": v}, {"o_proj": o}]`.
-
-    The list is empty if the kernels cannot be used.
     """
     device = next(model.parameters()).device
     if device.type != "cpu" or not native_linear.is_available():
@@ -304,10 +302,7 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _merge_position(item: tuple[str, nn.Module]) -> int:
-    """Return the position of a layer in its group of merged layers; 0 for an unmerged layer.
-
-    `item` is a pair: the name of the layer, and the layer.
-    """
+    """Return the position of a layer in its group of merged layers; 0 for an unmerged layer."""
     _name, layer = item
     return layer.position if isinstance(layer, MergedLayer) else 0
 

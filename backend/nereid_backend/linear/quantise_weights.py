@@ -164,10 +164,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Quantise some rows of a float32 weight; see `quantise_weight`.
-
-    The rows are [num_rows, in_features].
-    """
+    """Quantise some rows of a float32 weight; see `quantise_weight`."""
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
     # The shape is [num_rows, groups, size]. The last group is padded with zeros. The padding does

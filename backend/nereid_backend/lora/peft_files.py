@@ -239,10 +239,7 @@ def _parse_config(file: Path, text: bytes) -> _PeftConfig:
 
 
 def _parse_weights(file: Path, content: bytes) -> dict[str, Tensor]:
-    """Parse the content of adapter_model.safetensors. Return a dict from tensor names to tensors.
-
-    Raise a ModelError with the name of the file if the content is not in the format safetensors.
-    """
+    """Parse the content of adapter_model.safetensors. Return its tensors by name."""
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -251,10 +248,7 @@ def _parse_weights(file: Path, content: bytes) -> dict[str, Tensor]:
 
 
 def _check_changed_parts(file: Path, config: dict[str, Any]) -> None:
-    """Raise a ModelError if an adapter changes anything other than the outputs of linear layers.
-
-    Such an adapter replaces whole modules or biases, or also changes the weights of the model.
-    """
+    """Raise a ModelError if an adapter changes anything other than the outputs of linear layers."""
     saved_modules = config.get("modules_to_save")
     if saved_modules:
         raise ModelError(
@@ -329,8 +323,6 @@ def _check_rank(file: Path, config: _PeftConfig, layer_name: str, rank: int) -> 
     """Raise a ModelError if the rank of a layer's weights differs from adapter_config.json.
 
     In this case, the two files do not belong to the same adapter.
-
-    `rank` is the number of rows of the layer's matrix lora_A.
     """
     config_rank = config.rank(layer_name)
     if config_rank is not None and config_rank != rank:

@@ -38,7 +38,12 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     """
     with _recorded_layers(checkpoint.model) as layers:
         try:
-            _run_test_step(checkpoint)
+            set_attention(checkpoint, None)
+            ids = torch.tensor(
+                [plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device
+            )
+            positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
+            ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             log.info("No layer can have a LoRA adapter: %s", first_line(error))
             return {}
@@ -75,17 +80,6 @@ class _RecordedLayer(NamedTuple):
     def can_be_adapted(self) -> bool:
         """True if the model has called the layer, and every call has computed all tokens."""
         return bool(self.computed_all_tokens) and all(self.computed_all_tokens)
-
-
-def _run_test_step(checkpoint: Checkpoint) -> None:
-    """Run the model once on `_NUM_TOKENS` tokens. The model uses its own attention code.
-
-    Mutates: the checkpoint. The model uses its own attention after the call.
-    """
-    set_attention(checkpoint, None)
-    ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
-    positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
-    ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions)
 
 
 def _sizes_of(module: nn.Module) -> LayerSizes | None:

@@ -18,7 +18,6 @@ logits for one of these kinds are not correct, requests with this kind are refus
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
@@ -47,19 +46,6 @@ _FEATURE_BYTES = 256 * 2**20
 
 _AddImages = Callable[[ForwardPath], ForwardPath]
 """Adds the support for images to the forward path for texts, and returns the new path."""
-
-
-class _Candidate(NamedTuple):
-    """One of the ways in which a model can process prompts with images.
-
-    Attributes:
-        name: "packed", "single" or "generated".
-        add_images: adds the support for images to the forward path for texts, and returns the new
-            path.
-    """
-
-    name: str
-    add_images: _AddImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +150,7 @@ def choose_image_path(
 
 
 def _reason_against_images(config: PretrainedConfig, folder: Path) -> str | None:
-    """Return a sentence that says why a checkpoint does not support images, or None.
-
-    `folder` is the folder of the checkpoint.
-    """
+    """Return a sentence that says why a checkpoint does not support images, or None."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.sub_configs:
         return "the served model reads only text."
     if not has_processor(folder):
@@ -195,7 +178,7 @@ class _Choice:
 
 
 def _choose_candidate(
-    candidates: list[_Candidate],
+    candidates: dict[str, _AddImages],
     trials: dict[str, Trial],
     measure: Callable[[_AddImages, Trial], float],
 ) -> tuple[_Choice | None, dict[str, str]]:
@@ -227,22 +210,19 @@ def _choose_candidate(
 
 
 def _first_correct(
-    candidates: list[_Candidate],
+    candidates: dict[str, _AddImages],
     kind: str,
     trial: Trial,
     measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
     """Return the first candidate (a way to process images) that computes correct logits.
 
-    `measure` returns the difference between a candidate's logits and the expected logits. It raises
-    an exception if the difference is too large.
-
     Raises:
         UnfitError: if no candidate has correct logits. The message contains the problem of each
             candidate, such as "packed: RuntimeError: shapes differ; single: ...".
     """
     problems: list[str] = []
-    for name, add_images in candidates:
+    for name, add_images in candidates.items():
         try:
             difference = measure(add_images, trial)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
@@ -279,10 +259,10 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
 
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
-) -> list[_Candidate]:
-    """Return the ways to process prompts with images, in order of preference.
+) -> dict[str, _AddImages]:
+    """Return the ways to process prompts with images by name, in order of preference.
 
-    Each candidate contains a function that adds the support for images to the forward path for
+    Each candidate is a function that adds the support for images to the forward path for
     texts. The function returns the changed path, or a `SplitPath`, which combines two forward
     paths: one for sequences without images, and one for sequences with images.
     """
@@ -313,8 +293,4 @@ def _candidates(
         """
         return SplitPath(path, GeneratedPath(checkpoint), features, attention)
 
-    return [
-        _Candidate("packed", add_packed),
-        _Candidate("single", add_single),
-        _Candidate("generated", add_generated),
-    ]
+    return {"packed": add_packed, "single": add_single, "generated": add_generated}

@@ -115,8 +115,6 @@ def _check_weights_are_finite(checkpoint: Checkpoint, folder: str) -> None:
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
     """Return a log line that names the chosen way to run the model (the forward path).
 
-    The line also contains the reasons why the earlier paths were not chosen.
-
     Example: "path: padded (packed: it does not use transformers' attention interface)."
     """
     detail = f"; {spec.detail}" if spec.detail else ""
@@ -134,23 +132,17 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Maps each value of `is_generated` to the result of `get`. The result is a trial, or the
-        # message of the UnfitError that `get` raises.
+        # Maps each value of `uses_generated_trial` to a trial, or to the message of the UnfitError
+        # that `get_for` raises.
         self._results: dict[bool, Trial | str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
-        """Return the test sequences and the expected logits for the path that `spec` describes."""
-        return self.get(spec.layers, is_generated=spec.uses_generated_trial)
-
-    def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
         """Return the test sequences and the expected logits, which are computed only once.
 
         Args:
-            layers: the attention layers of the path. One test sequence is longer than the windows
-                of these layers. Only the first call with a value of `is_generated` reads `layers`,
-                because all paths of a model have layers with the same windows.
-            is_generated: whether the tokens and logits come from transformers' generate. If False,
-                the logits come from one forward pass over each whole sequence.
+            spec: the path. One test sequence is longer than the windows of its attention layers.
+                Only the first call with a value of `uses_generated_trial` reads the layers, because
+                all paths of a model have layers with the same windows.
 
         Mutates: if the trial is not cached, the model uses its own attention after the call.
 
@@ -158,13 +150,14 @@ class Trials:
             UnfitError: if the logits of one forward pass over a sequence differ from the logits of
                 token-by-token generation.
         """
+        is_generated = spec.uses_generated_trial
         if is_generated not in self._results:
             set_attention(self._checkpoint, None)
             try:
                 if is_generated:
                     trial = make_generated_trial(self._checkpoint, self._max_len, self._block_size)
                 else:
-                    trial = self._one_pass_trial(layers)
+                    trial = self._one_pass_trial(spec.layers)
                 self._results[is_generated] = trial
             except UnfitError as error:
                 self._results[is_generated] = str(error)

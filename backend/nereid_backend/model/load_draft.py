@@ -178,11 +178,7 @@ def open_draft(
 
 
 def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
-    """Return the engine's settings with the changes that are necessary to load the draft model.
-
-    The draft model itself has no draft model and no LoRA adapters, and runs in one process. Its KV
-    cache stores unrounded keys and values.
-    """
+    """Return the engine's settings with the changes that are necessary to load the draft model."""
     return replace(
         config,
         model=draft_folder,
@@ -207,10 +203,7 @@ def _check_can_remove_draft_tokens(checkpoint: Checkpoint, spec: PathSpec) -> No
 
 
 def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoint) -> None:
-    """Raise a ConfigError if the two models have different vocabularies.
-
-    The tokens are compared only if both checkpoints contain a file tokenizer.json.
-    """
+    """Raise a ConfigError if the two models have different vocabularies."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft_model: the draft model has a vocabulary of {draft.vocab_size} tokens, but the "
@@ -231,10 +224,7 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return the vocabulary (token to id) of tokenizer.json. Added tokens are not included.
-
-    Return None if the checkpoint has no file tokenizer.json.
-    """
+    """Return the vocabulary (token to id) of tokenizer.json. Added tokens are not included."""
     file = Path(checkpoint_folder(model)) / "tokenizer.json"
     if not file.is_file():
         return None

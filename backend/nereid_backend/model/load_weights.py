@@ -140,11 +140,7 @@ def _read_checkpoint(
     *,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
-    """Read the checkpoint of a model with the engine's settings, and return the model.
-
-    If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
-    number of bits while they are read.
-    """
+    """Read the checkpoint of a model with the engine's settings, and return the model."""
     # A panel is a block of a weight matrix. If quantised weights are stored in panels, the CPU
     # kernels compute directly with the integers of the weights. Other devices have no such kernels.
     # If `rounded_bits` is set, the panels are required, because no other layout supports integers.
@@ -284,8 +280,6 @@ def _round_weights(checkpoint: Checkpoint, weight_dtype: str, progress: Progress
 
 def _store_as_float8(checkpoint: Checkpoint) -> int:
     """Round the weights of a model's linear layers to e4m3, an 8-bit floating-point type.
-
-    Return the number of layers.
 
     Raises:
         ConfigError: if the device cannot multiply 8-bit floating point numbers.

@@ -97,8 +97,6 @@ def _generate_answers(
     The later prompts contain several images. If transformers cannot answer a later prompt, it is
     left out, because some models accept only one image.
 
-    `contents` contains the media of each prompt.
-
     Raises:
         Exception: of any class, if transformers cannot answer the first prompt.
     """

@@ -314,11 +314,7 @@ def _padded_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 
 
 def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the variants of the forward path `single`, from the fastest to the slowest.
-
-    The first variant stores keys and values in blocks. The second variant uses the cache of the
-    model's own code. The third variant has no cache.
-    """
+    """Yield the variants of the forward path `single`, from the fastest to the slowest."""
     # If the data in the model's cache cannot be stored in blocks, there is no first variant.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         set_attention(checkpoint, None)

@@ -152,9 +152,13 @@ def check_in_steps(
             f"{tuple(trial.expected.shape)}"
         )
     # Rounding can make a mixture-of-experts model choose different experts for a few tokens, whose
-    # logits then differ greatly.
+    # logits then differ greatly. The median of a sequence ignores these tokens. A wrong forward
+    # path changes the logits of most tokens, and therefore also the median.
     ignores_outliers = dtype != torch.float32 or is_rounded
-    largest_difference = _largest_difference(logits, trial, ignores_outliers=ignores_outliers)
+    differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
+    if ignores_outliers:
+        differences = differences.view(len(trial.sequences), -1).median(dim=1).values
+    largest_difference = differences.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
     # `not <=` also refuses NaN.
     if not largest_difference <= tolerance:
@@ -163,20 +167,6 @@ def check_in_steps(
             f"{largest_difference:.2g} times the standard deviation of the logits"
         )
     return largest_difference
-
-
-def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
-    """Return the largest difference between a row of `logits` and the expected row.
-
-    If `ignores_outliers` is True, return the largest median of a sequence instead. Because of
-    rounding, a mixture-of-experts model can choose other experts for a few tokens. The logits of
-    these tokens then differ greatly, but the median does not. A wrong forward path changes the
-    logits of most tokens, so the median still detects a wrong path.
-    """
-    differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
-    if ignores_outliers:
-        differences = differences.view(len(trial.sequences), -1).median(dim=1).values
-    return differences.max().item()
 
 
 def _logits_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
@@ -217,8 +207,6 @@ def _step_budget(trial: Trial) -> int:
 
 def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
     """Append the next test token to `chunk.sequence`. Generation would append a sampled token.
-
-    Do nothing after the last token of the test sequence.
 
     Mutates: `chunk.sequence`.
     """

@@ -162,8 +162,6 @@ def _choose_paths(
 ) -> tuple[ChosenPath, ImageSupport]:
     """Choose how the model processes texts and how it processes prompts with images.
 
-    The arguments are those of `open_model`, and `checkpoint` is the loaded model.
-
     Raises:
         UnsupportedModelError: if the model can process neither texts nor prompts with images.
     """
@@ -204,7 +202,8 @@ def load(
     checkpoint, spec = opened.checkpoint, opened.chosen.spec
     opened_draft = open_draft(config, checkpoint, spec, progress)
     opened_mtp = open_mtp(config, checkpoint, spec, hook, progress)
-    num_tokens = _tokens_per_step(config, device)
+    default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
+    num_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, default)
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
     plan = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
     memory = plan.memory
@@ -231,8 +230,7 @@ def load(
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, opened.chosen, progress)
-    swap = _compile_in_background(config, path, opened, hook, progress)
-    compiled = _compile_now(config, path, opened, hook, progress)
+    swap, compiled = _compile(config, path, opened, hook, progress)
     clock.end("compile")
     if config.cuda_graphs:
         use_decode_graphs(
@@ -312,42 +310,28 @@ def _plan_cache(
     return _CachePlan(memory, groups, step_bytes or 0)
 
 
-def _compile_in_background(
+def _compile(
     config: EngineConfig,
     path: ForwardPath,
     opened: OpenedModel,
     hook: AttentionHook,
     progress: Progress,
-) -> ForwardSwap | None:
-    """Start to compile the forward pass if the setting compile_forward is "auto".
+) -> tuple[ForwardSwap | None, CompiledForward | None]:
+    """Compile the forward pass, or start to compile it in the background (compile_forward="auto").
 
-    If an earlier process has stored the compiled forward pass on disk, use it at once.
-
-    Mutates: path, if the compiled forward pass is on disk.
+    Mutates: path, if the compiled forward pass is now available, or was stored on disk earlier.
 
     Returns:
-        The compilation that runs in the background; None if no compilation was started.
+        The compilation that runs in the background, and the compiled forward pass. Each is None if
+        it does not exist.
     """
-    if config.compile_forward != "auto":
-        return None
-    return use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
-
-
-def _compile_now(
-    config: EngineConfig,
-    path: ForwardPath,
-    opened: OpenedModel,
-    hook: AttentionHook,
-    progress: Progress,
-) -> CompiledForward | None:
-    """Compile the forward pass if the setting compile_forward is true.
-
-    The arguments are those of `_compile_in_background`. Return None if the engine's path uses no
-    compiled forward pass.
-    """
-    if config.compile_forward is not True:
-        return None
-    return use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress)
+    if config.compile_forward == "auto":
+        swap = use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
+        return swap, None
+    if config.compile_forward is True:
+        compiled = use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress)
+        return None, compiled
+    return None, None
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
@@ -357,15 +341,6 @@ def _warn_about_experiments(config: EngineConfig, device: torch.device, progress
             f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "
             "whose results equal those of the reference implementation."
         )
-
-
-def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
-    """Return the largest number of tokens in a forward pass: max_num_batched_tokens or a default.
-
-    Example: with the default settings on a CPU, max_num_seqs is 256, and the result is 512.
-    """
-    default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
-    return config.max_num_batched_tokens or max(config.max_num_seqs, default)
 
 
 def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) -> int | None:
@@ -391,11 +366,7 @@ def _make_runner(
     cpu_threads: CpuThreads,
     progress: Progress,
 ) -> Runner:
-    """Return a `Runner` object, which runs the forward passes of a model and samples tokens.
-
-    The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
-    works on the device. The number of CPU threads is adjusted only if the model runs on the CPU.
-    """
+    """Return a `Runner` object, which runs the forward passes of a model and samples tokens."""
     device = checkpoint.device
     make_runner = partial(Runner, path, num_token_ids=checkpoint.vocab_size)
     if device.type == "cpu":

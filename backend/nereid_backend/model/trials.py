@@ -190,10 +190,7 @@ def _random_sequences(
 
 
 def _len_beyond_windows(checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec]) -> int:
-    """Return a prompt length that exceeds every window that is short enough to be tested.
-
-    The length is at least the first length of `_PROMPT_LENS`.
-    """
+    """Return a prompt length that exceeds every window that is short enough to be tested."""
     window_sizes = _limits_in_config(checkpoint)
     for layer in layers:
         sizes_of_layer = (layer.window.size, layer.window.chunk)  # each can be None

@@ -139,10 +139,7 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bo
 
 
 def _bytes_per_number(folder: Path, dtype_setting: str, device: torch.device) -> int:
-    """Return the size of one floating-point number of the weights in bytes: 2 or 4.
-
-    `dtype_setting` is the name of a data type, such as "bfloat16", or "auto".
-    """
+    """Return the size of one floating-point number of the weights in bytes: 2 or 4."""
     dtype_name = _automatic_dtype(folder, device) if dtype_setting == "auto" else dtype_setting
     return _HALF_BYTES if dtype_name in ("bfloat16", "float16") else _FULL_BYTES
 

@@ -142,8 +142,6 @@ def _open_sharded(
 ) -> OpenedModel:
     """Load rank 0's part of the model, and check the logits that the ranks compute together.
 
-    The other ranks load their parts at the same time.
-
     Returns:
         Rank 0's part of the model and its forward path.
     """

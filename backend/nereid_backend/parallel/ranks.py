@@ -94,7 +94,12 @@ class Ranks:
             rank = Rank(number, self.rank.size, self.rank.device_type, self.rank.store)
             self._start_process(config, rank)
         for number, connection in enumerate(self._connections, 1):
-            self._await_start(number, connection)
+            try:
+                message = connection.recv()
+            except EOFError:
+                message = self._describe_death(number)
+            if message != STARTED:
+                raise EngineError(f"rank {number} of the model {message}")
         threading.Thread(target=self._wait_for_failure, daemon=True, name="rank-watch").start()
         self.rank.join()
 
@@ -197,10 +202,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def _start_process(self, config: EngineConfig, rank: Rank) -> None:
-        """Start the process of a rank, and send the settings to the new process.
-
-        The two processes exchange messages through a pair of connected sockets.
-        """
+        """Start the process of a rank, and send the settings to the new process."""
         parent_end, child_end = socket.socketpair()
         # sys.executable can be empty if Python is embedded in another program.
         python = sys.executable or shutil.which("python3") or "python3"
@@ -215,18 +217,6 @@ class Ranks:
         self._processes.append(process)
         self._connections.append(connection)
         connection.send((config, rank))
-
-    def _await_start(self, number: int, connection: Connection) -> None:
-        """Wait until the process of a rank has started.
-
-        Raise an EngineError if the process ends before it has sent the message "started".
-        """
-        try:
-            message = connection.recv()
-        except EOFError:
-            message = self._describe_death(number)
-        if message != STARTED:
-            raise EngineError(f"rank {number} of the model {message}")
 
     def _wait_for_failure(self) -> None:
         """Wait until another rank fails or ends, and store a description in `_failure`.
@@ -292,8 +282,6 @@ def _is_same_error(failure: str, error: Exception) -> bool:
 
     Example: the failure "rank 1 of the model failed: ValueError: a tensor is missing" and the error
     ValueError("a tensor is missing") return True.
-
-    `failure` describes the failure of the other rank. `error` is the error of rank 0.
     """
     # A description ends with the message of the error. If the message is empty, the description
     # ends with the class of the error, such as "MemoryError: ".

@@ -85,11 +85,7 @@ def _checked_spec(config: EngineConfig, hook: AttentionHook, checkpoint: Checkpo
 
 
 def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
-    """Return the rules that make each rank load all KV heads of the model.
-
-    The rules are empty if there are enough KV heads for all ranks (see
-    `kv_heads.replication_rules`).
-    """
+    """Return the rules that make each rank load all KV heads of the model."""
     folder = Path(checkpoint_folder(config.model))
     model = model_without_weights(read_config(folder, config.trust_remote_code))
     return {} if model is None else replication_rules(model, tensor_parallel_plan(model), size)

@@ -129,20 +129,13 @@ class PackedPath:
                     return self._run_model(batch, self._attention(batch))
             if adapters_need_hooks:
                 return self._run_model(batch, self._attention(batch))
-            logits = self._replay_graphs(batch)
+            # A graph returns None if it was not captured for steps of this kind and size.
+            logits = None
+            if self.graphs is not None:
+                logits = self.graphs.forward(batch)
+            if logits is None and self.pieces is not None:
+                logits = self.pieces.forward(batch)
             return self.run(batch) if logits is None else logits
-
-    def _replay_graphs(self, batch: StepBatch) -> Tensor | None:
-        """Compute a step by replaying captured CUDA graphs, and return the logits.
-
-        Return None if no graph was captured for steps of this kind and size.
-        """
-        logits = None
-        if self.graphs is not None:
-            logits = self.graphs.forward(batch)
-        if logits is None and self.pieces is not None:
-            logits = self.pieces.forward(batch)
-        return logits
 
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step without CUDA graphs. Return the logits, [num_logits, vocab_size].
@@ -168,10 +161,7 @@ class PackedPath:
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
-        """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size].
-
-        `attention` is the function that the model calls as the attention of each layer.
-        """
+        """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size]."""
         optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
         # Some embedding layers ignore the argument `position_ids`, and derive the positions from
         # the length of a cache. `_position_embeddings.using` passes the correct positions to these

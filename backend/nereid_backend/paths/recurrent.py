@@ -158,10 +158,7 @@ class RowsPath:
             del self._sequences[row]
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Load states of new sequences from snapshots. Delete snapshots that are no longer needed.
-
-        `snapshots` lists the snapshots to load and the snapshots to delete.
-        """
+        """Load states of new sequences from snapshots. Delete snapshots that are not needed."""
         for chunk_index, snapshot_id in snapshots.loads:
             chunk = plan.chunks[chunk_index]
             state = copy_state(self._snapshots[snapshot_id])
@@ -171,8 +168,6 @@ class RowsPath:
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Compute one token for each of several sequences, in a single forward pass.
-
-        The sequence of each chunk must already have a state.
 
         Returns:
             Logits, [num_chunks, 1, vocab_size].
@@ -210,11 +205,7 @@ class RowsPath:
         return self._computes_from_start and has_later_chunk and chunk.num_logits == 0
 
     def _can_continue(self, chunk: Chunk) -> bool:
-        """Return whether the tokens of `chunk` can be computed from the sequence's stored state.
-
-        The state must cover exactly the tokens before the chunk. Some models can continue a state
-        only by one token; see the argument `computes_from_start` of the constructor.
-        """
+        """Return whether the tokens of `chunk` can be computed from the sequence's stored state."""
         is_exact = chunk.num_tokens == 1 or not self._computes_from_start
         return is_exact and self._has_state(chunk)
 
@@ -277,9 +268,6 @@ class RowsPath:
 
     def _continue_state(self, chunk: Chunk) -> Tensor:
         """Compute the tokens of a chunk in one pass, and update the state of the sequence.
-
-        The pass starts from the stored state, or from an empty state if the chunk contains the
-        first token.
 
         Returns:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.

@@ -108,8 +108,6 @@ class SinglePath:
         a whole prompt. Example: a prompt is divided into the tokens 0 to 5 and 6 to 9. For the
         first chunk, nothing is computed, and the result is None. For the second chunk, one call
         computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
-
-        `state_key` is the key of the sequence's state in `_states`.
         """
         if chunk.num_logits == 0:
             return None  # A later chunk of the prompt computes these tokens, too.
@@ -185,25 +183,20 @@ class SinglePath:
         # of the cache.
         state = self._states.pop(state_key, None)
         if state is None or state.num_tokens != num_tokens - 1:
-            state = self._state_before_first_call(sequence, num_tokens)
+            num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
+            ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
+            state = _SequenceState(
+                sequence, self._first_arguments(ids, sequence.images), num_tokens=0
+            )
         inputs = self._next_arguments(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
-            arguments = self._arguments_after_call(state, output)
+            arguments: dict[str, Any] = self._model._update_model_kwargs_for_generation(
+                output, state.arguments, is_encoder_decoder=self._has_encoder
+            )
             self._states[state_key] = _SequenceState(sequence, arguments, num_tokens)
         logits: Tensor = output.logits[0]
         return logits
-
-    def _arguments_after_call(self, state: _SequenceState, output: object) -> dict[str, Any]:
-        """Return the arguments for the next call, with the new cache and a longer attention mask.
-
-        `state` is the state before the last call of the model, and `output` is the output of this
-        call. The private method of transformers is the method that `generate` calls.
-        """
-        arguments: dict[str, Any] = self._model._update_model_kwargs_for_generation(
-            output, state.arguments, is_encoder_decoder=self._has_encoder
-        )
-        return arguments
 
     def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
         """Return the arguments for the next call of the model, as `generate` prepares them.
@@ -230,16 +223,6 @@ class SinglePath:
         )
         return inputs
 
-    def _state_before_first_call(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
-        """Return the arguments of the model's first call, as a state with 0 computed tokens.
-
-        In an encoder-decoder model, the arguments contain the encoder's outputs for the prompt.
-        Otherwise, the first call computes the first `num_tokens` tokens.
-        """
-        num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
-        ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
-        return _SequenceState(sequence, self._first_arguments(ids, sequence.images), num_tokens=0)
-
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Return the decoder's input tokens for the first `num_tokens` tokens of a sequence.
 
@@ -260,8 +243,6 @@ class SinglePath:
 
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
         """Return the arguments of the model's first call for a sequence.
-
-        The arguments are those that transformers' `generate` would prepare.
 
         Args:
             ids: the tokens of the sequence, [1, num_tokens]. In an encoder-decoder model, `ids`

@@ -231,10 +231,7 @@ class BatchBuilder:
     def _attention_of_layer_group(
         self, step: _PackedChunks, decodes: list[_Decodes], tensors: Iterator[Tensor]
     ) -> AttentionBatch:
-        """Build the attention metadata of a step for one group of attention layers.
-
-        `tensors` yields the arrays that `_layer_group_arrays` returned, on the device.
-        """
+        """Build the attention metadata of a step for one group of attention layers."""
         return AttentionBatch(
             slots=next(tensors),
             num_decodes=step.num_decodes,
@@ -335,10 +332,7 @@ def _arrays_of_group(group: LengthGroup) -> list[Integers]:
 
 
 def _read_group(group: LengthGroup, tensors: Iterator[Tensor]) -> _Decodes:
-    """Return the decodes of a group.
-
-    `tensors` yields the arrays that `_arrays_of_group` returned for this group, on the device.
-    """
+    """Return the decodes of a group."""
     lens = next(tensors)
     tokens = None if isinstance(group.indices, slice) else next(tensors)
     return _Decodes(lens, tokens)

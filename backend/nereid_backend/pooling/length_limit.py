@@ -24,7 +24,8 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
     own_limit = _own_limit(spec, encoder)
     configured = config.max_model_len
     if configured is None:
-        recommended = _limit_in_files(spec, encoder)
+        limit = spec.max_seq_length or encoder.tokenizer.model_max_length
+        recommended = limit if 0 < limit < _NO_LIMIT else None
         return min(own_limit.num_tokens, recommended or own_limit.num_tokens)
     if configured > own_limit.num_tokens:
         raise ConfigError(
@@ -35,21 +36,12 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
 
 
 def _own_limit(spec: CheckpointSpec, encoder: Encoder) -> LengthLimit:
-    """Return the largest length for which the model computes correct outputs.
-
-    The length is limited by the config, and by the number of position embeddings.
-    """
+    """Return the largest length for which the model computes correct outputs."""
     limit = model_limit(spec.config.get_text_config())
     num_embeddings = _num_position_embeddings(encoder)
     if num_embeddings is not None and num_embeddings < limit.num_tokens:
         return LengthLimit(num_embeddings, "the number of position embeddings")
     return limit
-
-
-def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:
-    """Return the length limit that the checkpoint's files recommend; None if there is none."""
-    limit = spec.max_seq_length or encoder.tokenizer.model_max_length
-    return limit if 0 < limit < _NO_LIMIT else None
 
 
 def _num_position_embeddings(encoder: Encoder) -> int | None:

@@ -171,8 +171,11 @@ class PoolingModel:
         # Each part is computed by one call of a method in `run_methods`. If texts are packed, one
         # part can contain texts of different lengths. Otherwise, the texts of a part have similar
         # lengths, so that they need little padding.
+        # Some vision-language models compute even texts one by one.
         parts = split_batch(
-            batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
+            batch,
+            computes_all_alone=self._image_forward is not None and self._loaded.forward is None,
+            is_packed=self._is_packed,
         )
         run_methods = {
             "images": self._run_images,
@@ -185,11 +188,6 @@ class PoolingModel:
             for index, output in zip(part.indices, outputs_of_part, strict=True):
                 outputs[index] = output
         return outputs
-
-    @property
-    def _computes_all_alone(self) -> bool:
-        """Whether the model computes all inputs one by one, even inputs that are texts."""
-        return self._image_forward is not None and self._loaded.forward is None
 
     @property
     def _is_packed(self) -> bool:
@@ -239,9 +237,6 @@ class PoolingModel:
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
         """Compute the output for each text from the token vectors.
-
-        A generative reranker compares the logits of the answer tokens. A SPLADE model computes
-        sparse weights from the logits of all tokens. Other models return or pool the vectors.
 
         Shapes: hidden [num_tokens, hidden_size].
         """

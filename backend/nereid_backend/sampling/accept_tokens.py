@@ -53,10 +53,7 @@ def read_sampled(
 def _read_sequence(
     last_position: Position, first: int, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> Sampled:
-    """Return the new tokens of one sequence, or the error of its grammar or its sampling.
-
-    `first` is the index of the sequence's first position among all positions of the step.
-    """
+    """Return the new tokens of one sequence, or the error of its grammar or its sampling."""
     if first in masks.errors:
         return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
     sequence, drafts = last_position
@@ -68,11 +65,7 @@ def _read_sequence(
 
 
 def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether every sampled token is the only new token of its sequence in this step.
-
-    The tokens then need no further processing. This is the case if no chunk has draft tokens, no
-    sequence has a grammar, no request asks for log-probabilities, and no position has an error.
-    """
+    """Return whether every sampled token is the only new token of its sequence in this step."""
     positions = sampling.positions
     # `counts` has one item for each sequence. If there are more positions than sequences, at least
     # one sequence has draft tokens.
@@ -88,8 +81,6 @@ def _accept_or_return_error(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
     """Return the new tokens of a sequence. If its grammar fails, return an error instead.
-
-    The error ends the sequence.
 
     The sequence's grammar is advanced by the new tokens. `first` is the index in `sampled_tokens`
     of the first token of this sequence.

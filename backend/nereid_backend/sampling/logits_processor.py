@@ -190,8 +190,6 @@ class LogitsProcessor:
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
         """Return the `LogitsParams` of the request to which a position belongs.
 
-        The first call for a request creates the arrays and stores them in the cache.
-
         `index` is the index of the position in the step; see `_cache_row`.
         """
         row = _cache_row(position, index)
@@ -339,10 +337,6 @@ def _forbid_tokens(
 
 def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
     """Add the biases of logit_bias to the logits.
-
-    All rows are changed with one call of torch. Example: row 0 has a bias for the tokens 4 and 7,
-    and row 2 has a bias for the token 9. The changed logits have the rows [0, 0, 2] and the columns
-    [4, 7, 9].
 
     Mutates: logits [n, vocab_size] float32. The keys of `params` are indices of rows.
     """

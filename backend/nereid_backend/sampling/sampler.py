@@ -144,26 +144,18 @@ class PendingTokens:
         device_token_ids = sampled.token_ids.tolist()
         # The list is copied, because the calls below change `sampled_tokens`.
         sampled_tokens = SampledTokens(device_token_ids.copy(), sampled.logprobs.tolist())
-        self._read_top(sampled_tokens)
+        for inputs, ranked, copy in self._ranked_copies:
+            reports = ranked.read(*copy.wait())
+            for index, report in zip(inputs.indices_with_logprobs, reports, strict=True):
+                sampled_tokens.top[inputs.start + index] = report
         self._replace_uncertain(sampled_tokens)
         # If masks and parameters forbid all tokens at a position, `has_allowed` is False for this
         # position.
         self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
         return sampled_tokens, device_token_ids
 
-    def _read_top(self, sampled_tokens: SampledTokens) -> None:
-        """Wait for the requested log-probabilities, and store them in `sampled_tokens.top`."""
-        for inputs, ranked, copy in self._ranked_copies:
-            reports = ranked.read(*copy.wait())
-            for index, report in zip(inputs.indices_with_logprobs, reports, strict=True):
-                sampled_tokens.top[inputs.start + index] = report
-
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample a row again if its token may be wrong, and replace the token in `sampled_tokens`.
-
-        An uncertain row was sampled from only some of its tokens. The device has computed whether
-        these tokens were sufficient. If they were not, the row must be sampled again.
-        """
+        """Sample rows again if their tokens may be wrong, and replace them in `sampled_tokens`."""
         for part, rows, is_certain_copy in self._uncertain_copies:
             (is_certain,) = is_certain_copy.wait()
             wrong_rows = rows[~is_certain.numpy()].tolist()
@@ -287,10 +279,7 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Use torch or CPU kernels to sample a token for each row of `model_logits`.
-
-        `defers` states whether uncertain rows are sampled again only when the result is read.
-        """
+        """Use torch or CPU kernels to sample a token for each row of `model_logits`."""
         # `processed` contains the logits after masks, penalties and similar parameters are applied.
         # If nothing applies to a row of this slice, `_process` returns `model_logits` itself.
         processed = self._process(model_logits, inputs)
@@ -348,7 +337,7 @@ def _rank_positions(
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
     # For each position, the requested number of likeliest tokens.
-    num_top = [_num_top(inputs.positions[index]) for index in indices]
+    num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
     needs_all_rows = len(indices) == len(inputs.positions)
     if not needs_all_rows:
         rows = upload(np.array(indices), logits.device)
@@ -356,11 +345,6 @@ def _rank_positions(
         logsumexp = logsumexp[rows]
         token_ids = token_ids[rows]
     return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
-
-
-def _num_top(position: Position) -> int:
-    """Return the number of likeliest tokens to report at a position, which may be 0."""
-    return position.sequence.params.logprobs or 0
 
 
 def _sample_rows(
@@ -397,8 +381,6 @@ def _sample_non_greedy_rows(
     likeliest_ids: Tensor, logits: Tensor, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
     """Sample a random token for each row that is not greedy.
-
-    A greedy row keeps its likeliest token.
 
     Args:
         likeliest_ids: [n] int64, the likeliest token of each row. Not changed.

@@ -117,10 +117,7 @@ class PromptEncoder:
 
 
 def _max_token_bytes(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
-    """Return an upper bound for the number of bytes in one token of a tokenizer.
-
-    `backend` is the object of the library tokenizers that `tokenizer` calls, or None.
-    """
+    """Return an upper bound for the number of bytes in one token of a tokenizer."""
     from tokenizers.decoders import ByteLevel
 
     token_texts = tokenizer.get_vocab()

@@ -30,7 +30,7 @@ from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ConfigError, NereidError, UnsupportedModelError
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
 from nereid_backend.load_checkpoint import check_files, read_config
-from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, read_modules
+from nereid_backend.pooling.loading.sentence_modules import read_modules
 
 Target = Literal["int4", "int8", "bfloat16", "float32"]
 
@@ -79,8 +79,14 @@ def convert(source: str, target: str, dtype: Target) -> None:
             )
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
-    _copy_other_files(folder, new_folder)
-    _copy_modules(folder, new_folder, modules)
+    for file in folder.iterdir():
+        is_weights = file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
+        if file.is_file() and not is_weights and file.name not in _WRITTEN_FILES:
+            shutil.copy(file, new_folder)
+    # The weights of modules are small, so they keep their data type.
+    for module in modules:
+        if module.folder.is_dir() and module.folder.parent == folder:
+            shutil.copytree(module.folder, new_folder / module.folder.name)
     _write_shards(new_folder, _converted_tensors(weights, integer_names, bits, float_dtype))
     dtype_name = str(float_dtype).removeprefix("torch.")
     _write_config(folder, new_folder, dtype_name, quantization_config)
@@ -143,10 +149,11 @@ def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:  # Integers of 8 bits have no zero points, and torch has a type for them.
         return {".weight": values, ".weight_scale": scales.half()}
+    packed_zeros = _pack(zeros.to(torch.uint8).T)
     return {
         ".weight_packed": _pack(values),
         ".weight_scale": scales.half(),
-        ".weight_zero_point": _pack_columns(zeros.to(torch.uint8)),  # [outputs / 8, groups]
+        ".weight_zero_point": packed_zeros.T.contiguous(),  # [outputs / 8, groups]
         ".weight_shape": torch.tensor(weight.shape),
     }
 
@@ -164,14 +171,6 @@ def _pack(values: Tensor) -> Tensor:
     high_halves = padded[:, 1::2] << 4
     packed_bytes = low_halves | high_halves
     return packed_bytes.contiguous().view(torch.int32)
-
-
-def _pack_columns(values: Tensor) -> Tensor:
-    """Pack 8 consecutive 4-bit integers of a column into one 32-bit integer.
-
-    The argument is uint8 [rows, columns], and the result is int32 [rows / 8, columns].
-    """
-    return _pack(values.T).T.contiguous()
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -218,37 +217,12 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _unfinished(index: int) -> str:
-    """Return the temporary name of the file with the number `index`.
-
-    All files are renamed after the last file was written, because the final names contain the
-    number of files.
-    """
+    """Return the temporary name of the file with the number `index`."""
     return f"part-{index}.unfinished"
-
-
-def _copy_other_files(folder: Path, new_folder: Path) -> None:
-    """Copy the tokenizer, the chat template and all other files except the weights."""
-    for file in folder.iterdir():
-        is_weights = file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
-        if file.is_file() and not is_weights and file.name not in _WRITTEN_FILES:
-            shutil.copy(file, new_folder)
-
-
-def _copy_modules(folder: Path, new_folder: Path, modules: list[ModuleSpec]) -> None:
-    """Copy the folders of a sentence-transformers checkpoint's modules, such as 1_Pooling.
-
-    Without these folders, the embeddings would be different. The weights of modules are small, so
-    they keep their data type.
-    """
-    for module in modules:
-        if module.folder.is_dir() and module.folder.parent == folder:
-            shutil.copytree(module.folder, new_folder / module.folder.name)
 
 
 def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -> dict[str, Any]:
     """Return the quantization_config of the new checkpoint.
-
-    This part of config.json describes the integers in the format of the compressed-tensors library.
 
     `layers` contains the names of the weights of all linear layers except the output layer. The
     weights in `integer_names` become integers. The layers of the other weights are listed as not

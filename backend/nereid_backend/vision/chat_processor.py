@@ -238,7 +238,10 @@ class ChatProcessor:
         token_ids = [int(token) for token in outputs["input_ids"][0]]
         if not kinds:
             return ImagePrompt(token_ids, None, text)
-        arguments = self._model_arguments(outputs, token_ids)
+        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
+        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
+            types = self.processor.create_mm_token_type_ids([token_ids])
+            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
         # An object of `ImageInputs` contains the arguments for all media, not only for images.
         media_inputs = ImageInputs(
             arguments,
@@ -247,18 +250,6 @@ class ChatProcessor:
             kinds,
         )
         return ImagePrompt(token_ids, media_inputs, text)
-
-    def _model_arguments(self, outputs: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
-        """Return the outputs of the processor that describe the media, such as the pixels.
-
-        These outputs are arguments of the model. If the model also needs the type of each token
-        (text or image), and the processor has not returned the types, compute the types.
-        """
-        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
-        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
-            types = self.processor.create_mm_token_type_ids([token_ids])
-            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
-        return arguments
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Render messages with the chat template, and return the text.
@@ -288,8 +279,6 @@ class ChatProcessor:
         self, text: str, media: list[Medium], *, add_special_tokens: bool | None
     ) -> dict[str, Any]:
         """Pass a text and its media to the processor. Return the processor's outputs.
-
-        For the arguments, see `prepare_rendered`.
 
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.

@@ -76,17 +76,11 @@ class FeatureCache:
                     setattr(module, name, self._cached(method))
                     replaced.add(name)
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
-            self._replace_audio_encoder(model)
-
-    def _replace_audio_encoder(self, model: PreTrainedModel) -> None:
-        """Replace the method `forward` of the audio encoder by a method that uses the cache.
-
-        The model has no method `get_audio_features`, which could be replaced instead. If the model
-        has no audio encoder, `get_encoder` returns the model itself, or the encoder of the text.
-        """
-        encoder: Any = model.get_encoder(modality="audio")
-        if encoder is not model and not _reads_text(encoder.forward):
-            encoder.forward = self._cached(encoder.forward)
+            # If the model has no audio encoder, `get_encoder` returns the model itself, or the
+            # encoder of the text.
+            encoder: Any = model.get_encoder(modality="audio")
+            if encoder is not model and not _reads_text(encoder.forward):
+                encoder.forward = self._cached(encoder.forward)
 
     @contextmanager
     def used_for(self, digest: bytes) -> Iterator[None]:
@@ -121,16 +115,12 @@ class FeatureCache:
             key = _Key(self._digest, self._num_calls)
             self._num_calls += 1
             if key in self._features:
-                return self._reuse(key)
+                self.num_reused += 1
+                self._features.move_to_end(key)
+                return _copy(self._features[key])  # the model may change the returned object
             return self._encode(key, partial(method, *args, **kwargs))
 
         return get_features
-
-    def _reuse(self, key: _Key) -> Any:  # noqa: ANN401 - the output of a model
-        """Return a copy of stored features, because the model may change the returned object."""
-        self.num_reused += 1
-        self._features.move_to_end(key)
-        return _copy(self._features[key])
 
     def _encode(self, key: _Key, encode: Callable[[], Any]) -> Any:  # noqa: ANN401 - the output of a model
         """Compute features by calling `encode`, store a copy of them, and return the features."""
@@ -144,10 +134,7 @@ class FeatureCache:
         return features
 
     def _store(self, key: _Key, features: Any) -> None:  # noqa: ANN401
-        """Store features, unless they are larger than the whole cache.
-
-        If the cache becomes too large, remove the least recently used features.
-        """
+        """Store features, unless they are larger than the whole cache."""
         num_bytes = _num_bytes(features)
         if num_bytes > self._max_bytes:  # Storing them would remove all other features.
             return

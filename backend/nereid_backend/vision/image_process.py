@@ -116,10 +116,7 @@ class ImageProcess:
         return self._start_and_wait()
 
     def _start_and_wait(self) -> Connection:
-        """Start the process, wait until the process is ready, and return the connection.
-
-        If the process does not become ready, kill the process.
-        """
+        """Start the process, wait until the process is ready, and return the connection."""
         try:
             connection = self._start()
             failure = _receive_failure(connection)

@@ -59,10 +59,6 @@ class _Budget:
     num_bytes: int
     deadline_s: float  # in the time of `time.monotonic`
 
-    def check_time(self, field: str) -> None:
-        """Raise a RequestError if no time remains. `field` is the name of the next image."""
-        self.remaining_s(field)
-
     def remaining_s(self, field: str) -> float:
         """Return the remaining time in seconds. Raise a RequestError if no time remains."""
         remaining = self.deadline_s - time.monotonic()
@@ -153,11 +149,7 @@ class ImageSources:
         return content
 
     def _download(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
-        """Download the file at a remote URL, and return its content.
-
-        `field` is the name of the image in error messages. `limit` is the largest number of bytes
-        of the file.
-        """
+        """Download the file at a remote URL, and return its content."""
         # Check the host before httpx2 is imported. Otherwise, the error for a forbidden host would
         # depend on whether httpx2 is installed. `_download_with_redirects` checks the host of each
         # URL again.
@@ -244,12 +236,8 @@ class ImageSources:
             )
 
     def _read_file(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
-        """Return the content of a file in the allowed folder.
-
-        `field` is the name of the image in error messages. `limit` is the largest number of bytes
-        of the file.
-        """
-        budget.check_time(field)
+        """Return the content of a file in the allowed folder."""
+        budget.remaining_s(field)  # raises an error if no time remains
         if not self._folder:
             raise RequestError(
                 f"{field}: the URL has the scheme file, but this server reads no local files. Send "

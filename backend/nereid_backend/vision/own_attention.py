@@ -40,7 +40,7 @@ class OwnAttention:
         # values, because two equal config objects must both be changed.
         modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
-            if _names_attention(getattr(module, "config", None)):
+            if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
                 modules_of_configs.setdefault(id(module.config), []).append(module)
         self._attention_of_configs = [
             _ConfigAttention(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
@@ -63,11 +63,6 @@ class OwnAttention:
         finally:
             for (config, _), engine_name in zip(own_names, engine_names, strict=True):
                 config._attn_implementation_internal = engine_name
-
-
-def _names_attention(config: object) -> bool:
-    """Return whether `config` is a config object that names the attention implementation."""
-    return hasattr(config, "_attn_implementation_internal")
 
 
 def _support_sdpa(modules: list[Module]) -> bool:

@@ -184,10 +184,7 @@ def _join_rows(parts: list[Tensor]) -> Tensor:
 
 
 def _split_plan(plan: StepPlan, has_images: list[bool]) -> tuple[StepPlan, StepPlan]:
-    """Split a plan into the sequences without images and the sequences with images.
-
-    `has_images` states for each chunk of `plan` whether its sequence has images.
-    """
+    """Split a plan into the sequences without images and the sequences with images."""
     text_chunks: list[Chunk] = []
     image_chunks: list[Chunk] = []
     for chunk, is_image_chunk in zip(plan.chunks, has_images, strict=True):

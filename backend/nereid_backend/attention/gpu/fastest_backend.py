@@ -131,10 +131,7 @@ def _is_usable(backend: AttentionBackend, situation: Situation, layer: TrialLaye
 
 
 def _why_wrong(backend: AttentionBackend, situation: Situation, layer: TrialLayer) -> str | None:
-    """Test a library. Return an error message, or None if the results of the library are correct.
-
-    If the library raises an exception, the error message is the message of the exception.
-    """
+    """Test a library. Return an error message, or None if its results are correct."""
     trial = layer.make_trial(_CHECKED[situation])
     try:
         gpu_check.compare(trial, trial.attend({(layer.spec, situation): backend}))

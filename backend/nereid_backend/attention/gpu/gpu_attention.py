@@ -260,8 +260,5 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as the kernels require.
-
-    Only a tensor that is not contiguous in this dimension is copied.
-    """
+    """Return a tensor whose last dimension is contiguous, as the kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

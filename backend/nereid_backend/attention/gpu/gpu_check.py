@@ -334,8 +334,6 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 
     The reference implementation computes with the copy, so that its results contain only the
     rounding errors of the stored numbers, and no rounding errors of its own arithmetic.
-
-    `cache` must contain only this layer.
     """
     # The null block has the highest id of all blocks, so its id equals the number of other blocks.
     num_blocks = cache.null_block
@@ -389,10 +387,7 @@ def _check_rounding_errors(
 
 
 def _allowed_rounding_error(cache: KVCache, vectors: Tensor) -> Tensor:
-    """Return the largest accepted rounding error of each number in the vectors [..., dim].
-
-    If the cache does not store 8-bit numbers, no number may be rounded.
-    """
+    """Return the largest accepted rounding error of each number in the vectors [..., dim]."""
     largest = vectors.abs().amax(-1, keepdim=True)
     if isinstance(cache, Float8KVCache):
         return vectors.abs() * _FLOAT8_ERROR + largest * _FLOAT8_SMALLEST

@@ -64,11 +64,6 @@ class Architecture:
     num_layers_with_other_scale: int = 0
     has_local_rope: bool = False
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether the models have several experts in place of one MLP."""
-        return self.more_fields is _EXPERTS
-
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
@@ -162,13 +157,14 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
     # The following fields are not simple copies of metadata values.
+    has_bfloat16 = any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "vocab_size": file.tensors[_EMBEDDINGS].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
+        "dtype": "bfloat16" if has_bfloat16 else "float32",
         "rope_parameters": _rope_parameters(file, values, rope_factors),
         **_special_token_ids(file),
     }
@@ -198,7 +194,7 @@ def _fields_of_architecture(
                 "rope_theta": values.get("rope.freq_base_swa", _DEFAULT_ROPE_THETA),
             },
         }
-    if architecture.has_experts:
+    if architecture.more_fields is _EXPERTS:
         # llama.cpp always divides the router's weights of the chosen experts by the sum of these
         # weights.
         fields["norm_topk_prob"] = True
@@ -232,8 +228,6 @@ def _architecture_values(file: GgufFile) -> dict[str, Any]:
 def _check_metadata_keys(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
     """Check that a file contains all required values, and only metadata keys that are supported.
 
-    `allowed` contains the allowed keys of `values`, the metadata of the architecture.
-
     Raises:
         UnsupportedModelError: if a key is not in `allowed`.
         ModelError: if a required value or the tensor of the embeddings is missing.
@@ -256,8 +250,6 @@ def _check_numbers(file: GgufFile, values: Mapping[str, Any]) -> None:
     """Raise a ModelError if a value that must be a positive number is something else.
 
     Also raise a ModelError if the number of layers is larger than the number of tensors.
-
-    `values` is the metadata of the architecture; see `_architecture_values`.
     """
     for name, value in values.items():
         if name in _INTEGERS:
@@ -293,11 +285,6 @@ def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -
                 f"{file.path}: {name} must equal the head size {head_dim}, but it is "
                 f"{values[name]}. Use the model's safetensors files."
             )
-
-
-def _has_bfloat16(file: GgufFile) -> bool:
-    """Return whether at least one tensor of a file contains bfloat16 numbers."""
-    return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
 
 
 def _special_token_ids(file: GgufFile) -> dict[str, Any]:

@@ -60,7 +60,12 @@ def create_gguf_folder(path: Path, link_name: str) -> Path:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
     file = read_gguf(path)
-    _check_is_whole(file)
+    num_parts = file.metadata.get("split.count", 1)
+    if num_parts not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path} is one of {num_parts} parts (split.count). Merge them with the command "
+            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _write_folder(file, folder, link_name)
@@ -104,16 +109,6 @@ def _write_folder(file: GgufFile, folder: Path, link_name: str) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _check_is_whole(file: GgufFile) -> None:
-    """Raise an UnsupportedModelError if the model is divided into several files."""
-    num_parts = file.metadata.get("split.count", 1)
-    if num_parts not in (0, 1):
-        raise UnsupportedModelError(
-            f"{file.path} is one of {num_parts} parts (split.count). Merge them with the command "
-            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
-        )
-
-
 def _folder_of(path: Path) -> Path:
     """Return the path of the checkpoint folder for a GGUF file.
 
@@ -155,8 +150,6 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Create the tokenizer files and the chat template of a GGUF file's model in a folder.
-
-    The tokenizer is converted to the format of transformers.
 
     Raises:
         UnsupportedModelError: if transformers cannot build an equivalent tokenizer.

@@ -149,10 +149,7 @@ class BlockTables:
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
-        """Store how many tokens of a sequence were found in the prefix cache.
-
-        Do nothing if the number was already recorded. This happens if the sequence was preempted.
-        """
+        """Store how many tokens of a sequence were found in the prefix cache."""
         if sequence.num_cached_tokens is not None:
             return
         sequence.num_cached_tokens = sequence.num_reused_tokens
@@ -212,10 +209,7 @@ class BlockTables:
                     self._free_leading_blocks(sequence, group, first_needed_block)
 
     def _free_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
-        """Free the first `num_blocks` blocks of a sequence in one group of layers.
-
-        The null block replaces each freed block in the block table of the group.
-        """
+        """Free the first `num_blocks` blocks of a sequence in one group of layers."""
         table = sequence.block_tables[group]
         # Start after the blocks that earlier calls have freed and replaced by null blocks.
         start = sequence.num_null_blocks[group]

@@ -193,15 +193,16 @@ class EvictionOrder(Generic[Item]):
         for item in items:
             owner = self._session_of.get(item)
             if owner is None or owner.expires < session.expires:
-                self._move(item, session)
+                is_idle = item in self
+                self.forget(item)
+                self._session_of[item] = session
+                session.used.add(item)
+                if is_idle:
+                    self.add(item)  # moves the item from `used` to `idle`
         self._drop_if_empty(session)  # The session is empty if no item was moved to a new session.
 
     def _mark_used(self, key: SessionKey, min_expires: float) -> _Session[Item]:
-        """Mark a session as the most recently used session, and return the session.
-
-        Create the session if it does not exist. The session expires at `min_expires`, or at its
-        present expiry time if that time is later.
-        """
+        """Mark a session as the most recently used session, and return the session."""
         self._logical_time += 1
         session = self._sessions.get(key)
         if session is None:
@@ -215,15 +216,6 @@ class EvictionOrder(Generic[Item]):
             # The session is no longer the least recently used one, so another one must be selected.
             self._evicted_session = None
         return session
-
-    def _move(self, item: Item, session: _Session[Item]) -> None:
-        """Move an item to a session. The item may belong to another session or to no session."""
-        is_idle = item in self
-        self.forget(item)
-        self._session_of[item] = session
-        session.used.add(item)
-        if is_idle:
-            self.add(item)  # moves the item from `used` to `idle`
 
     def extend(self, key: SessionKey, seconds: float) -> bool:
         """Retain the items of a session for at least the next `seconds` seconds.
@@ -284,11 +276,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether the next eviction must remove an item that a session retains.
-
-        This is the case if the sessions retain more items than allowed, and the session that loses
-        the next item was used before the oldest item without a session became idle.
-        """
+        """Return whether the next eviction must remove an item that a session retains."""
         if self._num_retained <= self._max_retained:
             return False
         return self._next_evicted_session().last_use < next(

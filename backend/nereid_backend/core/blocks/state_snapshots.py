@@ -185,7 +185,7 @@ class StateSnapshots:
     def _evict_to(self, max_count: int) -> None:
         """Delete the oldest saved states until at most `max_count` saved states are left."""
         while self._ids and len(self._ids) > max_count:
-            self._evict()
+            self._deleted.append(self._ids.pop(self._order.pop()))
 
     def _take_deleted(self) -> list[int]:
         """Return the ids of the snapshots that were deleted since the last call of this method."""
@@ -208,7 +208,12 @@ class StateSnapshots:
         sequence.unsaved_snapshot_id = None
         position = sequence.num_computed_tokens
         block_hash = self._hash_before(sequence, position)
-        self._store_or_delete(block_hash, snapshot_id)
+        if block_hash in self._ids:  # then the older snapshot is kept
+            self._deleted.append(snapshot_id)
+            self._note_use(block_hash)
+        else:
+            self._ids[block_hash] = snapshot_id
+            self._order.add(block_hash)
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
             # Snapshots of the answer are not marked for writing here, because newer snapshots will
@@ -229,15 +234,6 @@ class StateSnapshots:
         was_saved_by_sequence = previous_position > sequence.num_reused_tokens
         if is_in_answer and was_saved_by_sequence:
             self.delete(self._hash_before(sequence, previous_position))
-
-    def _store_or_delete(self, block_hash: bytes, snapshot_id: int) -> None:
-        """Store a new snapshot under a hash. If the hash already has one, delete the new one."""
-        if block_hash in self._ids:
-            self._deleted.append(snapshot_id)
-            self._note_use(block_hash)
-        else:
-            self._ids[block_hash] = snapshot_id
-            self._order.add(block_hash)
 
     def finish(self, sequence: Sequence) -> None:
         """Delete a sequence's unfinished snapshot. Mark the last finished one for writing to disk.
@@ -308,10 +304,7 @@ class StateSnapshots:
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
-        """Return the hash of the block that ends at `position`. The hash is the key of a snapshot.
-
-        Example with 16 tokens in a block: the position 32 is the end of the second block.
-        """
+        """Return the hash of the block that ends at `position`. It is the key of a snapshot."""
         return sequence.block_hashes[position // self._block_size - 1]
 
     def _new_id(self) -> int:
@@ -324,10 +317,6 @@ class StateSnapshots:
         """Mark a saved recurrent state as the most recently used saved state."""
         self._order.remove(block_hash)
         self._order.add(block_hash)
-
-    def _evict(self) -> None:
-        """Delete the saved recurrent state that comes first in the eviction order."""
-        self._deleted.append(self._ids.pop(self._order.pop()))
 
     def _write_to_disk_later(self, block_hash: bytes) -> None:
         """Add the hash of a saved state to `unsaved`. Do nothing if there is no cache on disk."""

@@ -89,11 +89,6 @@ class _History:
     num_paused_steps: int = 0
     next_pause: int = _FIRST_PAUSE
 
-    def start_pause(self) -> None:
-        """Pause the drafts for `next_pause` steps, and double `next_pause` up to a limit."""
-        self.num_paused_steps = self.next_pause
-        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
-
 
 @dataclass(slots=True)
 class _StepTimes:
@@ -267,7 +262,8 @@ class DraftLengths:
             # A later pause must be short again.
             history.next_pause = _FIRST_PAUSE
         else:
-            history.start_pause()
+            history.num_paused_steps = history.next_pause
+            history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the history of an ended sequence."""

@@ -63,10 +63,7 @@ class BackgroundCompilation:
         self._thread.join()
 
     def _exchange_messages(self, message: bytes, timeout_s: float) -> None:
-        """Send the model, wait at most `timeout_s` seconds for the result, and end the process.
-
-        A separate thread runs this method. The result is stored in `_outcome`; see `outcome`.
-        """
+        """Send the model, wait at most `timeout_s` seconds for the result, and end the process."""
         try:
             self._connection.send_bytes(message)
             if self._connection.poll(timeout_s):
@@ -90,10 +87,7 @@ class BackgroundCompilation:
 
 
 def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that compiles the model, and return the process.
-
-    The process exchanges messages through the file descriptor `connection_fd`.
-    """
+    """Start the process that compiles the model, and return the process."""
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection_fd), str(folder)],
         pass_fds=[connection_fd],

@@ -48,7 +48,10 @@ def main() -> None:
     """
     # Ctrl+C stops the engine, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _lower_priority()
+    os.nice(_NICENESS)
+    # If the memory of the machine is exhausted, Linux kills this process before the engine.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     connection_fd, folder_name = sys.argv[1:]
     connection = Connection(int(connection_fd))
     folder = Path(folder_name)
@@ -75,19 +78,8 @@ def _compile_or_reason(message: bytes, folder: Path) -> str:
     return ""
 
 
-def _lower_priority() -> None:
-    """Lower the priority of this process, so that the engine gets CPU time and memory first."""
-    os.nice(_NICENESS)
-    # If the memory of the machine is exhausted, Linux kills this process before the engine.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-
-
 def _compile(message: bytes, folder: Path) -> None:
     """Compile the model in `message`, and store the library in `folder`.
-
-    The message is the result of `pack_skeleton`: the model without large weights. The caller has a
-    lock, so only one process of this machine compiles at a time.
 
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.

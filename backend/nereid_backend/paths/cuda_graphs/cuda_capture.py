@@ -61,10 +61,7 @@ class GraphCapture:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        """Capture one call of `work` as a graph, and return a function that replays the graph.
-
-        `capture_pieces` describes the requirements for `work`, and the possible exceptions.
-        """
+        """Capture one call of `work` as a graph, and return a function that replays the graph."""
         return self.capture_pieces(lambda _: work())
 
     def capture_pieces(self, work: Callable[[Cut], None]) -> Replay:

@@ -157,8 +157,6 @@ class DecodeGraphs:
         Return None if too little memory is free, or if this capture or an earlier capture has
         failed. After a failed capture, no graph is used, so the kernels of decode steps are
         launched one by one. If only the memory is too small, the existing graphs are still used.
-
-        A `batch` of None means a step of padding.
         """
         if not self._can_capture:
             return None
@@ -184,8 +182,6 @@ class DecodeGraphs:
     def _capture_and_check(self, num_rows: int, batch: StepBatch | None) -> "_DecodeGraph":
         """Capture a CUDA graph, check the logits that the graph computes, and return the graph.
 
-        A `batch` of None means that all rows are padding.
-
         Raises:
             GraphMemoryError: if too little memory is free.
             Exception: of any class, if the step cannot be captured.
@@ -197,7 +193,9 @@ class DecodeGraphs:
         # that are not compiled yet. The replay of the graph repeats the step. This is harmless,
         # because the replay stores the same keys and values in the KV cache as this run.
         expected = self._run(step.batch())
-        logits = self._logits_like(expected)
+        if self._logits is None:  # All graphs share this memory.
+            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
+        logits = self._logits[: len(expected)]
 
         def compute_step() -> None:
             logits.copy_(self._run(step.batch()))
@@ -208,15 +206,6 @@ class DecodeGraphs:
         num_compared = num_rows if batch is None else batch.num_logits  # leave out the padding
         check_replay(logits[:num_compared], expected[:num_compared])
         return _DecodeGraph(step, replay, logits)
-
-    def _logits_like(self, expected: Tensor) -> Tensor:
-        """Return the tensor for a graph's logits. It has the shape and data type of `expected`.
-
-        All graphs share the memory of these tensors.
-        """
-        if self._logits is None:
-            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
-        return self._logits[: len(expected)]
 
 
 class _DecodeGraph(NamedTuple):

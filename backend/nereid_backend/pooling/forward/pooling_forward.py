@@ -130,39 +130,23 @@ class Head:
             batch: the texts.
         """
         if self.method == "whole":
-            return self._logits_of_whole_model(batch)
+            logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
+            return logits[batch.mask()] if self.is_per_token else logits
         assert hidden is not None, "only the method `whole` needs no token vectors"
         match self.method:
             case "first" | "last":
-                return self._logits_of_one_token(hidden, batch)
+                index = torch.tensor(self._token_indices(batch), device=hidden.device)
+                ids = batch.token_ids[index][:, None]
+                return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
             case "all":
-                return self._logits_of_padded(hidden, batch)
+                padding = self.encoder.model.config.get_text_config().pad_token_id or 0
+                ids = batch.pad(batch.token_ids, padding)
+                return self._run(batch.pad(hidden), ids, batch.mask().long())
             case "tokens":
-                return self._logits_of_tokens(hidden, batch)
-
-    def _logits_of_whole_model(self, batch: TokenBatch) -> Tensor:
-        """Compute the logits by running the whole model, including its classification head."""
-        logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
-        return logits[batch.mask()] if self.is_per_token else logits
-
-    def _logits_of_tokens(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of each token with a head that classifies single tokens."""
-        # Treat all tokens as one text, because the classification head computes each token
-        # separately.
-        ids = batch.token_ids[None]
-        return self._run(hidden[None], ids, torch.ones_like(ids))[0]
-
-    def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of a classification head that needs all token vectors of a text."""
-        padding = self.encoder.model.config.get_text_config().pad_token_id or 0
-        ids = batch.pad(batch.token_ids, padding)
-        return self._run(batch.pad(hidden), ids, batch.mask().long())
-
-    def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of a classification head that needs one token vector of each text."""
-        index = torch.tensor(self._token_indices(batch), device=hidden.device)
-        ids = batch.token_ids[index][:, None]
-        return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
+                # Treat all tokens as one text, because the classification head computes each token
+                # separately.
+                ids = batch.token_ids[None]
+                return self._run(hidden[None], ids, torch.ones_like(ids))[0]
 
     def _run(self, rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Run the classification head on token vectors. Return logits [num_texts, num_labels].
@@ -178,9 +162,6 @@ class Head:
 
     def _token_indices(self, batch: TokenBatch) -> list[int]:
         """For each text, return the index of the one token that the classification head needs.
-
-        If the attribute `method` is "first", this token is the first token of the text. Otherwise,
-        `method` is "last", and this token is the last token that is not the padding token.
 
         Example: for the texts [5, 6] and [7, 8, 9], which are packed as [5, 6, 7, 8, 9], the result
         is [0, 2] for the first tokens, and [1, 4] for the last tokens.

@@ -46,7 +46,15 @@ class ItemChecker:
             RequestError: the item is wrong.
         """
         kind = item.kind or self._info.kinds[0]
-        self._check(item, kind)
+        info = self._info
+        if kind not in info.kinds:
+            raise RequestError(
+                f"kind: {info.architecture} supports {', '.join(info.kinds)}, but the request has "
+                f"{kind}."
+            )
+        self._check_sources(item, kind)
+        self._check_options(item, kind)
+        self._check_prompt_fields(item)
         name = self._prompt_name(item)
         prompt = item.prompt if name is None else self._spec.prompts[name]
         if prompt is not None:
@@ -57,28 +65,8 @@ class ItemChecker:
         # field `prompt` becomes None.
         return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
 
-    def _check(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if a field of an item does not fit the model or the output kind."""
-        self._check_kind(kind)
-        self._check_sources(item, kind)
-        self._check_options(item, kind)
-        self._check_prompt_fields(item)
-
-    def _check_kind(self, kind: str) -> None:
-        """Raise a RequestError if the model cannot compute outputs of the kind `kind`."""
-        info = self._info
-        if kind not in info.kinds:
-            raise RequestError(
-                f"kind: {info.architecture} supports {', '.join(info.kinds)}, but the request has "
-                f"{kind}."
-            )
-
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if an item's input fields do not fit the model or the output kind.
-
-        The input fields are `text`, `token_ids`, `pair` and `image`. Exactly one of these fields
-        must be set. Exception: a vision-language model also accepts `text` together with `image`.
-        """
+        """Raise a RequestError if an item's inputs do not fit the model or the output kind."""
         fields = [
             name
             for name in ("text", "token_ids", "pair", "image")
@@ -91,25 +79,16 @@ class ItemChecker:
                 "input: an input must contain exactly one of the following: text, token ids, a "
                 f"pair of texts, or an image{both}."
             )
-        self._check_pair(item, kind)
-        has_image_document = item.pair is not None and isinstance(item.pair[1], bytes)
-        has_image = item.image is not None or has_image_document
-        if has_image and not self._info.accepts_images:
-            raise RequestError(f"image: {self._info.architecture} does not accept images.")
-
-    @staticmethod
-    def _check_pair(item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if a required pair of texts is missing, or if a pair is not allowed.
-
-        The kind "score" requires a pair or token ids. Only the kinds "score" and "classify" accept
-        a pair.
-        """
         if kind == "score" and item.pair is None and item.token_ids is None:
             raise RequestError("input: scoring requires a pair of a query and a document.")
         if item.pair is not None and kind not in ("score", "classify"):
             raise RequestError(
                 f"input: the kind {kind} requires one text, but the request has a pair."
             )
+        has_image_document = item.pair is not None and isinstance(item.pair[1], bytes)
+        has_image = item.image is not None or has_image_document
+        if has_image and not self._info.accepts_images:
+            raise RequestError(f"image: {self._info.architecture} does not accept images.")
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError if an option of the item, such as `dimensions`, is not allowed."""
@@ -185,10 +164,7 @@ class ItemChecker:
         return name
 
     def _limit_texts(self, item: PoolingItem) -> PoolingItem:
-        """Truncate the texts of an item to the size limit, and return the item.
-
-        If a text exceeds the limit, but the item does not permit truncation, raise a RequestError.
-        """
+        """Truncate the texts of an item to the size limit, and return the item."""
         if item.text is not None:
             return replace(item, text=self._limit_text(item.text, truncate=item.truncate))
         if item.pair is not None:

@@ -209,11 +209,7 @@ class GenerativeReranker:
         return messages, {"add_generation_prompt": True, "enable_thinking": False}
 
     def _renders_roles(self) -> bool:
-        """Return whether the template renders messages with the roles "query" and "document".
-
-        The template is rendered with test texts as the query and the document. The roles are
-        rendered if the result contains both texts.
-        """
+        """Return whether the template renders messages with the roles "query" and "document"."""
         text = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE)
         return _QUERY_PROBE in text and _DOCUMENT_PROBE in text
 

@@ -176,7 +176,10 @@ class ItemPreparer:
         """
         if self._prompts is not None and item.token_ids is None:
             # The processor of a vision-language model prepares one text or image at a time.
-            return self._with_prompt(self._prompts, item)
+            prompt = self._prompts.prepare(item)
+            check_length(prompt, self._info.max_model_len, truncate=item.truncate)
+            ids = prompt.token_ids
+            return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
         if item.image is not None:
             assert self._images is not None, "the checker refuses images for other models"
             pixels = self._images.pixels(item.image)
@@ -185,17 +188,8 @@ class ItemPreparer:
             return self._with_token_ids(item, item.token_ids)
         return None
 
-    def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
-        """Convert an input of a vision-language model to a prompt, and prepare the prompt."""
-        prompt = prompts.prepare(item)
-        check_length(prompt, self._info.max_model_len, truncate=item.truncate)
-        ids = prompt.token_ids
-        return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
-
     def _with_token_ids(self, item: PoolingItem, ids: Sequence[int]) -> Prepared:
         """Prepare an item that is a list of token ids.
-
-        A list that is too long is truncated if the item permits this.
 
         Raises:
             RequestError: a token id is wrong, or the list is too long and must not be truncated.
@@ -259,12 +253,7 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Tokenise prompts for a generative reranker. Yield the index and the tokens of each item.
-
-        The tokens are those of the prompt, which contains the query and the document.
-
-        Each item has a pair.
-        """
+        """Tokenise prompts for a generative reranker. Yield the index and tokens of each item."""
         for index, item in items.items():
             assert item.pair is not None
             query, document = item.pair
@@ -349,10 +338,7 @@ class ItemPreparer:
     def _check_truncation(
         item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError if truncation is turned off for an item that is too long.
-
-        The item has `length` tokens, which is more than `limit`.
-        """
+        """Raise a RequestError if truncation is turned off for an item that is too long."""
         if not item.truncate:
             raise RequestError(
                 f"input: the input has {length} tokens, but the limit is {limit} ({limit_name}). "

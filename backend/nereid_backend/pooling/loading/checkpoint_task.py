@@ -46,27 +46,18 @@ def choose_task(
     if settings.task == "auto":
         return _task_from_files(architecture, modules, config, folder)
     if settings.task == "classify":
-        _check_classifies(architecture)
+        if not architecture.endswith((SEQUENCE_HEAD, TOKEN_HEAD)):
+            raise ConfigError(
+                f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
+                f"architecture, but this one has {architecture}."
+            )
     else:
         _check_reranks(architecture, config, folder)
     return settings.task
 
 
-def _check_classifies(architecture: str) -> None:
-    """Raise a ConfigError if an architecture's name shows that the model is not a classifier."""
-    if not architecture.endswith((SEQUENCE_HEAD, TOKEN_HEAD)):
-        raise ConfigError(
-            f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
-            f"architecture, but this one has {architecture}."
-        )
-
-
 def _check_reranks(architecture: str, config: PretrainedConfig, folder: Path) -> None:
-    """Raise a ConfigError if a checkpoint cannot be used as a reranker.
-
-    A reranker has a head with one label, or is a generative model that answers "yes" or "no". The
-    docstring of `choose_task` describes the arguments.
-    """
+    """Raise a ConfigError if a checkpoint cannot be used as a reranker."""
     has_head = architecture.endswith(SEQUENCE_HEAD)
     if has_head and config.num_labels != 1:
         raise ConfigError(

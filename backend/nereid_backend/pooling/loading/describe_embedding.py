@@ -265,9 +265,6 @@ def _kinds_of_files(root: Path) -> tuple[str, ...]:
 def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
     """Return the pooling methods that are set in the config of the module `pooling`.
 
-    If `pooling` is None, the result is empty, and the model determines the method. If the config of
-    the module contains other fields, but no method, the result is ("mean",).
-
     Example: {"pooling_mode": "cls"} returns ("cls",). In an older checkpoint,
     {"pooling_mode_cls_token": true} returns ("cls",).
 

@@ -94,10 +94,7 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
 
 
 def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
-    """Return the error message for a damaged checkpoint, which transformers cannot load.
-
-    `error` is the exception of transformers' `from_pretrained`.
-    """
+    """Return the error message for a damaged checkpoint, which transformers cannot load."""
     loading_class = getattr(transformers, spec.architecture, None)
     wrong_shape = describe_wrong_shape(error, spec.folder, spec.config, loading_class)
     return wrong_shape or (
@@ -181,7 +178,14 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         UnsupportedModelError: transformers has no class for the model or its encoder.
     """
     if spec.loader == RETRIEVAL:
-        return _retrieval_loading_function(spec)
+        # transformers has no auto class for models such as ColPali.
+        retrieval_class = getattr(transformers, spec.architecture, None)
+        if retrieval_class is None:
+            raise UnsupportedModelError(
+                f"{spec.architecture} is not supported: transformers has no class "
+                f"{spec.architecture}"
+            )
+        return retrieval_class.from_pretrained  # type: ignore[no-any-return]
     auto_class = _AUTO[spec.loader]
     # With trust_remote_code=True, an auto class would run Python files of the checkpoint.
     load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
@@ -198,22 +202,6 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     if not has_head:
         return _loading_function_without_head(spec, model_class)
     return model_class.from_pretrained  # type: ignore[no-any-return]
-
-
-def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:
-    """Return a function that loads a vision-language model for retrieval, such as ColPali.
-
-    transformers has no auto class for these models, so the class is looked up by its name.
-
-    Raises:
-        UnsupportedModelError: transformers has no class for the model.
-    """
-    retrieval_class = getattr(transformers, spec.architecture, None)
-    if retrieval_class is None:
-        raise UnsupportedModelError(
-            f"{spec.architecture} is not supported: transformers has no class {spec.architecture}"
-        )
-    return retrieval_class.from_pretrained  # type: ignore[no-any-return]
 
 
 def _loading_function_without_head(

@@ -226,10 +226,7 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pylate_skip_words(saved: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
-    """Return the words that get no vectors, such as ["!", "?"]; None if the file lists no words.
-
-    If the file has PyLate's model type, the default is a list of all punctuation.
-    """
+    """Return the words that get no vectors, such as ["!", "?"]; None if the file lists no words."""
     words = saved.get("skiplist_words")
     if words is None and has_pylate_model_type(saved):
         return list(string.punctuation)
@@ -347,10 +344,7 @@ def _skip_roles(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
 
 
 def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON
-    """Validate a length in tokens from the checkpoint's files, and return the length.
-
-    If the files do not contain the number, return None.
-    """
+    """Validate a length in tokens from the checkpoint's files, and return the length."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -79,7 +79,12 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         spec = _add_input_rules(spec, sentence_config)
         _check_default_prompt(root, spec)
         if task == "embed":
-            return describe_embedding(spec, settings, root, _embedding_modules(settings, modules))
+            return describe_embedding(
+                spec,
+                settings,
+                root,
+                modules if settings.pooling is None and is_embedder(modules) else [],
+            )
         return _describe_scoring(spec, modules, sentence_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # The functions above do not check the type of each value in the JSON files.
@@ -87,15 +92,6 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
             f"a JSON file in {root}, such as {SENTENCE_CONFIG_FILE}, has a value of a wrong type, "
             f"or lacks a value ({type(error).__name__}: {error}). Download the JSON files again."
         ) from error
-
-
-def _embedding_modules(settings: PoolingConfig, modules: list[ModuleSpec]) -> list[ModuleSpec]:
-    """Return the modules of an embedding model, which are described in the checkpoint's files.
-
-    The result is empty if the setting `pooling` replaces the modules, or if the modules are for
-    another task.
-    """
-    return modules if settings.pooling is None and is_embedder(modules) else []
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -116,10 +112,6 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> CheckpointSpec:
     """Return a copy of `spec` that also describes how inputs are converted to tokens.
-
-    Examples of the fields that this function sets are the prompts, the length limit and the
-    variables of the chat template. `sentence_config` is the content of the file
-    config_sentence_transformers.json.
 
     Raises:
         UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
@@ -233,8 +225,6 @@ def _describe_generative_reranker(
 def _activation(config: PretrainedConfig, sentence_config: dict[str, Any]) -> str | None:
     """Return the activation that the checkpoint's files specify: "none", "sigmoid" or "softmax".
 
-    Return None if the files name no activation.
-
     Raises:
         UnsupportedModelError: the files name another activation.
     """
@@ -260,11 +250,7 @@ def _activation(config: PretrainedConfig, sentence_config: dict[str, Any]) -> st
 
 
 def _takes_messages(spec: CheckpointSpec, settings: dict[str, Any]) -> bool:
-    """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
-
-    Such a checkpoint is a generative model for images with a processor and a chat template. Its
-    settings for sentence-transformers must not exclude chat messages.
-    """
+    """Return whether a checkpoint is a vision-language model whose inputs are chat messages."""
     if _excludes_messages(settings):
         return False
     has_images = getattr(spec.config, "vision_config", None) is not None

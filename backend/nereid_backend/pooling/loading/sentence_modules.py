@@ -151,11 +151,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
-    """Raise an UnsupportedModelError if a module is not supported.
-
-    The first module must be a transformers model. The output of a module Dense or Normalize must
-    replace the input, so the names of the input and the output must be equal.
-    """
+    """Raise an UnsupportedModelError if a module is not supported."""
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(

@@ -81,28 +81,23 @@ def compressed_tensors_format(settings: Settings) -> Format:
     Raises:
         UnknownVariantError: if the format, a sparse layout or a rotation is not supported.
     """
-    schemes = _schemes(settings)
+    schemes_by_name = settings.get("config_groups") or {}
+    schemes = [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
     _check_variant(settings, schemes)
     weight_settings = [scheme.get("weights") or {} for scheme in schemes]
     # A checkpoint can contain weights of several layouts. The names and the data types of a
     # weight's tensors show which layout the weight has, so all layouts are returned.
-    group_size = _common_group_size(weight_settings)
-    bits = _common_bits(weight_settings)
+    sizes = {arguments.get("group_size") for arguments in weight_settings}
+    sizes -= {None, -1}  # the values of schemes without groups
+    group_size = sizes.pop() if len(sizes) == 1 else None
+    numbers = {arguments.get("num_bits") for arguments in weight_settings}
+    bits = numbers.pop() if len(numbers) == 1 else None
+    bits = bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
     integers = (_packed_layout(group_size, bits), _int8_layout(group_size))
     float8 = float8_layouts(_block_shape(weight_settings))
     # The tensors that contain the scales of activations are ignored, because the engine does not
     # quantise activations.
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
-
-
-def _schemes(settings: Settings) -> list[dict[str, Any]]:
-    """Return the quantisation schemes in the settings.
-
-    A scheme describes the quantisation of some layers. Example: the settings {"config_groups":
-    {"group_0": {"weights": {"num_bits": 4}}}} contain the scheme {"weights": {"num_bits": 4}}.
-    """
-    schemes_by_name = settings.get("config_groups") or {}
-    return [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
 
 
 def _packed_layout(group_size: int | None, bits: int) -> Layout:
@@ -159,20 +154,6 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
     rotations = settings.get("transform_config") or {}
     if rotations.get("config_groups"):
         raise UnknownVariantError("rotated weights (transform_config) are not supported")
-
-
-def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the common group size of the quantisation schemes; None if there is no common size."""
-    sizes = {arguments.get("group_size") for arguments in weights}
-    sizes -= {None, -1}  # the values of schemes without groups
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of bits if it is equal in all quantisation schemes; 4 otherwise."""
-    numbers = {arguments.get("num_bits") for arguments in weights}
-    bits = numbers.pop() if len(numbers) == 1 else None
-    return bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:

@@ -132,7 +132,8 @@ class PendingPlans:
                 corrected[chunk_index] = chunk._replace(samples=False)
         if not corrected:
             return plan
-        settled = _with_chunks(plan, corrected)
+        chunks = [corrected.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
+        settled = replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
         self._unfinished = [settled if other is plan else other for other in self._unfinished]
         return settled
 
@@ -152,12 +153,6 @@ class PendingPlans:
         for sequence in releasable:
             del self.ended_sequences[sequence]
         return releasable
-
-
-def _with_chunks(plan: StepPlan, replacements: dict[int, Chunk]) -> StepPlan:
-    """Return a copy of `plan` in which some chunks are replaced by the chunks in `replacements`."""
-    chunks = [replacements.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
-    return replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
 def _assume_step_ended(plan: StepPlan) -> list[Sequence]:

@@ -275,7 +275,11 @@ class StepPlanner:
         if not self._allocate(index, num_tokens):
             return None
         if self.drafter is not None and num_tokens == num_uncomputed:
-            self._propose_drafts(self.drafter, sequence, max_chunk_tokens - num_tokens)
+            # Subtract 1, because the step adds one sampled token after the accepted draft tokens.
+            num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
+            drafts = self.drafter.propose(sequence, min(max_chunk_tokens - num_tokens, num_allowed))
+            if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
+                sequence.draft_token_ids = drafts
         return make_chunk(sequence, num_tokens, is_first=False)
 
     def _allocate(self, index: int, num_tokens: int) -> bool:
@@ -410,14 +414,6 @@ class StepPlanner:
         if self.pool.num_free < num_blocks:
             return fair_victim(sequence, num_blocks, self.running, ended_sequences, by_rows=False)
         return None
-
-    def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
-        """Set the draft tokens of a sequence. Do nothing if there are not enough free blocks."""
-        # Subtract 1, because the step adds one sampled token after the accepted draft tokens.
-        num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
-        drafts = drafter.propose(sequence, min(limit, num_allowed))
-        if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
-            sequence.draft_token_ids = drafts
 
 
 def _has_several_tokens(chunk: Chunk) -> bool:

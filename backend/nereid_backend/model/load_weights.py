@@ -271,28 +271,19 @@ def _round_weights(checkpoint: Checkpoint, weight_dtype: str, progress: Progress
         ConfigError: if the device does not support such weights.
     """
     if weight_dtype == "fp8":
-        return _store_as_float8(checkpoint)
+        # The function that multiplies matrices of e4m3 numbers on the device.
+        product = find_product(checkpoint.device, checkpoint.model.dtype)
+        if product is None:
+            raise ConfigError(
+                "weight_dtype: the value fp8 requires a GPU that multiplies 8-bit floating point "
+                f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not do "
+                "so. Set weight_dtype=auto."
+            )
+        return store_linears_as_float8(checkpoint.model, product)
     bits = 4 if weight_dtype == "int4" else 8
     num_layers = quantise_linears(checkpoint.model, bits, progress)
     _pack_embedding(checkpoint, can_round=True)
     return num_layers
-
-
-def _store_as_float8(checkpoint: Checkpoint) -> int:
-    """Round the weights of a model's linear layers to e4m3, an 8-bit floating-point type.
-
-    Raises:
-        ConfigError: if the device cannot multiply 8-bit floating point numbers.
-    """
-    # The function that multiplies matrices of e4m3 numbers on the device.
-    product = find_product(checkpoint.device, checkpoint.model.dtype)
-    if product is None:
-        raise ConfigError(
-            "weight_dtype: the value fp8 requires a GPU that multiplies 8-bit floating point "
-            f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not do so. "
-            "Set weight_dtype=auto."
-        )
-    return store_linears_as_float8(checkpoint.model, product)
 
 
 @torch.inference_mode()

@@ -205,15 +205,14 @@ def load(
     default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     num_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, default)
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
-    plan = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
-    memory = plan.memory
+    memory, groups, step_bytes = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
     sizes = Sizes(
         memory.num_blocks,
         config.block_size,
         memory.max_num_seqs,
         memory.max_model_len,
         config.kv_cache_dtype,
-        plan.groups,
+        groups,
     )
     path = spec.build(sizes)
     steps = opened.images.add_images(path)
@@ -233,9 +232,7 @@ def load(
     swap, compiled = _compile(config, path, opened, hook, progress)
     clock.end("compile")
     if config.cuda_graphs:
-        use_decode_graphs(
-            path, checkpoint, opened.chosen, compiled, sizes, plan.step_bytes, progress
-        )
+        use_decode_graphs(path, checkpoint, opened.chosen, compiled, sizes, step_bytes, progress)
     clock.end("graphs")
     dtype = checkpoint.model.dtype
     make_adapter_store = partial(
@@ -249,7 +246,7 @@ def load(
         runner=_make_runner(config, checkpoint, steps, cpu_threads, progress),
         info=_engine_info(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
-        groups=plan.groups,
+        groups=groups,
         num_states=memory.num_states if spec.has_snapshots else 0,
         path=path,
         make_adapter_store=make_adapter_store,
@@ -260,27 +257,14 @@ def load(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _CachePlan:
-    """The sizes that are determined before the KV cache is allocated.
-
-    Attributes:
-        memory: the size of the KV cache, and the limits that follow from this size.
-        groups: the groups of the attention layers.
-        step_bytes: the memory of the largest step in bytes; 0 if it is unknown.
-    """
-
-    memory: MemoryPlan
-    groups: LayerGroups
-    step_bytes: int
-
-
 def _plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
-) -> _CachePlan:
+) -> tuple[MemoryPlan, LayerGroups, int]:
     """Measure the memory that a forward pass needs, and determine the number of KV cache blocks.
 
-    The memory of the KV cache is what remains after the weights and one forward pass.
+    The memory of the KV cache is what remains after the weights and one forward pass. Return the
+    size and the limits of the KV cache, the groups of the attention layers, and the memory of the
+    largest step in bytes (0 if it is unknown).
     """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
     step_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
@@ -307,7 +291,7 @@ def _plan_cache(
         windows_sentence=describe_windows(spec.layers, groups, reason_for_one_group),
     )
     progress(report)
-    return _CachePlan(memory, groups, step_bytes or 0)
+    return memory, groups, step_bytes or 0
 
 
 def _compile(

@@ -242,7 +242,11 @@ class PoolingModel:
         """
         loaded = self._loaded
         if loaded.reranker is not None:  # a generative reranker
-            scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
+            last_tokens = torch.tensor(batch.starts[1:], device=hidden.device) - 1
+            slices = [
+                logits for _, logits in token_logits(self._loaded.encoder, hidden[last_tokens])
+            ]
+            scores = _answer_scores(loaded.reranker, torch.cat(slices).float())
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if loaded.spec.loader == MASKED:  # a SPLADE model
             # The weight of a vocabulary entry is the maximum or the sum ("max" or "sum") over all
@@ -290,17 +294,6 @@ class PoolingModel:
         encoder = self._loaded.encoder
         with own_attention(encoder, forward):
             return PaddedForward(encoder)(replace(batch, attended_lens=lens))
-
-    def _answer_scores_of_texts(
-        self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
-    ) -> Tensor:
-        """Return one score for each text, float32 [num_texts, 1] (see `_answer_scores`).
-
-        Shapes: hidden [num_tokens, hidden_size].
-        """
-        last_tokens = torch.tensor(batch.starts[1:], device=hidden.device) - 1
-        slices = [logits for _, logits in token_logits(self._loaded.encoder, hidden[last_tokens])]
-        return _answer_scores(reranker, torch.cat(slices).float())
 
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]

@@ -58,7 +58,13 @@ def _read_sequence(
         return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
     sequence, drafts = last_position
     if drafts or sequence.guide is not None or sampled_tokens.errors:
-        return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
+        try:
+            return _accept(sequence, drafts, sampled_tokens, first)
+        except Exception as error:
+            # A grammar library can raise any exception. The exception ends only this sequence.
+            logger.exception("The grammar of request %s failed.", sequence.request_id)
+            message = f"The grammar of the request failed: {type(error).__name__}: {error}"
+            return Sampled(token_ids=[], logprobs=[], error=message)
     # The sequence has no draft tokens and no grammar, so the sampled token is its only new token.
     top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
     return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
@@ -75,23 +81,6 @@ def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: Samp
     # A list takes less time than a generator, and this function runs in every step.
     guided_sequences = [sequence for sequence, _ in positions if sequence.guide is not None]
     return not guided_sequences
-
-
-def _accept_or_return_error(
-    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
-) -> Sampled:
-    """Return the new tokens of a sequence. If its grammar fails, return an error instead.
-
-    The sequence's grammar is advanced by the new tokens. `first` is the index in `sampled_tokens`
-    of the first token of this sequence.
-    """
-    try:
-        return _accept(sequence, drafts, sampled_tokens, first)
-    except Exception as error:
-        # A grammar library can raise any exception. The exception ends only this sequence.
-        logger.exception("The grammar of request %s failed.", sequence.request_id)
-        message = f"The grammar of the request failed: {type(error).__name__}: {error}"
-        return Sampled(token_ids=[], logprobs=[], error=message)
 
 
 def _accept(

@@ -271,7 +271,11 @@ class Sampler:
         """Start the GPU kernel that samples a token for each row of `model_logits`."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
-        settings = _kernel_settings(inputs)
+        batch = SamplingBatch.of(inputs.positions, inputs.params)
+        temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
+        # The kernel reads top_k as int32.
+        top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
+        settings = np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
         sampled = SampledRows(*gpu_sampling.sample(processed, logits, settings))
         ranked = _rank_positions(model_logits, sampled.token_ids, inputs)
         return PendingSlice(inputs, sampled, ranked)
@@ -404,15 +408,3 @@ def _sample_non_greedy_rows(
         return token_ids, None
     # `uncertain.rows` are indices of `random_rows`. Convert them to indices of `logits`.
     return token_ids, uncertain.in_batch(random_rows)
-
-
-def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:
-    """Return the sampling settings of `n` positions for the GPU kernel, [5, n].
-
-    The rows are the temperature, top_p, top_k, min_p and a random number.
-    """
-    batch = SamplingBatch.of(inputs.positions, inputs.params)
-    temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
-    # The kernel reads top_k as int32.
-    top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
-    return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])

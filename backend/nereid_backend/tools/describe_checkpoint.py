@@ -142,23 +142,18 @@ def _describe_path(path: str) -> str:
     Raises: NereidError if the checkpoint is neither a language model nor a pooling model.
     """
     try:
-        return _describe_language_model(path)
+        lines: list[str] = []
+        engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
+        engine.close()
+        path_lines = [line for line in lines if line.startswith("path: ")]
+        path_line = path_lines[0] if path_lines else engine.info.path
+        return f"{path_line.removeprefix('path: ')} Data type: {engine.info.dtype}"
     except NereidError as error:
         try:
             info = PoolingEngine(PoolingConfig(path), lambda _: None).info
         except NereidError:
             raise error from None
     return f"{info.path} Task: {info.task}. Data type: {info.dtype}"
-
-
-def _describe_language_model(path: str) -> str:
-    """Load the checkpoint as a language model, and describe its forward pass."""
-    lines: list[str] = []
-    engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
-    engine.close()
-    path_lines = [line for line in lines if line.startswith("path: ")]
-    path_line = path_lines[0] if path_lines else engine.info.path
-    return f"{path_line.removeprefix('path: ')} Data type: {engine.info.dtype}"
 
 
 def main(arguments: list[str]) -> None:

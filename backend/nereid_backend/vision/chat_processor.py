@@ -137,10 +137,18 @@ class ChatProcessor:
         # For each kind of media that the processor does not accept, `refused` contains the reason.
         # The kinds are "images", "videos" and "audio".
         self.refused = refused_kinds(self.processor)
-        self.placeholder_ids = _placeholder_ids(self.processor, config)
+        names = [f"{token}_{end}" for token in _TOKENS.values() for end in ("id", "index")]
+        values = [
+            getattr(source, name, None) for source in (self.processor, config) for name in names
+        ]
+        self.placeholder_ids = {value for value in values if isinstance(value, int)}
         # Some models need the type of each token (text or image), but not every processor returns
         # these types.
-        self._needs_token_types = _takes_token_types(config)
+        name = (getattr(config, "architectures", None) or [""])[0]
+        forward = getattr(getattr(transformers, name, None), "forward", None)
+        self._needs_token_types = (
+            forward is not None and _MM_TOKEN_TYPES in inspect.signature(forward).parameters
+        )
 
     def prepare(
         self, messages: Sequence[Any], template_arguments: dict[str, Any] | None = None
@@ -388,20 +396,6 @@ class ChatProcessor:
 def _kinds(media: Sequence[Medium]) -> tuple[str, ...]:
     """Return the kinds of media in `media`, each kind once."""
     return tuple(dict.fromkeys(KIND_OF[type(item)] for item in media))
-
-
-def _placeholder_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
-    """Return the token ids of the placeholders for images, videos and audio."""
-    names = [f"{token}_{end}" for token in _TOKENS.values() for end in ("id", "index")]
-    values = [getattr(source, name, None) for source in (processor, config) for name in names]
-    return {value for value in values if isinstance(value, int)}
-
-
-def _takes_token_types(config: PretrainedConfig) -> bool:
-    """Return whether the forward method of the model accepts the argument mm_token_type_ids."""
-    name = (getattr(config, "architectures", None) or [""])[0]
-    forward = getattr(getattr(transformers, name, None), "forward", None)
-    return forward is not None and _MM_TOKEN_TYPES in inspect.signature(forward).parameters
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers

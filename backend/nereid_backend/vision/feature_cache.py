@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -19,14 +19,8 @@ from transformers import PreTrainedModel
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
-class _Key(NamedTuple):
-    """The key of cached features: the hash of the images, and the number of the encoder call.
-
-    A model can call its encoders several times for the same images.
-    """
-
-    digest: bytes
-    call: int
+_Key = tuple[bytes, int]
+"""The digest of the images of a prompt, and the number of the encoder call for this prompt."""
 
 
 class FeatureCache:
@@ -112,7 +106,7 @@ class FeatureCache:
             # cache, so that only the result of the outer call is stored.
             if self._digest is None or self._is_encoding:
                 return method(*args, **kwargs)
-            key = _Key(self._digest, self._num_calls)
+            key = (self._digest, self._num_calls)
             self._num_calls += 1
             if key in self._features:
                 self.num_reused += 1

@@ -119,7 +119,11 @@ class ImageProcess:
         """Start the process, wait until the process is ready, and return the connection."""
         try:
             connection = self._start()
-            failure = _receive_failure(connection)
+            if not connection.poll(_START_TIMEOUT_S):
+                raise TimeoutError
+            # The first message is ["ready"] or ["failed", reason].
+            kind, *reason = msgpack.unpackb(connection.recv_bytes())
+            failure = None if kind == "ready" else str(reason[0])
         except (EOFError, OSError) as error:
             self._end()
             raise EngineError("The process that prepares images could not be started.") from error
@@ -167,21 +171,6 @@ class ImageProcess:
         if self._kill_process is not None:
             self._kill_process()
             self._kill_process = None
-
-
-def _receive_failure(connection: Connection) -> str | None:
-    """Receive the first message of the process: ["ready"] or ["failed", reason].
-
-    Return the reason of a failure. Return None if the process is ready.
-
-    Raises:
-        EOFError, OSError: the process has ended.
-        TimeoutError: the process has sent no message within the time limit.
-    """
-    if not connection.poll(_START_TIMEOUT_S):
-        raise TimeoutError
-    kind, *reason = msgpack.unpackb(connection.recv_bytes())
-    return None if kind == "ready" else str(reason[0])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -3,22 +3,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn import Module
 from transformers import PreTrainedModel
-
-
-class _ConfigAttention(NamedTuple):
-    """A config object, and the attention implementation of the modules that use this object.
-
-    Attributes:
-        config: the config object, whose attribute _attn_implementation_internal is switched.
-        attention: the name of the attention implementation: "sdpa" or "eager".
-    """
-
-    config: Any
-    attention: str
 
 
 class OwnAttention:
@@ -42,8 +30,9 @@ class OwnAttention:
         for module in model.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
                 modules_of_configs.setdefault(id(module.config), []).append(module)
-        self._attention_of_configs = [
-            _ConfigAttention(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
+        # Each config object, and the name of the attention implementation of its modules.
+        self._attention_of_configs: list[tuple[Any, str]] = [
+            (modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
             for modules in modules_of_configs.values()
         ]
 

@@ -225,6 +225,7 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
     Raises:
         ModelError: if the vocabulary is damaged.
     """
+    from tokenizers import Tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     try:
@@ -236,26 +237,17 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    tokenizer = _without_foreign_tokens(tokenizer, len(values["tokens"]))
+    # transformers adds the default special tokens of its tokenizer class to the vocabulary.
+    # Example: "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is
+    # 128255. The model has no such token, so the server would refuse prompts with this text.
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["id"] < len(values["tokens"])
+    ]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
     if values.get("add_prefix_space") is False:
         _remove_prefix_space(tokenizer)
     return tokenizer
-
-
-def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:  # noqa: ANN401 - as below
-    """Return a copy of a tokenizer without the tokens that are not in the vocabulary of the file.
-
-    transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
-    "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
-    model has no such token, so the server would refuse each prompt that contains this text.
-    """
-    from tokenizers import Tokenizer
-
-    content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if token["id"] < num_tokens
-    ]
-    return Tokenizer.from_str(json.dumps(content))
 
 
 def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizers.Tokenizer`

@@ -219,21 +219,15 @@ class StateSnapshots:
             # Snapshots of the answer are not marked for writing here, because newer snapshots will
             # probably replace them soon. `finish` marks the last snapshot of the answer.
             self._write_to_disk_later(block_hash)
-        self._delete_previous_answer_snapshot(sequence)
-        sequence.num_snapshot_tokens = position
-
-    def _delete_previous_answer_snapshot(self, sequence: Sequence) -> None:
-        """Delete a sequence's previous snapshot if this snapshot was saved during the answer.
-
-        The next turn of the chat continues after the whole answer, so only the last snapshot of the
-        answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
-        may be useful to other requests.
-        """
+        # The next turn of the chat continues after the whole answer, so only the last snapshot of
+        # the answer is useful. A snapshot of the prompt, or a snapshot from which the sequence
+        # started, may be useful to other requests.
         previous_position = sequence.num_snapshot_tokens
         is_in_answer = previous_position > sequence.num_prompt_tokens
         was_saved_by_sequence = previous_position > sequence.num_reused_tokens
         if is_in_answer and was_saved_by_sequence:
             self.delete(self._hash_before(sequence, previous_position))
+        sequence.num_snapshot_tokens = position
 
     def finish(self, sequence: Sequence) -> None:
         """Delete a sequence's unfinished snapshot. Mark the last finished one for writing to disk.

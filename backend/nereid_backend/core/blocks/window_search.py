@@ -59,7 +59,10 @@ class WindowSearch:
         # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):
             if can_end_after(num_blocks) and self._has_needed_blocks(cached_runs, num_blocks):
-                return self._prefix_tables(tables, num_blocks)
+                return [
+                    self._hide_blocks_before_window(table[:num_blocks], window)
+                    for table, window in zip(tables, self.windows, strict=True)
+                ]
         return [[] for _ in self.windows]
 
     def _num_leading_cached(self, table: list[int]) -> int:
@@ -69,13 +72,6 @@ class WindowSearch:
         longer. Example: [4, 9, null, 6] gives 2.
         """
         return table.index(self.null_block) if self.null_block in table else len(table)
-
-    def _prefix_tables(self, tables: list[list[int]], num_blocks: int) -> list[list[int]]:
-        """Return the first `num_blocks` blocks of each table."""
-        return [
-            self._hide_blocks_before_window(table[:num_blocks], window)
-            for table, window in zip(tables, self.windows, strict=True)
-        ]
 
     def _cached_runs_by_window(self, tables: list[list[int]]) -> dict[AttentionWindow, list[int]]:
         """For each attention window, return the lengths of the runs of cached blocks.

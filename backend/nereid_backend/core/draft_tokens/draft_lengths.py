@@ -221,7 +221,11 @@ class DraftLengths:
         save. Call this method once for each step of the sequence, because each call shortens a
         pause by one step.
         """
-        history = self._history_of(sequence)
+        history = self._histories.get(sequence)
+        if history is None:
+            num_accepted = self._overall_rate.value * _FIRST_WEIGHT
+            history = _History(_Rate(num_accepted, _FIRST_WEIGHT))
+            self._histories[sequence] = history
         if history.num_paused_steps > 0:
             history.num_paused_steps -= 1
             return 0
@@ -230,15 +234,6 @@ class DraftLengths:
         # After a pause, a draft of one token measures the acceptance rate again.
         length = max(1, _profitable_length(history.rate.value, self._cost_ratio, self.max_tokens))
         return min(self.max_tokens, length)
-
-    def _history_of(self, sequence: Sequence) -> _History:
-        """Return the record of a sequence's drafts. If no record exists, create and store one."""
-        history = self._histories.get(sequence)
-        if history is None:
-            num_accepted = self._overall_rate.value * _FIRST_WEIGHT
-            history = _History(_Rate(num_accepted, _FIRST_WEIGHT))
-            self._histories[sequence] = history
-        return history
 
     def record_draft(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record that `num_accepted` of `num_proposed` draft tokens of a sequence were accepted.

@@ -39,20 +39,6 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     `lens` contains the length of each text. The texts contain no special tokens. They are the same
     in each call, so that the self-check always has the same result.
     """
-    plain_ids = _plain_token_ids(encoder)
-    rng = random.Random(0)
-    texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
-    types: list[list[int] | None] = [None] * len(lens)
-    num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
-    if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
-        # A type id tells the model to which text of a pair a token belongs. Each test text contains
-        # both type ids. Otherwise, a method that confuses the two type ids could pass the test.
-        types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
-    return TokenBatch.of(texts, types, encoder.device)
-
-
-def _plain_token_ids(encoder: Encoder) -> list[int]:
-    """Return the token ids from which random texts are built."""
     # Prefer token ids in the tokenizer's vocabulary, because the embeddings of other ids are often
     # untrained. If the vocabulary is very small, use some of the other ids, too: texts with only a
     # few distinct tokens would not reveal errors.
@@ -65,7 +51,16 @@ def _plain_token_ids(encoder: Encoder) -> list[int]:
     # Leave out the first eighth of the token ids, because in many vocabularies it contains special,
     # reserved and single-byte tokens.
     plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
-    return plain_ids or list(range(size))
+    plain_ids = plain_ids or list(range(size))
+    rng = random.Random(0)
+    texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
+    types: list[list[int] | None] = [None] * len(lens)
+    num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
+    if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
+        # A type id tells the model to which text of a pair a token belongs. Each test text contains
+        # both type ids. Otherwise, a method that confuses the two type ids could pass the test.
+        types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
+    return TokenBatch.of(texts, types, encoder.device)
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:

@@ -206,8 +206,11 @@ def to_api_error(error: FrontendError) -> ApiError:
     message = _TENSOR_NAME.sub("prompt", error.message)
     if status == 400:
         return _invalid_argument_error(message)
-    # Example: the message "Try again in 4 s." gives the header "Retry-After: 4".
-    headers = _retry_after_header(message) if status in (429, 503) else None
+    headers = None
+    if status in (429, 503):
+        # Example: the message "Try again in 4 s." gives the header "Retry-After: 4".
+        match = _RETRY_AFTER.search(message)
+        headers = {"Retry-After": match[1] if match else "1"}
     return ApiError(status, message, code=code, headers=headers)
 
 
@@ -364,17 +367,6 @@ def _split_field(message: str) -> tuple[str | None, str]:
     if _VERB.match(rest):
         return field, f"{field} {rest}"
     return field, message
-
-
-def _retry_after_header(message: str) -> dict[str, str]:
-    """Return the header Retry-After with the number of seconds that an error message contains.
-
-    If the message contains no number of seconds, the header has the value 1.
-
-    Example: "Try again in 4 s." returns {"Retry-After": "4"}.
-    """
-    match = _RETRY_AFTER.search(message)
-    return {"Retry-After": match[1] if match else "1"}
 
 
 def _requirement(detail: ErrorDetails) -> str:

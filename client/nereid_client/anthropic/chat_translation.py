@@ -1,6 +1,6 @@
 """Translate requests of Anthropic's API to chat completions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nereid_client.anthropic.cache_control import cache_retention
@@ -51,27 +51,19 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     messages = request.chat_messages
     # If several fields have the same name, the last field is used. Translated fields therefore
     # replace copied fields.
+    # If the last message has the role "assistant", the answer continues this message.
+    fields_to_continue: Json = {}
+    if messages[-1]["role"] == "assistant":
+        fields_to_continue = {"continue_final_message": True, "add_generation_prompt": False}
     return {
         **_without_nulls(copied),
         **_without_nulls(translated),
         "messages": messages,
-        # If the last message has the role "assistant", the answer continues this message.
-        **_fields_to_continue_last_message(messages),
+        **fields_to_continue,
         **_tool_fields(request),
         # If the body contains `cache_control`, set prompt_cache_retention and prompt_cache_key.
         **_fields_of_cache_control(body),
     }
-
-
-def _fields_to_continue_last_message(messages: Sequence[Json]) -> Json:
-    """Return the fields that make the model continue the last message of a conversation.
-
-    If the last message is a message of the assistant, the client has sent the beginning of the
-    answer. Otherwise, return {}.
-    """
-    if messages[-1]["role"] != "assistant":
-        return {}
-    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _without_nulls(fields: Json) -> Json:

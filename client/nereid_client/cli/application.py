@@ -49,7 +49,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         such as a failed check. 2 means a wrong argument or a wrong setting.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _escape_unprintable_characters()
+    # Text from a model can contain any character. If the terminal's encoding is ASCII, the
+    # character U+65E5 is printed as `\u65e5`.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(arguments, prog_name="nereid")
     except CliError as error:  # only a subcommand raises this error, so there is an argument
@@ -68,16 +71,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # typer ends a command with this exception
         return int(ended.code or 0)
     return 0
-
-
-def _escape_unprintable_characters() -> None:
-    r"""Let the standard output print an escape sequence for a character that cannot be encoded.
-
-    Example: if the terminal's encoding is ASCII, the character U+65E5 is printed as `\u65e5`. Text
-    from a model can contain any character.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 app = typer.Typer(

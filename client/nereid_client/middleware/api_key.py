@@ -54,7 +54,11 @@ class ApiKey:
         # A batch request has no HTTP headers, so the batch runner stores the client in the scope.
         client_of_batch: Client | None = scope.get(CLIENT_OF_SCOPE)
         client = client_of_batch or self._find_client(Headers(scope=scope))
-        if client is None and _requires_key(scope):
+        # The playground and all paths below /v1/ require a key. Other paths require a key only for
+        # methods that can change data, such as POST.
+        is_guarded = scope["path"] == playground.PATH or scope["path"].startswith("/v1/")
+        requires_key = is_guarded or scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if client is None and requires_key:
             await self._refuse(scope, receive, send)
             return
         if client is None:
@@ -117,13 +121,3 @@ def _key_in(headers: Headers) -> str:
     if scheme.lower() == "bearer":
         return token
     return headers.get("x-api-key") or headers.get("api-key", "")
-
-
-def _requires_key(scope: Scope) -> bool:
-    """Return whether a request requires an API key.
-
-    The playground and all paths below /v1/ require a key. Other paths require a key only for
-    methods that can change data, such as POST.
-    """
-    is_guarded = scope["path"] == playground.PATH or scope["path"].startswith("/v1/")
-    return is_guarded or scope["method"] not in ("GET", "HEAD", "OPTIONS")

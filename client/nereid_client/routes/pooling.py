@@ -48,7 +48,10 @@ async def pooling(request: Request) -> Response:
     # single label, and return its probability.
     if served.kind == RERANK:
         outputs = await _classify(request, served, body)
-        rows = _label_probabilities(outputs, output_kind)
+        if output_kind == "token_classify":
+            rows = [probabilities for probabilities, _ in tokens_of(outputs)]
+        else:
+            rows = list(outputs.arrays["probabilities"])
     else:
         options = body.options() | {"kind": output_kind}
         outputs = await call_model(request, served, body.model_inputs, options)
@@ -106,14 +109,3 @@ async def _classify(request: Request, served: ServedModel, body: VectorsRequest)
             param="input",
         )
     return await call_model(request, served, body.input, body.classifier_options)
-
-
-def _label_probabilities(outputs: PoolingOutputs, output_kind: str) -> list[Floats]:
-    """For each text, return a float32 array with the probabilities of the labels.
-
-    The shape of an array is [num_labels] for the kind "classify", and [num_tokens, num_labels] for
-    the kind "token_classify".
-    """
-    if output_kind == "token_classify":
-        return [probabilities for probabilities, _ in tokens_of(outputs)]
-    return list(outputs.arrays["probabilities"])

@@ -80,11 +80,11 @@ async def _rerank(request: Request, default_format: str) -> Response:
     response_format = body.format or (default_format if body.texts is None else "tei")
     served = await choose_scorer(request, body.model)
     outputs = await _score(request, served, body)
+    with_text = body.return_text if response_format == "tei" else body.return_documents
+    if with_text is None:  # the default of each format
+        with_text = response_format in ("jina", "sglang")
     ranked = embedding_output.ranking(
-        outputs.arrays["scores"],
-        body.ranked_documents,
-        body.top_n,
-        with_text=_repeats_documents(body, response_format),
+        outputs.arrays["scores"], body.ranked_documents, body.top_n, with_text=with_text
     )
     return JSONResponse(
         _response_body(response_format, ranked, outputs, served, request_id_of(request))
@@ -110,16 +110,6 @@ async def _score(request: Request, served: ServedModel, body: RerankRequest) -> 
         return await late_interaction(request, served, body.model_inputs, truncate=truncate)
     require_kind(served, "score")
     return await call_model(request, served, body.model_inputs, options)
-
-
-def _repeats_documents(body: RerankRequest, response_format: str) -> bool:
-    """Return whether the response also contains the documents of the request.
-
-    By default, responses in the formats of Jina and SGLang repeat the documents, and responses in
-    the formats of Cohere and TEI do not.
-    """
-    requested = body.return_text if response_format == "tei" else body.return_documents
-    return response_format in ("jina", "sglang") if requested is None else requested
 
 
 def _response_body(

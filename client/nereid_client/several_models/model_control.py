@@ -262,24 +262,17 @@ class ModelControl:
         Raises: BackendError if the models that must stay loaded leave too little memory.
         """
         others = [other for other in self._states.values() if other is not state]
-        await self._find_loaded_models(others)
+        # `is_loaded` can be wrong, because a server that has crashed loads its first models again,
+        # without a request to load them.
+        for other in others:
+            if not other.is_loaded and not other.lock.locked():
+                other.is_loaded = await self._is_ready(other)
         while _used_memory(others) + state.memory_bytes > budget:
             candidates = [other for other in others if other.can_be_unloaded]
             if not candidates:
                 raise BackendError("UNAVAILABLE", _too_little_memory(state, others, budget))
             longest_idle = min(candidates, key=lambda other: other.last_used)
             await self._unload_for_memory(longest_idle)
-
-    async def _find_loaded_models(self, states: Iterable[ModelState]) -> None:
-        """Update `is_loaded` of each model whose `is_loaded` is False or None.
-
-        The new value comes from the server. The old value can be wrong, because a server that has
-        crashed loads its first models again, without a request to load them. A model that is being
-        loaded or unloaded is skipped.
-        """
-        for state in states:
-            if not state.is_loaded and not state.lock.locked():
-                state.is_loaded = await self._is_ready(state)
 
     async def _is_ready(self, state: ModelState) -> bool:
         return await self._repository.is_model_ready(state.spec.triton_name)

@@ -73,17 +73,9 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
         weights += _weight_bytes(Path(draft_model).expanduser(), settings)
     kv_cache_memory = settings.get("kv_cache_memory")
     kv_cache = parse_size("kv_cache_memory", kv_cache_memory) if kv_cache_memory else 0
-    num_replicas = _num_replicas(settings)
-    return ModelMemory(num_replicas * weights, num_replicas * kv_cache)
-
-
-def _num_replicas(settings: Mapping[str, str]) -> int:
-    """Return the setting data_parallel_size. For an invalid value, return 1.
-
-    The model itself rejects an invalid value when it starts.
-    """
     text = settings.get("data_parallel_size", "1")
-    return int(text) if text.isdecimal() else 1
+    num_replicas = int(text) if text.isdecimal() else 1  # the model rejects an invalid value
+    return ModelMemory(num_replicas * weights, num_replicas * kv_cache)
 
 
 def default_kv_cache(budget: int) -> int:

@@ -128,22 +128,18 @@ class CompletionLogprobs:
             entries: the log-probabilities of the delta's tokens.
             is_last: whether this is the last delta of the choice, so that no text is still to come.
         """
-        self._append_text(text)
+        # Remove the text before `_next_position`, because its tokens have been located.
+        num_located_chars = min(self._next_position - self._recent_start, len(self._recent_text))
+        self._recent_text = self._recent_text[num_located_chars:] + text
+        self._recent_start += num_located_chars
         part = _empty()
         for entry in entries:
-            part["text_offset"].append(self._locate_entry(entry, is_last=is_last))
+            self._skip_incomplete_character(entry, is_last=is_last)
+            part["text_offset"].append(self._locate(self._decode(entry), is_last=is_last))
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
             part["top_logprobs"].append(self._likely_tokens(entry))
         return part
-
-    def _locate_entry(self, entry: TokenLogprob, *, is_last: bool) -> int:
-        """Return the position of the next generated token in the text of the choice.
-
-        Mutates: the decoder and `_next_position`, so that the next call searches after this token.
-        """
-        self._skip_incomplete_character(entry, is_last=is_last)
-        return self._locate(self._decode(entry), is_last=is_last)
 
     def _likely_tokens(self, entry: TokenLogprob) -> dict[str, float]:
         """Return the log-probabilities of a generated token and of the most likely tokens.
@@ -178,16 +174,6 @@ class CompletionLogprobs:
         if entry["bytes"] is None:
             return entry["token"]
         return self._decoder.decode(bytes(entry["bytes"]))
-
-    def _append_text(self, text: str) -> None:
-        """Append text to `_recent_text`.
-
-        Remove the text before `_next_position` from `_recent_text`, because its tokens have been
-        located.
-        """
-        num_located_chars = min(self._next_position - self._recent_start, len(self._recent_text))
-        self._recent_text = self._recent_text[num_located_chars:] + text
-        self._recent_start += num_located_chars
 
     def _locate(self, piece: str, *, is_last: bool) -> int:
         """Return the position of a token's text in the text of the choice.

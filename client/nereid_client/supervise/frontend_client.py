@@ -68,16 +68,9 @@ def fetch(
         with error:
             return Answer(error.code, error.read().decode(errors="replace"))
     except (OSError, http.client.HTTPException) as error:
-        return Answer(None, str(error), is_late=_is_timeout(error))
-
-
-def _is_timeout(error: Exception) -> bool:
-    """Return whether a request failed because the server took too long.
-
-    If the time ends while urllib connects, urllib wraps the TimeoutError in a URLError.
-    """
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    return isinstance(cause, TimeoutError)
+        # If the time ends while urllib connects, urllib wraps the TimeoutError in a URLError.
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        return Answer(None, str(error), is_late=isinstance(cause, TimeoutError))
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,9 @@ class StubWatch:
             if is_running:
                 continue
             has_disappeared = process is None
-            if has_disappeared and self._may_have_been_ended_by_server():
+            # The server ends a stub if it unloads the model, or if the model cannot be loaded.
+            may_have_been_ended = self._can_unload or not self.are_models_loaded
+            if has_disappeared and may_have_been_ended:
                 self._forget(pid)
                 continue
             # When the server stops, its stubs disappear shortly before the server itself. This is
@@ -115,13 +117,6 @@ class StubWatch:
                 self.has_stub_crashed = process is not None and process.has_crashed
                 return model
         return None
-
-    def _may_have_been_ended_by_server(self) -> bool:
-        """Return whether the server may have ended a stub process on purpose.
-
-        The server ends a stub if it unloads the stub's model, or if the model cannot be loaded.
-        """
-        return self._can_unload or not self.are_models_loaded
 
     def _forget(self, pid: int) -> None:
         """Stop observing the stub process with the id `pid`."""

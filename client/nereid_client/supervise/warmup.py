@@ -41,7 +41,10 @@ class WarmUp(threading.Thread):
             a client has unloaded the model, `curl` becomes a shell command for the request. If the
             model answers with an error, `failure` becomes the reason.
         """
-        self._wait_until_ready()
+        # There is no time limit, because loading a large model can take minutes. This thread is a
+        # daemon, so the thread ends when `nereid serve` ends, for example after a failure.
+        while self._frontend.get_status("/health/ready") != 200:
+            time.sleep(_POLL_EVERY_S)
         self.is_ready.set()
         self.stage = "waiting for the first response"
         path, fields = _CHAT_REQUEST
@@ -53,15 +56,6 @@ class WarmUp(threading.Thread):
             self.curl = self._frontend.curl(path, {"model": self._frontend.model, **fields})
         else:
             self.failure = f"the model cannot answer its first request: {answer.text}"
-
-    def _wait_until_ready(self) -> None:
-        """Wait until the frontend reports that the server is ready.
-
-        There is no time limit, because loading a large model can take minutes. This thread is a
-        daemon, so the thread ends when `nereid serve` ends, for example after a failure.
-        """
-        while self._frontend.get_status("/health/ready") != 200:
-            time.sleep(_POLL_EVERY_S)
 
     def _request_token(self, path: str, fields: dict[str, Any]) -> Answer:
         """Request one token, and repeat the request while the server is unavailable."""

@@ -99,7 +99,11 @@ class HiddenStates:
         # In a step with images, the decoder may be called several times, or for one sequence at a
         # time. The hidden states of such a step are not stored.
         if [output.shape[:2] for output in outputs] == [(1, plan.num_tokens)]:
-            self._store_states(plan.chunks, outputs[0][0])
+            chunk_states = torch.split(outputs[0][0], [chunk.num_tokens for chunk in plan.chunks])
+            for chunk, states in zip(plan.chunks, chunk_states, strict=True):
+                if chunk.sequence.images is None:  # Sequences with images get no draft tokens.
+                    parts = self._parts.setdefault(chunk.sequence, [])
+                    _append_states(parts, chunk.start, states)
         return logits
 
     def clear(self, sequence: Sequence) -> None:
@@ -137,18 +141,6 @@ class HiddenStates:
     def _record(self, module: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401, ARG002
         """Store the output of the decoder. torch calls this method as a forward hook."""
         self._outputs.append(output.last_hidden_state)
-
-    def _store_states(self, chunks: list[Chunk], output: Tensor) -> None:
-        """Store the hidden states that a forward pass has computed, separately for each sequence.
-
-        The states of sequences with images are not stored, because such sequences get no draft
-        tokens. The shape of `output` is [num_tokens, hidden_size].
-        """
-        chunk_states = torch.split(output, [chunk.num_tokens for chunk in chunks])
-        for chunk, states in zip(chunks, chunk_states, strict=True):
-            if chunk.sequence.images is None:
-                parts = self._parts.setdefault(chunk.sequence, [])
-                _append_states(parts, chunk.start, states)
 
 
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:

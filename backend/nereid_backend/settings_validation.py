@@ -116,26 +116,16 @@ def _parse_adapters(value: object) -> object:
         ValueError: the value is neither such a text nor a dict, a name or a folder is empty, or two
             pairs have the same name.
     """
-    adapters = _split_pairs(value) if isinstance(value, str) else value
+    adapters = value
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        adapters = {name.strip(): path.strip() for name, _, path in pairs}
+        if len(adapters) < len(pairs):
+            raise ValueError("pairs with different names, such as name=/path,other=/path")
     is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
     if not is_complete:
         raise ValueError("pairs such as name=/path, separated by commas")
     return adapters
-
-
-def _split_pairs(text: str) -> dict[str, str]:
-    """Split a text into names and paths. A missing path is "".
-
-    Example: "a=/x, b" returns {"a": "/x", "b": ""}.
-
-    Raises:
-        ValueError: two pairs have the same name.
-    """
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    paths_by_name = {name.strip(): path.strip() for name, _, path in pairs}
-    if len(paths_by_name) < len(pairs):
-        raise ValueError("pairs with different names, such as name=/path,other=/path")
-    return paths_by_name
 
 
 def _parse_switch(value: object) -> object:

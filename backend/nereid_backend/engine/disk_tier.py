@@ -169,7 +169,12 @@ class DiskTier:
         self._insert_blocks(read.hashes, read.contents_by_hash())
         # The memory may have too few free blocks for all blocks.
         if read.state is not None and all(map(self._is_in_memory, read.hashes)):
-            self._insert_snapshot(read.hashes[-1], read.state)
+            snapshots = self._cache.snapshots
+            assert snapshots is not None
+            if read.hashes[-1] not in snapshots:
+                snapshot_id = snapshots.reserve_id(read.hashes[-1])
+                if snapshot_id is not None:
+                    self._prefixes.write_snapshot(snapshot_id, read.state)
 
     def _insert_blocks(self, hashes: list[bytes], contents: dict[bytes, bytes]) -> None:
         """Add blocks to the prefix cache in memory. The blocks were read from disk.
@@ -275,16 +280,6 @@ class DiskTier:
         if not self._prefixes.has_blocks or _block_key(block_hash) in self._store:
             return True
         return self._store.write(_block_key(block_hash), self._prefixes.read_block(block))
-
-    def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
-        """Store a recurrent state, which was read from disk, in the memory for saved states."""
-        snapshots = self._cache.snapshots
-        assert snapshots is not None
-        if block_hash in snapshots:
-            return
-        snapshot_id = snapshots.reserve_id(block_hash)
-        if snapshot_id is not None:
-            self._prefixes.write_snapshot(snapshot_id, state)
 
     def _read_files(self, read: _PrefixRead) -> None:
         """Read the files of a request into `read.state` and `read.contents`.

@@ -45,12 +45,15 @@ class PrefixSessions:
         sessions = self._matching(client_id, None)
         last_first = sorted(sessions, key=lambda session: session.expires_in_s, reverse=True)
         listed = last_first[:_MAX_LISTED]
+        cache = self._cache
         return {
             "num_blocks": self._pool.num_blocks,
             "num_used_blocks": self._pool.num_used,
             "num_cached_blocks": self._pool.num_cached,
             "num_retained_blocks": self._pool.idle.num_retained,
-            **self._cache_counters(),
+            "num_snapshots": len(cache.snapshots) if cache and cache.snapshots else 0,
+            "num_queried_tokens": cache.num_queried_tokens if cache else 0,
+            "num_hit_tokens": cache.num_hit_tokens if cache else 0,
             "num_sessions": len(sessions),
             "sessions": [
                 {
@@ -61,17 +64,6 @@ class PrefixSessions:
                 }
                 for session in listed
             ],
-        }
-
-    def _cache_counters(self) -> dict[str, int]:
-        """Return the counters of the prefix cache. All are 0 if prefix caching is off."""
-        cache = self._cache
-        if cache is None:
-            return {"num_snapshots": 0, "num_queried_tokens": 0, "num_hit_tokens": 0}
-        return {
-            "num_snapshots": 0 if cache.snapshots is None else len(cache.snapshots),
-            "num_queried_tokens": cache.num_queried_tokens,
-            "num_hit_tokens": cache.num_hit_tokens,
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:

@@ -187,7 +187,15 @@ def _check_length(config: EngineConfig) -> None:
     if config.max_model_len is None:
         return
     path = Path(config.model) / "config.json"
-    decoder = _read_decoder_config(path)
+    try:
+        checkpoint = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if not isinstance(checkpoint, dict):
+        return
+    # If the model reads text and images, the field `text_config` contains the config of the text
+    # decoder. The field can be null.
+    decoder: dict[str, Any] = checkpoint.get("text_config") or checkpoint
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)
         if isinstance(limit, int) and 0 < limit < config.max_model_len:
@@ -195,20 +203,6 @@ def _check_length(config: EngineConfig) -> None:
                 f"max_model_len: the value must be at most {limit} ({name} in {path}), but it is "
                 f"{config.max_model_len}."
             )
-
-
-def _read_decoder_config(path: Path) -> dict[str, Any]:
-    """Return the config of the text decoder in a config.json; {} if the file is not readable."""
-    try:
-        checkpoint = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(checkpoint, dict):
-        return {}
-    # If the model reads text and images, the field `text_config` contains the config of the text
-    # decoder. The field can be null.
-    decoder: dict[str, Any] = checkpoint.get("text_config") or checkpoint
-    return decoder
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:

@@ -200,7 +200,10 @@ def read_pooling_settings(
             name, such as "embedding_dtype".
     """
     prefix = f"{kind}_"
-    parameters = _without_missing_checkpoint(_parameters(args))
+    parameters = _parameters(args)
+    if "model" in parameters and not Path(parameters["model"]).is_dir():
+        # config.pbtxt contains a default checkpoint, which need not be installed.
+        del parameters["model"]
     check_names(parameters, _POOLING_NAMES, prefix=prefix)
     # `_variables` checks the names of the variables itself.
     texts = parameters | _variables(f"{_NEREID}{prefix}".upper(), environ)
@@ -251,16 +254,6 @@ def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str =
                 "Python models of the Triton server cannot read. If the value is a path, create a "
                 f"link with another name, for example: ln -s '{shown}' /tmp/checkpoint"
             )
-
-
-def _without_missing_checkpoint(parameters: dict[str, str]) -> dict[str, str]:
-    """Return the parameters of a pooling model. Leave out `model` if it is not a folder.
-
-    config.pbtxt contains a default checkpoint, which need not be installed.
-    """
-    if "model" in parameters and not Path(parameters["model"]).is_dir():
-        return {name: text for name, text in parameters.items() if name != "model"}
-    return parameters
 
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:

@@ -132,7 +132,11 @@ class EngineMetrics:
         self._counters = {
             name: self._families.counter(name, text) for name, text in _COUNTERS.items()
         }
-        self._histograms = _create_histograms(self._families, labels)
+        self._histograms: dict[str, Any] = {}
+        for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS)):
+            for name, text in texts.items():
+                family = self._families.histogram(name, text)
+                self._histograms[name] = family.Metric(dict(labels), buckets=list(bounds))
         # Each update of a sequence adds one value to this histogram. Passing each value to the
         # server would take too much time, so the executor counts the values, and publishes counts.
         self._token_gaps = self._families.histogram_counters(
@@ -221,16 +225,6 @@ def _create_gauges_of_engines(
         gauges = {name: family.Metric(engine_labels) for name, family in engine_families.items()}
         engines.append(_EngineGauges(gauges))
     return engines
-
-
-def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Create the histograms of requests, and return them by name."""
-    histograms: dict[str, Any] = {}
-    for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS)):
-        for name, text in texts.items():
-            family = families.histogram(name, text)
-            histograms[name] = family.Metric(dict(labels), buckets=list(bounds))
-    return histograms
 
 
 def _publish_gauges(engine: _EngineGauges, stats: Mapping[str, int]) -> None:

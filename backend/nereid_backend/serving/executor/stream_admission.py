@@ -69,7 +69,18 @@ class StreamAdmission:
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
-        timing = self._new_timing(envelope, num_tokens)
+        settings = self._settings
+        timing = RequestTiming(
+            arrived=time.monotonic(),
+            num_prompt_tokens=num_tokens,
+            num_image_bytes=len(envelope.images),
+            queue_timeout_s=effective_limit_s(
+                envelope.queue_timeout_s, settings.default_queue_timeout_s
+            ),
+            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
+            client_id=envelope.client_id,
+            traceparent=envelope.traceparent,
+        )
         self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
@@ -90,24 +101,6 @@ class StreamAdmission:
             last_sent=timing.arrived,  # The first heartbeat is due one interval after this time.
             grammar_field=envelope.grammar_field,
             timing=timing,
-        )
-
-    def _new_timing(self, envelope: RequestEnvelope, num_tokens: int) -> RequestTiming:
-        """Return the RequestTiming of a request that has just arrived.
-
-        A time limit comes from the request or, if the request has none, from the settings.
-        """
-        settings = self._settings
-        return RequestTiming(
-            arrived=time.monotonic(),
-            num_prompt_tokens=num_tokens,
-            num_image_bytes=len(envelope.images),
-            queue_timeout_s=effective_limit_s(
-                envelope.queue_timeout_s, settings.default_queue_timeout_s
-            ),
-            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
-            client_id=envelope.client_id,
-            traceparent=envelope.traceparent,
         )
 
     def note_start(self, stream: Stream, started: float) -> None:

@@ -99,10 +99,13 @@ class OpenCall:
         buffer.pos = self._body_reader.read(buffer.text, start)
         # The TextWriter receives the text that has just been read: as text of a tool call if a tool
         # call is open or has ended in this text, otherwise as pending text.
-        has_list_member_ended = self._body_reader.last_call_end is not None
         if self._call_writer.is_open:
             self._trace_as_call(buffer.text[start : buffer.pos])
-        elif was_call_open or self._body_reader.status is DONE or has_list_member_ended:
+        elif (
+            was_call_open
+            or self._body_reader.status is DONE
+            or self._body_reader.last_call_end is not None
+        ):
             self._pass_ended_call(start)
         else:
             self._text_writer.store_pending(buffer.text[start : buffer.pos])

@@ -264,9 +264,8 @@ class DraftModel:
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Run one forward pass of the draft model, and sample a draft token for each sequence.
 
-        If the uncomputed tokens of the drafts exceed the token budget of a pass, some drafts are
-        computed only partly or not at all. Such a draft gets no further token before the next step
-        of the large model.
+        If the drafts exceed the token budget of a pass, some drafts are computed only partly or not
+        at all. They get no further token before the next step of the large model.
 
         Return the drafts that got a token and need another pass.
         """

@@ -61,8 +61,7 @@ class RequestPreparation:
     def add(self, sequence: Sequence) -> None:
         """Add a request to the scheduler, and start to prepare the request.
 
-        `sequence` is the first sequence of the request. If the request has a grammar, the grammar
-        is compiled. If a prefix of the request is stored on disk, the prefix is read.
+        `sequence` is the first sequence of the request.
 
         Raises:
             CapacityError: if too many grammars are waiting to be compiled.

@@ -222,9 +222,8 @@ class FeedbackWriter:
 def _open_memory_file(path: str, name: str) -> int:
     """Open the file of the shared memory at `path`, and return the file descriptor.
 
-    The path names a file of another process, such as "/proc/4711/fd/12". A client may have chosen
-    the path, so the file is checked before it is opened. `name` is the name that the memory must
-    have.
+    A client may have chosen the path, such as "/proc/4711/fd/12", so the file is checked before it
+    is opened. `name` is the name that the memory must have.
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.

@@ -118,8 +118,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Send a request for text to an engine process, or queue an operation for all processes.
 
-        An operation is a request about adapters, weights or the prefix cache. Its envelope is only
-        a placeholder.
+        An operation is a request about adapters, weights or the prefix cache.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.

@@ -14,8 +14,7 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     """Start the engine processes, and wait until their models are loaded.
 
     The first process is started alone, so that only one process reports a wrong checkpoint or a
-    wrong setting. When the first process has loaded its model, all other processes are started in
-    parallel. The other processes read the weights from the kernel's page cache.
+    wrong setting. The other processes are then started in parallel.
 
     Raises:
         EngineError: loading failed or took too long. The message gives the reason.

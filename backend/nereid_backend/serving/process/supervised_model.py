@@ -118,8 +118,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Read a request, and call `add_request` or `respond_later`.
 
-        Call `add_request` if the child process must handle the request. If the response is already
-        known, call `respond_later`.
+        Call `add_request` if the child process must handle the request, else `respond_later`.
 
         Raises:
             NereidError: the request is refused.

@@ -28,9 +28,8 @@ _STRUCTURED_OUTPUT_FORMS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
 class OutputFormat:
     """The format that a request requires for the generated content.
 
-    Several request fields can require a format. The value of each such field is converted to an
-    object in the form of the field response_format. Example: the field `regex: "a+"` becomes
-    `{"type": "regex", "pattern": "a+"}`.
+    Each request field that requires a format is converted to the form of response_format. Example:
+    the field `regex: "a+"` becomes `{"type": "regex", "pattern": "a+"}`.
 
     Attributes:
         field: the name of the request field that requires the format. Error messages begin with

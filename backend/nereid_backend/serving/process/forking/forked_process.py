@@ -79,9 +79,8 @@ def start_process(
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """Start a child process that runs a module.
 
-    If there is a fork server, it creates the process. The fork server has already imported the
-    large libraries, so such a process starts faster. If there is no fork server, or if it refuses
-    the request, a new Python process is started.
+    If there is no fork server, or if it refuses the request, a new Python process is started, which
+    must import the large libraries itself.
 
     Args:
         module: the module.

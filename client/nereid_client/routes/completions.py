@@ -23,6 +23,7 @@ from nereid_client.request_context import (
     validate,
 )
 from nereid_client.streaming import sse
+from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.streaming.completion_stream import (
     CompletionOptions,
     completion,
@@ -45,32 +46,54 @@ async def completions(request: Request) -> Response:
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     # `select_language_model` sets the context that `context_of` returns from now on.
     await select_language_model(request, body.model)
-    if len(body.prompt) > max_prompts:
-        raise ApiError(
-            400,
-            f"prompt must have at most {max_prompts} prompts (the server's setting max_prompts), "
-            f"but the request has {len(body.prompt)}. Send the prompts in several requests.",
-            param="prompt",
-            limit="max_prompts",
-        )
+    _check_num_prompts(body.prompt, max_prompts)
     generations = await _generations(request, body)
     let_clients_abort_by_given_id(request, body)
     frame = frame_for(request, body, "cmpl")
-    options = CompletionOptions(
-        echoed_prompts=await _echoed_prompts(request, body),
+    options = _options(body, await _echoed_prompts(request, body))
+    if body.stream:
+        return await _streamed_response(request, frame, options, generations)
+    work = _generate_all(context_of(request).backend, generations)
+    totals = await sse.unless_disconnected(request.receive, work)
+    return JSONResponse(completion(frame, options, totals))
+
+
+def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
+    """Raise an ApiError 400 if a request has more prompts than the server's limit."""
+    if len(prompts) > limit:
+        raise ApiError(
+            400,
+            f"prompt must have at most {limit} prompts (the server's setting max_prompts), but the "
+            f"request has {len(prompts)}. Send the prompts in several requests.",
+            param="prompt",
+            limit="max_prompts",
+        )
+
+
+def _options(body: CompletionRequest, echoed_prompts: Sequence[str]) -> CompletionOptions:
+    """Return the options that determine the content of the response's choices."""
+    return CompletionOptions(
+        echoed_prompts=echoed_prompts,
         logprobs=body.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids or body.return_prompt_token_ids),
         only_prompt=body.only_prompt,
     )
+
+
+async def _streamed_response(
+    request: Request,
+    frame: CompletionFrame,
+    options: CompletionOptions,
+    generations: Sequence[Generation],
+) -> Response:
+    """Return a stream of server-sent events that contain the deltas of all choices.
+
+    The response starts after the first delta. If the backend fails before this delta, the response
+    can still have the HTTP status of the error.
+    """
     backend = context_of(request).backend
-    if not body.stream:
-        work = _generate_all(backend, generations)
-        totals = await sse.unless_disconnected(request.receive, work)
-        return JSONResponse(completion(frame, options, totals))
     deltas = interleaved([merged(backend.generate(generation)) for generation in generations])
-    # Wait for the first delta before the response starts. If the backend fails before this delta,
-    # the response can still have the HTTP status of the error.
     first = await sse.first_of(request, deltas)
     events = completion_events(frame, options, first, deltas)
     return sse.EventStream(events, also_close=deltas)

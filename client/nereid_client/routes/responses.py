@@ -86,23 +86,17 @@ async def create_response(request: Request) -> Response:
         # generated.
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         responses.start(run, deltas)
-        if responses_request.stream:
-            return sse.EventStream(run.follow(_ALL_EVENTS))
-        return _response_object(run)
+        is_stream = responses_request.stream
+        return sse.EventStream(run.follow(_ALL_EVENTS)) if is_stream else _response_object(run)
 
     def store_if_requested() -> bool:
         """If `is_stored` is true, store the finished response. Return whether it was stored."""
         return is_stored and responses.add(builder, encode(items))
 
-    if not responses_request.stream:
-        await sse.unless_disconnected(request.receive, builder.add_all(deltas))
-        return JSONResponse(builder.as_json() | {"store": store_if_requested()})
-    merged_deltas = merged(deltas, merge_by_kind)
-    # Wait for the first delta before the response starts. If the backend fails before this delta,
-    # the response can still have the HTTP status of the error.
-    first = await sse.first_of(request, merged_deltas)
-    events = _events(builder, first, merged_deltas, store_if_requested)
-    return sse.EventStream(events, also_close=merged_deltas)
+    if responses_request.stream:
+        return await _streamed_response(request, builder, deltas, store_if_requested)
+    await sse.unless_disconnected(request.receive, builder.add_all(deltas))
+    return JSONResponse(builder.as_json() | {"store": store_if_requested()})
 
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
@@ -309,6 +303,23 @@ def _new_builder(
         is_stored=is_stored,
     )
     return ResponseBuilder(fields, is_queued=bool(responses_request.background))
+
+
+async def _streamed_response(
+    request: Request,
+    builder: ResponseBuilder,
+    deltas: AsyncGenerator[Delta],
+    store_if_requested: Callable[[], bool],
+) -> Response:
+    """Return a response as a stream of server-sent events.
+
+    The HTTP response starts after the first delta. If the backend fails before this delta, the HTTP
+    response can still have the status of the error.
+    """
+    merged_deltas = merged(deltas, merge_by_kind)
+    first = await sse.first_of(request, merged_deltas)
+    events = _events(builder, first, merged_deltas, store_if_requested)
+    return sse.EventStream(events, also_close=merged_deltas)
 
 
 async def _events(

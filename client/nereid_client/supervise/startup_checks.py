@@ -122,18 +122,23 @@ def _check_checkpoint(path: Path) -> None:
         raise CliError(
             f"{path} is not a folder. Give the folder that contains config.json, or a GGUF file."
         )
-    if not (path / "config.json").is_file():
+    _check_checkpoint_files(path)
+
+
+def _check_checkpoint_files(folder: Path) -> None:
+    """Check that a folder contains the files of a checkpoint, and that the files are complete."""
+    if not (folder / "config.json").is_file():
         raise CliError(
-            f"the folder {path} has no config.json. Give the folder of a Hugging Face checkpoint."
+            f"the folder {folder} has no config.json. Give the folder of a Hugging Face checkpoint."
         )
-    if not any(path.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")):
         raise CliError(
-            f"the folder {path} has no *.safetensors file. Load the model with "
+            f"the folder {folder} has no *.safetensors file. Load the model with "
             "transformers and call its method save_pretrained, which writes such files."
         )
     for name in _JSON_FILES:
-        _check_json(path / name)
-    damage = weight_files.find_damage(path)
+        _check_json(folder / name)
+    damage = weight_files.find_damage(folder)
     if damage:
         raise CliError(damage)
 

@@ -73,22 +73,12 @@ class EngineParts:
             ModelError: if the checkpoint is missing or broken, or the architecture is unsupported.
         """
         self.config = config
-        self.layout: Layout | None = None
-        folder = Path(config.model)
-        if any(folder.glob("*.safetensors")) and not (folder / GGUF_LINK).is_file():
-            self.layout = read_layout(config.model)
+        self.layout = _read_layout(config.model)
         if config.prefix_cache_disk is not None:
             prepare_folder(config.prefix_cache_disk)
         self._hook = AttentionHook()
         try:
-            self.ranks: Ranks | None = None
-            if config.tensor_parallel_size == 1:
-                loaded = load(config, self._hook, report)
-            else:
-                # torch.distributed is imported only if it is used.
-                from nereid_backend.parallel.load_sharded import load_sharded
-
-                loaded, self.ranks = load_sharded(config, self._hook, report)
+            loaded, self.ranks = _load(config, self._hook, report)
         except BaseException:
             self._hook.remove()
             raise
@@ -180,6 +170,26 @@ class EngineParts:
             if part is not None:
                 part.close()
         self._hook.remove()
+
+
+def _read_layout(model: str) -> Layout | None:
+    """Return the shapes of a checkpoint's tensors; None if there are no safetensors files."""
+    folder = Path(model)
+    if not any(folder.glob("*.safetensors")) or (folder / GGUF_LINK).is_file():
+        return None
+    return read_layout(model)
+
+
+def _load(
+    config: EngineConfig, hook: AttentionHook, report: Report
+) -> "tuple[Loaded, Ranks | None]":
+    """Load the model. With tensor parallelism, also return the processes of the other ranks."""
+    if config.tensor_parallel_size == 1:
+        return load(config, hook, report), None
+    # torch.distributed is imported only if it is used.
+    from nereid_backend.parallel.load_sharded import load_sharded
+
+    return load_sharded(config, hook, report)
 
 
 def _make_scheduler(

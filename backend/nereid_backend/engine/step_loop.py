@@ -68,14 +68,16 @@ class StepLoop:
                 If True, the scheduler must not propose draft tokens, and the runner's forward path
                 must support pending chunks (see `StepPlan.pending`).
         """
-        # Each call of `step` creates a new list, because callers may still use the previous list.
+        # Each pair consists of a request id and the start time of a step. Each call of `step`
+        # creates a new list, because callers may still use the previous list.
         self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
         self._runner = runner
         self._max_step_failures = max_step_failures
         self._is_async = is_async
         self._num_failures = 0
-        # With async scheduling, a step can still be running when `step` returns; otherwise None.
+        # The step that is still running when the method `step` returns. Only async scheduling has
+        # such a step. If the attribute is None, the next call of `step` plans a step.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:

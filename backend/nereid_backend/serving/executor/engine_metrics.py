@@ -111,8 +111,7 @@ class EngineMetrics:
 
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
-        ensemble = _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
-        labels = {"model_name": ensemble}
+        labels = {"model_name": _ensemble_of(executor)}
         self._labels = labels
         self._processes = processes
         # The time of the next publication, by time.monotonic(). The first publication is due
@@ -132,11 +131,7 @@ class EngineMetrics:
         self._counters = {
             name: self._families.counter(name, text) for name, text in _COUNTERS.items()
         }
-        self._histograms: dict[str, Any] = {}
-        for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS)):
-            for name, text in texts.items():
-                family = self._families.histogram(name, text)
-                self._histograms[name] = family.Metric(dict(labels), buckets=list(bounds))
+        self._histograms = _create_histograms(self._families, labels)
         # Each update of a sequence adds one value to this histogram. Passing each value to the
         # server would take too much time, so the executor counts the values, and publishes counts.
         self._token_gaps = self._families.histogram_counters(
@@ -184,11 +179,7 @@ class EngineMetrics:
             self._published_num_requests = num_requests
         for process in self._processes:
             engine = self._gauges_of_engines[process.index]
-            restarts = {
-                "num_engine_restarts": process.num_restarts,
-                "engine_up": int(process.is_running),
-            }
-            _publish_gauges(engine, {**engine.stats, **restarts})
+            _publish_gauges(engine, process)
             _add_counter_increases(engine, statistics)
         self._num_publications += 1
         if self._num_publications % _PUBLICATIONS_PER_COUNTER_UPDATE == 0 or not num_requests:
@@ -206,6 +197,14 @@ class EngineMetrics:
                 self._histograms[name].observe(value)
             values.clear()
         self._token_gaps.publish(statistics.token_gaps)
+
+
+def _ensemble_of(executor: str) -> str:
+    """Return the name of the ensemble to which an executor belongs.
+
+    Examples: "chat-executor" returns "chat", and "executor" returns "llm".
+    """
+    return _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
 
 
 def _create_gauges_of_engines(
@@ -227,11 +226,27 @@ def _create_gauges_of_engines(
     return engines
 
 
-def _publish_gauges(engine: _EngineGauges, stats: Mapping[str, int]) -> None:
-    """Publish the changed gauges of an engine process."""
+def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Create the histograms of requests, and return them by name."""
+    histograms: dict[str, Any] = {}
+    for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS)):
+        for name, text in texts.items():
+            family = families.histogram(name, text)
+            histograms[name] = family.Metric(dict(labels), buckets=list(bounds))
+    return histograms
+
+
+def _publish_gauges(engine: _EngineGauges, process: SupervisedProcess) -> None:
+    """Publish the gauges of an engine process that have changed since the last publication."""
+    stats = engine.stats
     blocks = stats.get("kv_cache_blocks", 0)  # 0 if the process has died
-    usage = stats["kv_cache_blocks_used"] / blocks if blocks else 0.0
-    for name, value in {**stats, "kv_cache_usage_perc": usage}.items():
+    values = {
+        **stats,
+        "num_engine_restarts": process.num_restarts,
+        "engine_up": int(process.is_running),
+        "kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks if blocks else 0.0,
+    }
+    for name, value in values.items():
         if name in engine.gauges and engine.published.get(name) != value:
             engine.gauges[name].set(float(value))
             engine.published[name] = value

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
@@ -82,9 +83,15 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        # Both the server's thread and the loop's thread use these attributes.
+        self._init_shared_state(config)
+        self._init_loop_state(args.get("model_name", "executor"))
+        self.start_loop()
+
+    def _init_shared_state(self, config: EngineConfig) -> None:
+        """Create the attributes that both the server's thread and the loop's thread use."""
         self._admission = StreamAdmission(self._settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
+        # Handles the requests about adapters, weights and the prefix cache.
         self._engine_calls = EngineCalls(
             self.processes,
             # The metric of refused requests counts only requests that generate text.
@@ -92,22 +99,31 @@ class ExecutorModel(SupervisedModel[Stream]):
             outage=lambda: self.outage,
             names_at_start=list(config.lora_adapters),
         )
-        # Only the loop's thread uses the attributes below. `_unsent` contains the streams (requests
-        # in the executor) with unsent output, by request id.
+
+    def _init_loop_state(self, model_name: str) -> None:
+        """Create the attributes that only the loop's thread uses.
+
+        `model_name` is the name of this Triton model, for the labels of the metrics.
+        """
+        settings = self._settings
+        # The streams (requests in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # `do_periodic_work` inspects all streams after `_next_inspection`, and is called again at
-        # `_inspection_deadline` or earlier. The times are values of time.monotonic().
+        # `do_periodic_work` inspects all streams if the time `_next_inspection` has passed. The
+        # loop calls `do_periodic_work` again at the time `_inspection_deadline`, or earlier. The
+        # times are values of time.monotonic(). Because of the value 0, the first call inspects all
+        # streams.
         self._next_inspection = 0.0
         self._inspection_deadline = 0.0
+        # Determines the time between two messages of a stream.
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
         self._statistics = RequestStatistics()
+        # Aborts requests in the engine, for example when a client has disconnected.
         self._aborts = StreamAborts(
             self._feedback, self._lost_clients, self._statistics, self.owner
         )
-        self._metrics = EngineMetrics(args.get("model_name", "executor"), self.processes)
+        self._metrics = EngineMetrics(model_name, self.processes)
         self._tracing = Tracing(self.title)  # exports a trace (OpenTelemetry) of each request
-        self.start_loop()
 
     def finalize(self) -> None:
         """End all requests, and stop the engine processes."""

@@ -69,28 +69,13 @@ class StreamAdmission:
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
-        settings = self._settings
-        timing = RequestTiming(
-            arrived=time.monotonic(),
-            num_prompt_tokens=num_tokens,
-            num_image_bytes=len(envelope.images),
-            queue_timeout_s=effective_limit_s(
-                envelope.queue_timeout_s, settings.default_queue_timeout_s
-            ),
-            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
-            client_id=envelope.client_id,
-            traceparent=envelope.traceparent,
-        )
+        timing = self._new_timing(envelope, num_tokens)
         self._waiting_limits.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:  # The request would exceed the limit max_streams.
+            # The request no longer waits, and it was never started.
             self._waiting_limits.leave(timing, started=None)
-            error = CapacityError(
-                f"with the {envelope.n} sequences of this request, the server would have more than "
-                f"{self._settings.max_streams} sequences, or this client would have more than its "
-                "share of them (max_streams). Try again later."
-            )
-            raise self.with_retry_time(error, envelope.client_id)
+            raise self._too_many_sequences(envelope)
         serial = next(self._serials)
         return Stream(
             request_id=str(serial),
@@ -101,6 +86,24 @@ class StreamAdmission:
             last_sent=timing.arrived,  # The first heartbeat is due one interval after this time.
             grammar_field=envelope.grammar_field,
             timing=timing,
+        )
+
+    def _new_timing(self, envelope: RequestEnvelope, num_tokens: int) -> RequestTiming:
+        """Return the RequestTiming of a request that has just arrived.
+
+        A time limit comes from the request or, if the request has none, from the settings.
+        """
+        settings = self._settings
+        return RequestTiming(
+            arrived=time.monotonic(),
+            num_prompt_tokens=num_tokens,
+            num_image_bytes=len(envelope.images),
+            queue_timeout_s=effective_limit_s(
+                envelope.queue_timeout_s, settings.default_queue_timeout_s
+            ),
+            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
+            client_id=envelope.client_id,
+            traceparent=envelope.traceparent,
         )
 
     def note_start(self, stream: Stream, started: float) -> None:
@@ -123,10 +126,20 @@ class StreamAdmission:
         """
         return CapacityError(self._waiting_limits.with_retry_time(str(error), client_id))
 
+    def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
+        """Return the error for a request that would exceed the limit max_streams."""
+        error = CapacityError(
+            f"with the {envelope.n} sequences of this request, the server would have more than "
+            f"{self._settings.max_streams} sequences, or this client would have more than its "
+            "share of them (max_streams). Try again later."
+        )
+        return self.with_retry_time(error, envelope.client_id)
+
     def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
         """Reserve one slot of 16 bytes in the shared memory for each sequence of a request.
 
-        Return None if the request would exceed the limit max_streams, or the client's share of it.
+        Return the numbers of the slots. Return None if the request would exceed the limit
+        max_streams, or the client's share of this limit.
         """
         with self._sequence_limit_lock:
             if not self._sequence_limit.allows(envelope.client_id, envelope.n):

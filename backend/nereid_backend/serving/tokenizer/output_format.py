@@ -185,21 +185,26 @@ def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401
     given = {key: item for key, item in value.items() if item is not None and item is not False}
     if not given:
         return None
+    _check_structured_output_keys(list(given))
+    ((key, item),) = given.items()  # The check above has allowed only one key.
+    build_form = _STRUCTURED_OUTPUT_FORMS[key]
+    return OutputFormat("structured_outputs", build_form(item))
+
+
+def _check_structured_output_keys(keys: list[str]) -> None:
+    """Raise a RequestError if structured_outputs has an unknown key or more than one key."""
     known_keys = ", ".join(_STRUCTURED_OUTPUT_FORMS)
-    unknown_keys = [key for key in given if key not in _STRUCTURED_OUTPUT_FORMS]
+    unknown_keys = [key for key in keys if key not in _STRUCTURED_OUTPUT_FORMS]
     if unknown_keys:
         raise RequestError(
             f"structured_outputs: this server does not support the key {unknown_keys[0]}. Use one "
             f"of {known_keys}."
         )
-    if len(given) > 1:
+    if len(keys) > 1:
         raise RequestError(
             f"structured_outputs: the object must have only one of the keys {known_keys}, but the "
-            f"request has {', '.join(given)}."
+            f"request has {', '.join(keys)}."
         )
-    ((key, item),) = given.items()  # The check above has allowed only one key.
-    build_form = _STRUCTURED_OUTPUT_FORMS[key]
-    return OutputFormat("structured_outputs", build_form(item))
 
 
 def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value

@@ -139,23 +139,10 @@ class TokenizerModel:
         checked = self._read_request(request)
         token_ids = checked.prompt.token_ids
         traceparent = self._record_span(request, began, len(token_ids))
-        envelope = RequestEnvelope(
-            # The executor does not unpack `params`, so the values that it needs are also sent
-            # separately.
-            params=pack_params(checked.params),
-            n=checked.params.n,
-            context=stream_context(request, checked, traceparent).pack(),
-            grammar_field=checked.grammar.field,
-            timeout_s=checked.options.timeout_s,
-            queue_timeout_s=checked.options.queue_timeout_s,
-            client_id=checked.params.client_id,
-            traceparent=traceparent,
-            images=checked.prompt.images,
-        )
         return tensors.response(
             {
                 tensor_names.PROMPT_TOKEN_IDS: np.array(token_ids, dtype=np.int32),
-                tensor_names.ENVELOPE: envelope.pack(),
+                tensor_names.ENVELOPE: _make_envelope(request, checked, traceparent).pack(),
             }
         )
 
@@ -226,6 +213,28 @@ class TokenizerModel:
                 )
         skip_special_tokens = bool(parameters.get("skip_special_tokens"))
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _make_envelope(
+    request: Any,  # noqa: ANN401 - the server's own type
+    checked: CheckedRequest,
+    traceparent: str,
+) -> RequestEnvelope:
+    """Return the message to the executor: all data of a request except the prompt's token ids."""
+    return RequestEnvelope(
+        # `params` contains all sampling parameters in packed form. The executor does not unpack
+        # `params`. Therefore the values that the executor itself needs, such as `n`, are also sent
+        # as separate fields.
+        params=pack_params(checked.params),
+        n=checked.params.n,
+        context=stream_context(request, checked, traceparent).pack(),
+        grammar_field=checked.grammar.field,
+        timeout_s=checked.options.timeout_s,
+        queue_timeout_s=checked.options.queue_timeout_s,
+        client_id=checked.params.client_id,
+        traceparent=traceparent,
+        images=checked.prompt.images,
+    )
 
 
 def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own type

@@ -106,41 +106,53 @@ def _combine_with_files(
     how tool calls are written. Only formats whose layout is `Sections` can be combined, because the
     layout `Messages` has no separate parts. If a layout is `Messages`, the result is `named`.
 
-    The content and the tool calls are those of `named`, or those of the files if `named` lacks
-    them. The end markers (`ends`) of both formats are the texts that the parser removes because
-    they end a turn. The texts that open a turn (`turn`) are those of the files, because the
-    template of the checkpoint writes them.
+    The end markers (`ends`) of both formats are the texts that the parser removes because they end
+    a turn. The texts that open a turn (`turn`) are those of the files, because the template of the
+    checkpoint writes them.
 
     Args:
         named: The registered format that the user chose.
         name: The name of this format, as the user wrote it.
         from_files: The format from the files of the checkpoint, and the reason for this format.
-        is_reasoning_chosen: Whether the user chose `named` for the reasoning. The reasoning is then
-            that of `named`, even if `named` declares no reasoning. Otherwise, the reasoning of the
-            files is preferred.
+        is_reasoning_chosen: Whether the user chose `named` for the reasoning. If not, the user
+            chose `named` for the tool calls.
     """
     why = f"The user chose the format {name!r}."
     file_format = from_files.format
-    sections, file_sections = named.layout, file_format.layout
-    if not isinstance(sections, Sections) or not isinstance(file_sections, Sections):
+    if not isinstance(named.layout, Sections) or not isinstance(file_format.layout, Sections):
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(named, "chosen", why)
-    reasoning = sections.reasoning
-    if not is_reasoning_chosen:
-        reasoning = file_sections.reasoning or reasoning
+    sections = _combine_sections(
+        named.layout, file_format.layout, is_reasoning_chosen=is_reasoning_chosen
+    )
     combined = Format(
         f"{named.name}+{file_format.name}",
-        Sections(
-            reasoning=reasoning,
-            content=sections.content or file_sections.content,
-            tools=sections.tools or file_sections.tools,
-        ),
+        sections,
         ends=(*named.ends, *file_format.ends),
         turn=file_format.turn,
         sources=(*named.sources, *file_format.sources),
     )
     why += f" The source of the other parts: {from_files.why}"
     return ChosenFormat(combined, "chosen", why, from_files.analysis)
+
+
+def _combine_sections(
+    named: Sections, from_files: Sections, *, is_reasoning_chosen: bool
+) -> Sections:
+    """Combine the layout of a format that the user chose and the layout from the files.
+
+    The content and the tool calls are those of `named`, or those of `from_files` if `named` lacks
+    them. If the user chose `named` for the reasoning, the reasoning is that of `named`, even if
+    `named` declares no reasoning. Otherwise, the reasoning of `from_files` is preferred.
+    """
+    reasoning = named.reasoning
+    if not is_reasoning_chosen:
+        reasoning = from_files.reasoning or reasoning
+    return Sections(
+        reasoning=reasoning,
+        content=named.content or from_files.content,
+        tools=named.tools or from_files.tools,
+    )
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
@@ -155,27 +167,43 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
     If a source exists but cannot be used, the attribute `why` of the result contains the reason. If
     there is no source, a warning is logged.
     """
-    problems = []  # Sentences that state why a source cannot be used.
-    if text.response_template is not None:
-        try:
-            declared = format_of_response_template(text.response_template)
-        except FormatError as error:
-            problems.append(_sentence(f"The response_template cannot be used: {error}"))
-        else:
-            why = "The response_template in tokenizer_config.json declares the format."
-            return ChosenFormat(declared, "response_template", why)
+    if text.response_template is None:
+        return _format_of_template(text, problems=[])
+    try:
+        declared = format_of_response_template(text.response_template)
+    except FormatError as error:
+        problem = _sentence(f"The response_template cannot be used: {error}")
+        return _format_of_template(text, [problem])
+    why = "The response_template in tokenizer_config.json declares the format."
+    return ChosenFormat(declared, "response_template", why)
+
+
+def _format_of_template(text: CheckpointText, problems: list[str]) -> ChosenFormat:
+    """Infer the `Format` of the model's output from the chat template of a checkpoint.
+
+    If the template is missing or cannot be analysed, return a format in which all output is
+    content. `problems` contains sentences that state why other sources of the format cannot be
+    used. They are copied into the attribute `why` of the result.
+    """
     if text.template is None:
-        problems.append("The checkpoint has no chat template.")
-    else:
-        try:
-            analysis = analyze_checkpoint_template(
-                text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
-            )
-        except NereidParsersError as error:
-            problems.append(_sentence(f"The chat template cannot be analysed: {error}"))
-        else:
-            why = " ".join([*problems, "The format was inferred from the chat template."])
-            return ChosenFormat(analysis.format, "template", why, analysis)
+        return _plain_format([*problems, "The checkpoint has no chat template."])
+    try:
+        analysis = analyze_checkpoint_template(
+            text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
+        )
+    except NereidParsersError as error:
+        problem = _sentence(f"The chat template cannot be analysed: {error}")
+        return _plain_format([*problems, problem])
+    why = " ".join([*problems, "The format was inferred from the chat template."])
+    return ChosenFormat(analysis.format, "template", why, analysis)
+
+
+def _plain_format(problems: list[str]) -> ChosenFormat:
+    """Return a `Format` that treats all output as content, and log a warning.
+
+    `problems` contains sentences that state why the format could not be read from the files of the
+    checkpoint. The warning and the attribute `why` of the result contain these sentences.
+    """
     why = " ".join([*problems, "So all output is returned as plain content."])
     log.warning("The chat format is unknown. Tool calls and reasoning will not be parsed. %s", why)
     plain = Format(

@@ -34,26 +34,46 @@ def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
         that describes the guess is appended for the report.
     """
     prober = renderer.turn.prober
-    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
-    if FIRST_TOOL not in prompt:
+    if not _offers_tools(prober):
         return None
-    section = None
+    section = _find_registered_section(renderer)
+    prober.undecided.append(_describe_guess(section))
+    return section
+
+
+def _offers_tools(prober: Prober) -> bool:
+    """Return whether the template lists the available tools in the prompt."""
+    prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
+    return FIRST_TOOL in prompt
+
+
+def _find_registered_section(renderer: CallRenderer) -> ToolSection | None:
+    """Return the registered tool section whose markers the template or the vocabulary contains.
+
+    Return None if there is no such tool section, or if the template renders the function's name.
+    """
     # If the rendering contains the function's name, the template renders tool calls, but the
     # analysis cannot infer how. Guess nothing in this case, because a guess could contradict the
     # template.
-    if FIRST_TOOL not in renderer.text_of_calls(*ONE_CALL):
-        section = recognise_tool_section(_possible_call_markers(prober))
+    if FIRST_TOOL in renderer.text_of_calls(*ONE_CALL):
+        return None
+    return recognise_tool_section(_possible_call_markers(renderer.turn.prober))
+
+
+def _describe_guess(section: ToolSection | None) -> str:
+    """Describe, for the report, which tool section was chosen for a template that offers tools.
+
+    `section` is the tool section from the registry of formats, or None if none was chosen.
+    """
     if section is None:
-        prober.undecided.append(
+        return (
             "The template offers tools but renders no complete call. Calls are returned as content."
         )
-        return None
     opening = section.open or section.calls[0].open
-    prober.undecided.append(
+    return (
         "The template offers tools but renders no calls. The format of the calls was "
         f"recognised, not inferred: {opening.strip()!r} opens a call."
     )
-    return section
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:

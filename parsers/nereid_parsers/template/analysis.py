@@ -160,14 +160,24 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
+    # For a few templates, the analysis cannot infer how the model writes its output. quarantine.py
+    # contains descriptions of the output for these templates.
+    return _analyze(prober, known_format=find_quarantined(jinja_source))
+
+
+def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
+    """Infer the format of a model's output. If `known_format` is not None, only check this format.
+
+    `known_format` is the declared format of a template whose format cannot be inferred, or None.
+
+    Mutates: `prober.form`, the form in which the template expects messages. `prober` also stores
+    the comparisons and the open questions, which are copied into the result.
+    """
     prober.form = prober.find_content_form()
     call_form = prober.find_call_form()  # None if the template renders no tool calls.
     if call_form is not None:
         prober.form = call_form
     turn = find_model_turn(prober)  # The text around the model's answers.
-    # For a few templates, the analysis cannot infer how the model writes its output. quarantine.py
-    # contains descriptions of the output for these templates.
-    known_format = find_quarantined(jinja_source)
     if known_format is None:
         checked = _infer_format(turn)
     else:

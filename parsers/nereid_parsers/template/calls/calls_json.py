@@ -99,13 +99,20 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
     if is_one_array:
         return _declare_object_and_array(keys, json_of_call, array=first)
     markup = _markup_around_both(first, second)
-    calls = [_declare_call(JsonObject(keys), markup)]
+    return CallFormat("JSON", _declare_objects(keys, markup), markup)
+
+
+def _declare_objects(keys: Keys | NameIsKey, markup: ListMarkup) -> tuple[Call, ...]:
+    """Declare tool calls that a template writes as separate objects, such as `<call>{..}</call>`.
+
+    If markers enclose each tool call, the result also declares an array between these markers,
+    because some models write several tool calls as an array: `<call>[{..}, {..}]</call>`.
+    """
+    object_call = _declare_call(JsonObject(keys), markup)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
-    if is_call_enclosed:
-        # Some models write several tool calls as an array between these markers:
-        # `<call>[{..}, {..}]</call>`.
-        calls.append(_declare_call(JsonArray(keys), markup))
-    return CallFormat("JSON", tuple(calls), markup)
+    if not is_call_enclosed:
+        return (object_call,)
+    return (object_call, _declare_call(JsonArray(keys), markup))
 
 
 def _declare_object_and_array(

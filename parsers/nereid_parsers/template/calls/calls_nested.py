@@ -43,19 +43,32 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     tag_marker = after_value.strip()  # Nothing else is between a value and its closing tag.
     if not tag_marker:  # `read_tagged` reads tags without a marker.
         return None
-    markup = ListMarkup(item_open=before_name, item_close=after_call)
     if texts.two_calls:
-        # In `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, the words are `f`, `</a>`, `g` and `</b>`.
-        words = (FIRST_TOOL, _FIRST_CLOSING_TAG, SECOND_TOOL, _SECOND_CLOSING_TAG)
-        pieces = split_at_words(texts.two_calls, *words)
-        if pieces is None:
-            return None
-        before_calls, _, between_calls, _, after_calls = pieces
-        markup = list_markup(before_calls, between_calls, after_calls)
+        markup = _markup_of_two_calls(texts.two_calls)
+    else:
+        markup = ListMarkup(item_open=before_name, item_close=after_call)
+    if markup is None:
+        return None
     markup = _move_marker_to_next_tag(markup, tag_marker)
     after_name = before_tag.removesuffix(tag_marker)
     calls = calls_with_head(markup, after_name, NestedTags(tag_marker))
     return CallFormat("nested elements", calls, markup)
+
+
+def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
+    """Return the texts around two tool calls whose arguments are XML elements, such as `<a>1</a>`.
+
+    Example: for the two tool calls `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`,
+    `item_close` is `</c>` and `separator` is `;`. Return None unless an element follows the name in
+    each of the two tool calls.
+    """
+    # In the example, the words are `f`, `</a>`, `g` and `</b>`.
+    words = (FIRST_TOOL, _FIRST_CLOSING_TAG, SECOND_TOOL, _SECOND_CLOSING_TAG)
+    pieces = split_at_words(two_calls, *words)
+    if pieces is None:
+        return None
+    before_calls, _, between_calls, _, after_calls = pieces
+    return list_markup(before_calls, between_calls, after_calls)
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:

@@ -58,10 +58,11 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     if pieces is None:
         return None
     before_name, before_first_key, before_value, between_arguments, _, after = pieces
-    # The markup of a list in which an item extends from a function's name to its last value.
-    markup_to_values: ListMarkup | None = ListMarkup(item_open=before_name, item_close=after)
+    # In this list, an item extends from a function's name to its last value.
     if texts.two_calls:
         markup_to_values = _markup_to_values(texts.two_calls)
+    else:
+        markup_to_values = ListMarkup(item_open=before_name, item_close=after)
     if markup_to_values is None:
         return None
     after_last_value = markup_to_values.item_close  # `</arg></call>`

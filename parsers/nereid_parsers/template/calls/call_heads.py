@@ -43,15 +43,29 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     result contains one declaration for each form of the header, see `_variants_of_head`.
     """
     opening, head_start = _split_text_before_name(markup.item_open)
-    marker = escape_braces(opening.strip())
-    if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
+    if _starts_each_argument(opening.strip(), body):
         # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
         # starts. Therefore, the marker becomes a part of the header.
         opening, head_start = "", markup.item_open
     head = pattern_of_text(head_start + FIRST_TOOL + after_name)
     return tuple(
-        Call(body, open=opening, head=variant, close=markup.item_close, id=call_id)
-        for variant, call_id in _variants_of_head(head)
+        Call(body, open=opening, head=head_pattern, close=markup.item_close, id=id_pattern)
+        for head_pattern, id_pattern in _variants_of_head(head)
+    )
+
+
+def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
+    """Return whether the opening tag of each argument starts with `marker`, such as `<|sep|>`.
+
+    >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
+    True
+
+    If `marker` is "", return False.
+    """
+    return (
+        bool(marker)
+        and isinstance(body, TaggedArguments)
+        and body.open.startswith(escape_braces(marker))  # `body.open` is a pattern.
     )
 
 

@@ -115,14 +115,32 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    # To find the numbers, the texts around the two names are compared, from each name outwards. The
-    # text before each name is reversed, so that an index counts from the name. Example: the text
-    # before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
-    before_first_name, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
-    before_second_name, _, after_second_name = texts.two_calls.partition(SECOND_TOOL)
+    gap_before_name, gap_after_name = _find_number_gaps(texts.two_calls)
+    return CallTexts._make(_mask_numbers(text, gap_before_name, gap_after_name) for text in texts)
+
+
+def _find_number_gaps(two_calls: str) -> tuple[int | None, int | None]:
+    """Return the distances between a function's name and the number of its tool call.
+
+    The first member of the result is the number of characters between a digit before the name and
+    the name. The second member is the number of characters between the name and a digit after the
+    name. A member is None if there is no such digit.
+
+    >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
+    (1, None)
+    >>> _find_number_gaps("zqFirstTool:0, zqSecondTool:1")
+    (None, 1)
+
+    To find the digits, the texts around the two names are compared, from each name outwards. At the
+    first difference, the second tool call must have the next higher digit.
+    """
+    before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
+    before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
+    # The text before each name is reversed, so that an index counts from the name. Example: the
+    # text before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
     gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after_name = _index_of_number(after_first_name, after_second_name)
-    return CallTexts._make(_mask_numbers(text, gap_before_name, gap_after_name) for text in texts)
+    return gap_before_name, gap_after_name
 
 
 def _index_of_number(first: str, second: str) -> int | None:

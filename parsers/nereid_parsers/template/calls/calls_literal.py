@@ -87,18 +87,23 @@ def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """
     opening, closing = markup.open + markup.item_open, markup.item_close + markup.close
     separator = markup.item_close + markup.separator + markup.item_open
-    bodies = [PythonCalls(open="", close="", separator=separator, suffix=suffix)]
+    bare_calls = PythonCalls(open="", close="", separator=separator, suffix=suffix)
+    bodies = [bare_calls]  # The form that the template writes is first.
     has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
     if has_brackets:
-        bodies = [replace(bodies[0], open="[", close="]"), *bodies]
+        calls_in_brackets = replace(bare_calls, open="[", close="]")
+        bodies = [calls_in_brackets, bare_calls]
         opening = opening.rstrip().removesuffix("[")
         closing = closing.lstrip().removeprefix("]")
-    if not closing.strip():
-        # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is
-        # declared as the opening marker of a tool call.
-        return CallFormat("Python calls", (Call(bodies[0], open=opening),), ListMarkup())
-    calls = tuple(Call(body) for body in bodies)
-    return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
+    has_closing_marker = bool(closing.strip())
+    if has_closing_marker:
+        calls = tuple(Call(body) for body in bodies)
+        return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
+    # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is
+    # declared as the opening marker of a tool call. Only the form that the template writes is
+    # declared.
+    call = Call(bodies[0], open=opening)
+    return CallFormat("Python calls", (call,), ListMarkup())
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:

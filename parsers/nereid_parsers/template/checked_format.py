@@ -55,25 +55,41 @@ def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """
     undecided = turn.prober.undecided
     checked = _check_findings(turn, findings)
-    wrong_calls = [
-        proof for proof in checked.proofs if proof.name in ONE_CALL_PROOFS and proof.differs
-    ]
-    if wrong_calls:
+    wrong_call = _wrongly_parsed_call(checked.proofs)
+    if wrong_call is not None:
         undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {wrong_calls[0].text!r}."
+            f"that the template renders as {wrong_call.text!r}."
         )
-        # The headers inside the output were inferred without the format of tool calls. So they are
-        # correct even if that format is wrong, and the parser must remove them.
-        without_calls = ToolFindings(inner_headers=findings.tools.inner_headers)
-        checked = _check_findings(turn, findings._replace(tools=without_calls))
-    for proof in checked.proofs:
-        if proof.differs:
-            undecided.append(
-                f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} "
-                f"differ. The template renders the message as {proof.text!r}."
-            )
+        checked = _check_findings(turn, _without_calls(findings))
+    undecided += [_describe_wrong_parts(proof) for proof in checked.proofs if proof.differs]
     return checked
+
+
+def _wrongly_parsed_call(proofs: list[Proof]) -> Proof | None:
+    """Return the first wrongly parsed message with one tool call, or None if there is none.
+
+    A proof is a rendered message that was parsed to check the format.
+    """
+    wrong_calls = (proof for proof in proofs if proof.name in ONE_CALL_PROOFS and proof.differs)
+    return next(wrong_calls, None)
+
+
+def _without_calls(findings: Findings) -> Findings:
+    """Return a copy of the findings without the format of tool calls.
+
+    The headers inside the output are kept. They were inferred without the format of tool calls, so
+    they are correct even if that format is wrong, and the parser must remove them.
+    """
+    return findings._replace(tools=ToolFindings(inner_headers=findings.tools.inner_headers))
+
+
+def _describe_wrong_parts(proof: Proof) -> str:
+    """Return sentences for the report that name the wrongly parsed parts of a message."""
+    return (
+        f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
+        f"The template renders the message as {proof.text!r}."
+    )
 
 
 def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFormat:

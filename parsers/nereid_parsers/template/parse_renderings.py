@@ -159,8 +159,21 @@ def _conversations(
     are yielded. The report shows the conversations in this order.
     """
     content = AssistantMessage(CONTENT_TEXT)
-    yield "content", Conversation(content)
     has_calls = tools.form != NO_CALLS
+    yield "content", Conversation(content)
+    yield from _conversations_with_reasoning(reasoning, has_calls=has_calls)
+    if has_calls:
+        yield from _conversations_with_calls(is_parallel=tools.is_parallel)
+        yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
+
+
+def _conversations_with_reasoning(
+    reasoning: ReasoningFindings, *, has_calls: bool
+) -> Iterator[tuple[str, Conversation]]:
+    """Yield conversations whose answers have reasoning, each with a name for the report.
+
+    If the template renders tool calls (`has_calls`), some of the answers also have a tool call.
+    """
     found = reasoning.conversation or Conversation()
     if found.answer is not None:
         yield "reasoning", found
@@ -169,22 +182,27 @@ def _conversations(
     # reasoning.
     answer = AssistantMessage(CONTENT_TEXT, reasoning=_OTHER_REASONING)
     yield "reasoning and content", replace(found, answer=answer, tools=False)
-    if not has_calls:
-        return
-    answer = replace(answer, calls=ONE_CALL)
-    yield "reasoning, content and a call", replace(found, answer=answer, tools=True)
-    answer = replace(answer, content="")
-    yield "reasoning and a call", replace(found, answer=answer, tools=True)
+    if has_calls:
+        answer = replace(answer, calls=ONE_CALL)
+        yield "reasoning, content and a call", replace(found, answer=answer, tools=True)
+        answer = replace(answer, content="")
+        yield "reasoning and a call", replace(found, answer=answer, tools=True)
+
+
+def _conversations_with_calls(*, is_parallel: bool) -> Iterator[tuple[str, Conversation]]:
+    """Yield conversations whose answers have tool calls, each with a name for the report.
+
+    Answers with several tool calls are yielded only if the template renders them (`is_parallel`).
+    """
     name_of_one_call, name_of_two_arguments = ONE_CALL_PROOFS
     yield name_of_one_call, conversation_with_calls(*ONE_CALL)
     yield name_of_two_arguments, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
     yield "a call without arguments", conversation_with_calls(ProbeCall(arguments=()))
     yield "special characters in a call", conversation_with_calls(_CALL_WITH_SPECIAL_CHARACTERS)
-    if tools.is_parallel:
+    if is_parallel:
         yield "two calls", conversation_with_calls(*TWO_CALLS)
         yield "three calls", conversation_with_calls(*TWO_CALLS, *ONE_CALL)
     yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:

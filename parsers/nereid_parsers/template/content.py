@@ -71,16 +71,7 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
     answer = turn.text_after_header(conversation) or ""
     if CONTENT_TEXT not in answer:
         return ContentFindings(reasoning.wrapper)
-    before, _, after = answer.partition(CONTENT_TEXT)
-    # In `<think></think><answer>CONTENT`, only `<answer>` opens the content.
-    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
-    wrapper = None
-    if opening:
-        close = _wrapper_close(after, opening.strip(), turn.after_user_message)
-        wrapper = Wrapper(opening, close)
-    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
-    end_markers = tuple(_end_markers(after_wrapper, turn))
-    findings = ContentFindings(wrapper or reasoning.wrapper, end_markers)
+    findings = _markers_in_answer(answer, turn, reasoning)
     turn.prober.record(
         "C1 content",
         "The assistant answers.",
@@ -89,6 +80,24 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
         finding=findings.describe(),
     )
     return findings
+
+
+def _markers_in_answer(
+    answer: str, turn: ModelTurn, reasoning: ReasoningFindings
+) -> ContentFindings:
+    """Find the markers around CONTENT_TEXT in a rendered answer, and the markers at its end.
+
+    If no markers surround the content, the result contains the wrapper of `reasoning`.
+    """
+    before, _, after = answer.partition(CONTENT_TEXT)
+    # In `<think></think><answer>CONTENT`, only `<answer>` opens the content.
+    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
+    wrapper = None
+    if opening:
+        close = _wrapper_close(after, opening.strip(), turn.after_user_message)
+        wrapper = Wrapper(opening, close)
+        after = after.removeprefix(close)
+    return ContentFindings(wrapper or reasoning.wrapper, tuple(_end_markers(after, turn)))
 
 
 def find_content_markers_beside_calls(

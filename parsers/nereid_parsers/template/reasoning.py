@@ -125,11 +125,8 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
     before, _, rest = text.partition(REASONING_TEXT)
     has_content = conversation.answer is not None and bool(conversation.answer.content)
     after_reasoning, _, after_content = rest.partition(CONTENT_TEXT if has_content else FIRST_TOOL)
-    opening = _opening_before_reasoning(turn, before)
-    closing = closing_marker(after_reasoning, opening)
-    if not opening:  # The opening marker is derived: `<think>` from `</think>`.
-        opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
-    is_marker_missing = not opening.strip() or not closing.strip()
+    pair = _markers_of_reasoning(turn, before, after_reasoning)
+    is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
     if is_marker_missing:
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -141,15 +138,15 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         "The message has reasoning.",
         left=_without_reasoning(conversation),
         right=conversation,
-        finding=f"Reasoning is written between {opening!r} and {closing!r}.",
+        finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
     header = turn.header.strip()
-    markup = declare_reasoning(MarkerPair(opening, closing), header, after_reasoning)
+    markup = declare_reasoning(pair, header, after_reasoning)
     if not has_content:
         return markup
-    before_content = after_reasoning.removeprefix(closing)
-    if header:  # Some templates repeat the header before the content.
-        before_content = before_content.replace(header, "")
+    # The closing marker of reasoning is no marker of the content. Neither is the header, which some
+    # templates repeat before the content.
+    before_content = after_reasoning.removeprefix(pair.closing).replace(header, "")
     return replace(markup, wrapper=content_wrapper(before_content, after_content))
 
 
@@ -157,6 +154,21 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
     """Return a copy of a conversation in which the answer has no reasoning."""
     answer = conversation.answer or AssistantMessage()
     return replace(conversation, answer=replace(answer, reasoning=""))
+
+
+def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) -> MarkerPair:
+    """Return the opening and closing markers of reasoning. A missing marker is "" or white space.
+
+    `before` and `after_reasoning` are the texts around the reasoning in a rendered message.
+    Usually, both markers are in the message or in a prompt, as in "<think>REASONING</think>". If
+    the opening marker is in neither, it is derived from the closing marker: `<think>` from
+    `</think>`. A derived marker must occur in the template or in a prompt.
+    """
+    opening = _opening_before_reasoning(turn, before)
+    closing = closing_marker(after_reasoning, opening)
+    if not opening:
+        opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
+    return MarkerPair(opening, closing)
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:

@@ -42,22 +42,19 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
     """
     for prompt in turn.prompts:
         closing = _closing_for_prompt(turn, prompt)
-        if closing:
-            opening = first_opening(prompt.after_header)  # `<think>\n` in the example
-            turn.prober.record(
-                "R2 thinking switch",
-                # For the default prompt, no switch is set, so `describe` returns "".
-                prompt.switches.describe() or UNCHANGED,
-                left=turn.prompts[0].conversation,
-                right=prompt.conversation,
-                finding=f"The prompt opens reasoning with {opening!r}. "
-                f"The marker {closing!r} closes reasoning.",
-            )
-            # If a line break follows the opening marker, the model probably writes the closing
-            # marker on a line of its own, before an empty line.
-            is_on_own_line = opening.endswith("\n")
-            close = f"\n{closing}\n\n" if is_on_own_line else closing
-            return ReasoningMarkup(Reasoning(opening, close))
+        if not closing:
+            continue
+        opening = first_opening(prompt.after_header)  # `<think>\n` in the example
+        turn.prober.record(
+            "R2 thinking switch",
+            # For the default prompt, no switch is set, so `describe` returns "".
+            prompt.switches.describe() or UNCHANGED,
+            left=turn.prompts[0].conversation,
+            right=prompt.conversation,
+            finding=f"The prompt opens reasoning with {opening!r}. "
+            f"The marker {closing!r} closes reasoning.",
+        )
+        return ReasoningMarkup(Reasoning(opening, _with_probable_line_breaks(closing, opening)))
     return None
 
 
@@ -84,6 +81,21 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     if is_changed_by_switch:  # Case 3
         return first_in_template_or_prompts(turn, possible_closings)
     return ""
+
+
+def _with_probable_line_breaks(closing: str, opening: str) -> str:
+    r"""Return `closing` with the line breaks that a model probably writes around this marker.
+
+    If a line break follows the opening marker, the closing marker is probably on a line of its own,
+    before an empty line. Otherwise, the closing marker is returned unchanged.
+
+    >>> _with_probable_line_breaks("</think>", opening="<think>\n")
+    '\n</think>\n\n'
+    >>> _with_probable_line_breaks("</think>", opening="<think>")
+    '</think>'
+    """
+    is_on_own_line = opening.endswith("\n")
+    return f"\n{closing}\n\n" if is_on_own_line else closing
 
 
 def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:

@@ -19,6 +19,7 @@ from nereid_parsers.template.conversation import (
     USER_TEXT,
     AssistantMessage,
     Conversation,
+    Switches,
     conversation_with_calls,
 )
 from nereid_parsers.template.difference import (
@@ -55,28 +56,47 @@ def find_model_turn(prober: Prober) -> ModelTurn:
 
     Mutates: `prober`, which records the comparison G for the report.
     """
-    rendered_prompts = []  # One for each setting of the thinking switches.
-    for switches in thinking_switches(prober.template, fixed_variables=prober.kwargs):
-        text = prober.render(Conversation(generation_prompt=True, switches=switches))
-        if text is not None:
-            rendered_prompts.append((switches, text))
+    rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [text for _, text in rendered_prompts])
     prompts = tuple(
         GenerationPrompt(switches, text, prompt_after_header(text, header))
         for switches, text in rendered_prompts
     )
-    finding = f"The turn opens with {header!r}."
-    if prompts and prompts[0].after_header:
-        finding += f" The prompt continues with {prompts[0].after_header!r}."
     prober.record(
         "G generation prompt",
         "add_generation_prompt is true.",
         left=_QUESTION,
         right=_PROMPT,
-        finding=finding,
+        finding=_describe_header(header, prompts),
     )
     after_user_message = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
     return ModelTurn(prober, header, prompts, after_user_message=after_user_message)
+
+
+def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
+    """Render a question as a prompt for each thinking setting, such as `enable_thinking=False`.
+
+    The result contains each setting with the rendered text. A setting is omitted if the template
+    fails to render the question with this setting.
+    """
+    prompts = []
+    for switches in thinking_switches(prober.template, fixed_variables=prober.kwargs):
+        text = prober.render(Conversation(generation_prompt=True, switches=switches))
+        if text is not None:
+            prompts.append((switches, text))
+    return prompts
+
+
+def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
+    """Describe the header of assistant messages, such as `<|assistant|>`, for the report.
+
+    If the first prompt continues after the header, the description contains this text, too:
+    "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
+    """
+    finding = f"The turn opens with {header!r}."
+    if prompts and prompts[0].after_header:
+        finding += f" The prompt continues with {prompts[0].after_header!r}."
+    return finding
 
 
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
@@ -101,14 +121,22 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     else:
         # The template ignores `add_generation_prompt`, but may write the header after every
         # question, as in "QUESTION<|end|><|start|>assistant".
-        after_question = text_after_last(question_with_prompt, USER_TEXT)
-        prefixes = [common_prefix(after_question, answer) for answer in answers]
-        turn_start = min(prefixes, key=len, default="")
-    # Different texts may follow the header in every answer: an empty block of reasoning, the
-    # opening marker of reasoning, and text that a header of this form cannot contain.
-    turn_start = _drop_empty_block(turn_start)
-    turn_start = _drop_opening_marker(turn_start, answers)
-    return _drop_text_after_role(turn_start, _user_header(question))
+        turn_start = _prefix_of_all(text_after_last(question_with_prompt, USER_TEXT), answers)
+    return _drop_start_of_answer(turn_start, answers, user_header=_user_header(question))
+
+
+def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
+    """Remove the start of the answer: `<|assistant|><think></think>` becomes `<|assistant|>`.
+
+    Three steps remove different texts that may follow the header in every answer: an empty block of
+    reasoning, the opening marker of reasoning, and text that a header of this form cannot contain.
+
+    >>> _drop_start_of_answer("<|assistant|><think></think>", [], user_header="<|user|>")
+    '<|assistant|>'
+    """
+    without_block = _drop_empty_block(turn_start)
+    without_marker = _drop_opening_marker(without_block, answers)
+    return _drop_text_after_role(without_marker, user_header)
 
 
 def _cut_generation_prompt(without_prompt: str, with_prompt: str) -> str:
@@ -153,6 +181,18 @@ def _prefix_that_all_contain(generation_prompt: str, renderings: Sequence[str]) 
     # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     return min(filter(None, prefixes), key=len, default=generation_prompt)
+
+
+def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:
+    """Return the longest prefix of `text` with which each of the `renderings` starts.
+
+    The result is "" if `renderings` is empty.
+
+    >>> _prefix_of_all("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
+    '<|a|>'
+    """
+    prefixes = [common_prefix(text, rendering) for rendering in renderings]
+    return min(prefixes, key=len, default="")
 
 
 def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
@@ -204,9 +244,11 @@ def _drop_empty_block(turn_start: str) -> str:
 def _drop_opening_marker(turn_start: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning, such as `<think>`, from the end of `turn_start`.
 
-    `turn_start` consists of the header of an assistant message and of such a marker, if the
-    template writes the marker before every answer. An answer that continues with `</think>` shows
-    that the last marker opens reasoning. Other text is returned unchanged.
+    `turn_start` is the text with which the model's turn starts in all renderings. Usually, this
+    text is the header of an assistant message. But some templates write `<think>` after the header
+    of every answer, so `turn_start` ends with this marker. The last marker opens reasoning if, in
+    one of the `answers`, the text after `turn_start` starts with the closing marker `</think>`. If
+    there is no such answer, `turn_start` is returned unchanged.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])

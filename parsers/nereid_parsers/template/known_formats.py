@@ -38,22 +38,24 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     section without a marker that starts the tool calls, because different families write such tool
     calls.
     """
-    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `calls[0]` is the
-    # form of a tool call that the template renders. Its `trigger` is the text that starts a tool
-    # call, such as `<tool_call>`.
-    if not section.opens and not section.calls[0].trigger:
+    # The first `Call` is the form of a tool call that the template renders.
+    rendered_call, *other_calls = section.calls
+    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `trigger` is the
+    # text that starts a tool call, such as `<tool_call>`.
+    if not section.opens and not rendered_call.trigger:
         return section
+    # Each family is the registered section of a family of models that write tool calls with the
+    # markers and keys of `rendered_call`.
     families = [family for family in _registered_sections() if _has_equal_markup(family, section)]
     if not families:
         return section
-    # The template renders the first `Call`. Only this `Call` has the markers of the families, so
-    # only this `Call` gets the alternative JSON keys of the families.
-    rendered_call, *other_calls = section.calls
+    # Only `rendered_call` has the markers of the families, so only `rendered_call` gets the
+    # alternative JSON keys of the families.
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
     sections = (section, *families)
     return replace(
         section,
-        calls=(*calls, *_new_variants(calls, families, rendered_call.body)),
+        calls=(*calls, *_new_variants(families, calls, rendered_call.body)),
         # The alternative markers before and after all tool calls of a message.
         also_open=_union(each.also_open for each in sections),
         also_close=_union(each.also_close for each in sections),
@@ -61,22 +63,25 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 
 
 def _new_variants(
-    calls: list[Call], families: list[ToolSection], inferred_body: Body
+    families: list[ToolSection], known_calls: list[Call], rendered_body: Body
 ) -> list[Call]:
-    """Return the variants of a tool call that model families declare, except those in `calls`.
+    """Return the variants of a tool call that `families` declare, except those in `known_calls`.
 
-    The first variant of a family is omitted, because the template renders this variant. A variant
-    with the same body as the first variant gets the inferred body. Example: the family declares
-    `<call>BODY</call>` and `[call]BODY`, and the inferred body is `OTHER`. The result contains
-    `[call]OTHER`. Of several variants with equal markup (see `_markup_of`), only one is returned.
+    The first variant of a family is omitted, because the template renders this variant. If another
+    variant has the same body as the first variant, its body is replaced with `rendered_body`, which
+    is the body that was inferred from the template. Example: the family declares
+    `<call>BODY</call>` and `[call]BODY`, and the template renders `<call>OTHER</call>`. The result
+    contains `[call]OTHER`.
+
+    Of several variants with equal markup (see `_markup_of`), only one is returned.
     """
-    known_markup = {_markup_of(call) for call in calls}
+    known_markup = {_markup_of(call) for call in known_calls}
     variants = []
     for family in families:
         first, *others = family.calls
         for other in others:
             has_body_of_first = other.body == first.body
-            variant = replace(other, body=inferred_body) if has_body_of_first else other
+            variant = replace(other, body=rendered_body) if has_body_of_first else other
             if _markup_of(variant) not in known_markup:
                 known_markup.add(_markup_of(variant))
                 variants.append(variant)

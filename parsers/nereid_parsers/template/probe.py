@@ -186,8 +186,9 @@ class Prober:
             text = self.render(conversation, form) or ""
             if CONTENT_TEXT in text and USER_TEXT in text:
                 return form
-        # Only one conversation has been rendered until now, so there is at most one error message.
-        why = next(iter(self.refusals.values()), "the rendering does not contain the content")
+        # If several forms caused an error, `refusals` contains the last error message. If no form
+        # caused an error, the content was missing from the text.
+        why = self.refusals.get(conversation, "the rendering does not contain the content")
         self.undecided.append(f"The template does not render plain content: {why}")
         return self.form
 

@@ -324,14 +324,24 @@ class _Reader:
                     "a group that looks ahead or behind, or that sets flags, is not supported"
                 )
             case _:
-                num_open_groups = 1  # The group may contain groups.
-                while num_open_groups > 0:
-                    token = self.take_token()  # raises FormatError at the end of the expression
-                    if token.startswith("("):
-                        num_open_groups += 1
-                    elif token == ")":
-                        num_open_groups -= 1
+                self.skip_group()
                 return [(VariableText(opening.removeprefix("(?P<").removesuffix(">")),)]
+
+    def skip_group(self) -> None:
+        """Skip the tokens of a group, up to and including its closing parenthesis.
+
+        The caller has already read the token that opens the group. The group may contain groups.
+
+        Raises:
+            FormatError: The group is not closed.
+        """
+        num_open_groups = 1
+        while num_open_groups > 0:
+            token = self.take_token()  # raises FormatError at the end of the expression
+            if token.startswith("("):
+                num_open_groups += 1
+            elif token == ")":
+                num_open_groups -= 1
 
     def piece_of_escape(self, escape: str) -> Piece:
         r"""Convert an escape, such as `\s`, into a literal text, white space or variable text.

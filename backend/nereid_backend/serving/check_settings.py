@@ -56,7 +56,7 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
     has one message for each GPU whose memory shares (gpu_memory_utilization) exceed 1 in total.
     """
     problems: list[str] = []
-    # Maps the name of the setting that limits the GPU memory of an engine to the engine's settings.
+    # The settings of each engine. The keys are the return values of `_share_setting`.
     configs: dict[str, EngineConfig | PoolingConfig] = {}
     for model in (*_LANGUAGE_MODELS, EMBEDDING, RERANK):
         path = repository / model / "config.pbtxt"
@@ -69,8 +69,7 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
                 problems.append(str(error))
             continue
         if config is not None:
-            prefix = "" if model == "executor" else f"{model}_"
-            configs[f"{prefix}gpu_memory_utilization"] = config
+            configs[_share_setting(model)] = config
     if not problems:  # A memory share can be read only if all settings of its model are valid.
         problems += _find_overcommitted_gpus(configs)
     return problems
@@ -94,20 +93,23 @@ def _check_model(
     return config if model == "executor" else None
 
 
+def _share_setting(model: str) -> str:
+    """Return the name of the setting that limits the GPU memory of a model's engine.
+
+    Examples: "executor" returns "gpu_memory_utilization", and "rerank" returns
+    "rerank_gpu_memory_utilization".
+    """
+    return "gpu_memory_utilization" if model == "executor" else f"{model}_gpu_memory_utilization"
+
+
 def _find_overcommitted_gpus(configs: Mapping[str, EngineConfig | PoolingConfig]) -> list[str]:
     """Return one message for each GPU whose memory shares add up to more than 1.
 
     The shares are checked even if this machine has no GPU. The keys of `configs` are the names of
     the settings of the shares, such as "embedding_gpu_memory_utilization".
     """
-    shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
-    for setting, config in configs.items():
-        if config.device != "cpu":
-            # A device without a number, such as "cuda", is the first GPU.
-            device = config.device if ":" in config.device else "cuda:0"
-            shares_by_device[device][setting] = config.gpu_memory_utilization
     problems = []
-    for device, shares in shares_by_device.items():
+    for device, shares in _group_shares(configs).items():
         total = round(sum(shares.values()), _SHARE_DIGITS)
         if total > 1:
             terms = ", ".join(f"{setting} {share:g}" for setting, share in shares.items())
@@ -116,6 +118,22 @@ def _find_overcommitted_gpus(configs: Mapping[str, EngineConfig | PoolingConfig]
                 f"memory ({terms}). Lower a share, or set the device of a model to another GPU."
             )
     return problems
+
+
+def _group_shares(
+    configs: Mapping[str, EngineConfig | PoolingConfig],
+) -> dict[str, dict[str, float]]:
+    """For each GPU, return the fraction of its memory that each model may use.
+
+    Example: `{"cuda:0": {"gpu_memory_utilization": 0.7, "rerank_gpu_memory_utilization": 0.2}}`.
+    """
+    shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
+    for setting, config in configs.items():
+        if config.device != "cpu":
+            # A device without a number, such as "cuda", is the first GPU.
+            device = config.device if ":" in config.device else "cuda:0"
+            shares_by_device[device][setting] = config.gpu_memory_utilization
+    return shares_by_device
 
 
 def _read_initialize_arguments(path: Path) -> dict[str, str]:
@@ -187,15 +205,7 @@ def _check_length(config: EngineConfig) -> None:
     if config.max_model_len is None:
         return
     path = Path(config.model) / "config.json"
-    try:
-        checkpoint = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if not isinstance(checkpoint, dict):
-        return
-    # If the model reads text and images, the field `text_config` contains the config of the text
-    # decoder. The field can be null.
-    decoder: dict[str, Any] = checkpoint.get("text_config") or checkpoint
+    decoder = _read_decoder_config(path)
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)
         if isinstance(limit, int) and 0 < limit < config.max_model_len:
@@ -203,6 +213,20 @@ def _check_length(config: EngineConfig) -> None:
                 f"max_model_len: the value must be at most {limit} ({name} in {path}), but it is "
                 f"{config.max_model_len}."
             )
+
+
+def _read_decoder_config(path: Path) -> dict[str, Any]:
+    """Return the config of the text decoder in a config.json; {} if the file is not readable."""
+    try:
+        checkpoint = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(checkpoint, dict):
+        return {}
+    # If the model reads text and images, the field `text_config` contains the config of the text
+    # decoder. The field can be null.
+    decoder: dict[str, Any] = checkpoint.get("text_config") or checkpoint
+    return decoder
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:

@@ -146,20 +146,12 @@ class FeedbackWriter:
         """
         if address == self.address:
             return
-        match = _ADDRESS.fullmatch(address)
-        if match is None:
-            raise _address_error("the text has the wrong form")
-        pid, fd, name = match.groups()
         try:
-            # A memfd has no path in a folder. Other processes can open it only through /proc.
-            memory_file = _open_memory_file(f"/proc/{pid}/fd/{fd}", name)
-            try:
-                memory = memoryview(mmap.mmap(memory_file, 0))
-            finally:
-                os.close(memory_file)
+            memory = _map_memory(address)
         except OSError as error:
             raise _address_error(os.strerror(error.errno or 0)) from None
         self._words = memory.cast("Q")
+        # The memory begins with the random key with which the executor signs its messages.
         self._key = bytes(memory[:_KEY_BYTES])
         self.address = address
 
@@ -217,6 +209,29 @@ class FeedbackWriter:
         """
         self.check_slot(slot)
         self._words[_KEY_WORDS + slot * _WORDS + 1] = serial << 32 | signal
+
+
+def _map_memory(address: str) -> memoryview:
+    """Map the shared memory of an executor into this process, and return its bytes.
+
+    Args:
+        address: the process id of the executor, the number of the file descriptor in the executor,
+            and the name of the memory, such as "4711/12/nereid-feedback-0f3c9a...".
+
+    Raises:
+        OSError: the process or its file does not exist, or is not accessible.
+        RequestError: the file is not the feedback memory of an executor.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise _address_error("the text has the wrong form")
+    pid, fd, name = match.groups()
+    # A memfd has no path in a folder. Other processes can open it only through /proc.
+    memory_file = _open_memory_file(f"/proc/{pid}/fd/{fd}", name)
+    try:
+        return memoryview(mmap.mmap(memory_file, 0))
+    finally:
+        os.close(memory_file)
 
 
 def _open_memory_file(path: str, name: str) -> int:

@@ -176,12 +176,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         has_checkpoint = self.child is not None
         if not has_checkpoint and not returns_info:
             raise CapacityError(self._not_served_message())
-        limit = self._settings.max_requests
-        if self.num_requests >= limit:
-            raise CapacityError(
-                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
-                "Try again later."
-            )
+        self._check_num_requests()
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
         if returns_info and not (has_checkpoint and given):  # Only information can be returned.
             self.respond_later(sender, self._info())
@@ -192,10 +187,23 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
         else:
-            assert self.child is not None
-            kind = job.options.get("kind") or self.child.info["kinds"][0]
             info = self._info() if returns_info else {}
-            self.respond_later(sender, self.build_outputs(Outcome.empty(kind)) | info)
+            self.respond_later(sender, self._empty_outputs(job) | info)
+
+    def _check_num_requests(self) -> None:
+        """Raise a CapacityError if the number of requests has reached the setting max_requests."""
+        limit = self._settings.max_requests
+        if self.num_requests >= limit:
+            raise CapacityError(
+                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
+                "Try again later."
+            )
+
+    def _empty_outputs(self, job: Job) -> Tensors:
+        """Return the output tensors of a job without inputs. The worker does not get this job."""
+        assert self.child is not None
+        kind = job.options.get("kind") or self.child.info["kinds"][0]
+        return self.build_outputs(Outcome.empty(kind))
 
     def _add_job(self, request: Any, sender: Any, job: Job, *, returns_info: bool) -> None:  # noqa: ANN401
         """Send a job to the worker, and store the data that the response will need."""

@@ -144,13 +144,7 @@ class PostprocessorModel:
         choices.add(state)
         if state.is_last:
             self._streams.remove(state)
-            self._tracing.record(
-                "nereid.parse",
-                choices.context.traceparent,
-                choices.opened_at,
-                time.monotonic(),
-                {"nereid.busy_seconds": choices.parsing_s},
-            )
+            self._record_span(choices)
         else:
             # Signal to the executor which sequences need no more tokens.
             self._check_cancel(choices, state, request)
@@ -162,6 +156,16 @@ class PostprocessorModel:
             return self._keepalive_response(choices)
         choices.last_response_at = time.monotonic()
         return self._response(choices.context, outputs)
+
+    def _record_span(self, choices: Choices) -> None:
+        """Record the span of a stream that has just ended."""
+        self._tracing.record(
+            "nereid.parse",
+            choices.context.traceparent,
+            choices.opened_at,
+            time.monotonic(),
+            {"nereid.busy_seconds": choices.parsing_s},
+        )
 
     def _keepalive_response(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
         """Return an empty response if a keepalive is due, otherwise None.

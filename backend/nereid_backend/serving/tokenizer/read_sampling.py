@@ -125,16 +125,13 @@ def read_sampling(
     """
     refuse_unsupported(fields)
     unchanged_fields = _engine_fields(fields, defaults)
+    # The engine cannot use the other fields of the request directly, so these fields are converted.
     checked = RequestFields.check(fields)
-    # Example: the cache_salt "me" and the extra_key "tenant" give the salt "me\0tenant".
-    cache_salt = checked.cache_salt
-    if checked.extra_key:
-        cache_salt = f"{cache_salt}\0{checked.extra_key}"
     params = CheckedSamplingParams(
         **unchanged_fields,
         # Two requests share cached prefixes only if they have the same salt. Cached prefixes expire
         # after the time to live (TTL).
-        cache_salt=cache_salt,
+        cache_salt=_cache_salt(checked),
         prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),
         logit_bias=_read_logit_bias(checked.logit_bias),
@@ -142,12 +139,7 @@ def read_sampling(
         grammar=grammar,
         thinking=thinking,
     )
-    if checked.best_of not in (None, params.n):
-        raise RequestError(
-            f"best_of: the value must equal n ({params.n}), but the request has {checked.best_of}. "
-            f"This server returns every choice that it generates. Send n={checked.best_of} and "
-            "select the choices with the highest cumulative_logprob."
-        )
+    _check_best_of(checked.best_of, params.n)
     return params, _options(checked)
 
 
@@ -162,6 +154,26 @@ def _engine_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
         # Some clients send [] if all tokens are allowed, but the engine refuses an empty list.
         del engine_fields["allowed_token_ids"]
     return engine_fields
+
+
+def _cache_salt(fields: RequestFields) -> str:
+    r"""Return the salt of the prefix cache. Only requests with the same salt share cached blocks.
+
+    Example: the cache_salt "me" and the extra_key "tenant" give the salt "me\0tenant".
+    """
+    if not fields.extra_key:
+        return fields.cache_salt
+    return f"{fields.cache_salt}\0{fields.extra_key}"
+
+
+def _check_best_of(best_of: int | None, n: int) -> None:
+    """Raise a RequestError if `best_of` is set and differs from the number of choices `n`."""
+    if best_of not in (None, n):
+        raise RequestError(
+            f"best_of: the value must equal n ({n}), but the request has {best_of}. This server "
+            f"returns every choice that it generates. Send n={best_of} and select the choices with "
+            "the highest cumulative_logprob."
+        )
 
 
 def _options(fields: RequestFields) -> RequestOptions:

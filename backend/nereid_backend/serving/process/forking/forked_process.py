@@ -112,19 +112,27 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
         connection.connect("\0" + address)
         if not is_same_user(connection):
             raise PermissionError("the fork server belongs to another user")
-        fields: dict[str, object] = {
-            "module": module,
-            # The fork server replaces {fd} by the channel's file descriptor in the new process.
-            "arguments": ["{fd}", title],
-            "python": python_identity(),
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-        }
-        _send_request(connection, fields, channel)
+        _send_request(connection, _request_fields(module, title), channel)
         return ForkedProcess(connection)
     except OSError:
         connection.close()
         raise
+
+
+def _request_fields(module: str, title: str) -> dict[str, object]:
+    """Return the fields of a request to the fork server, except the files of the new process.
+
+    The fork server refuses the request if its own Python or its own environment variables differ,
+    because the modules that it has imported depend on them.
+    """
+    return {
+        "module": module,
+        # The fork server replaces {fd} by the file descriptor of the channel in the new process.
+        "arguments": ["{fd}", title],
+        "python": python_identity(),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+    }
 
 
 def _send_request(

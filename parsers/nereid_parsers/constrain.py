@@ -48,6 +48,7 @@ from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
+    Reasoning,
     ReasoningGate,
     Sections,
     Stage,
@@ -142,29 +143,33 @@ def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) ->
         raise unclosed_reasoning_error(fmt)
     if declaration is None or state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return NOTHING
-    # The text must not contain a marker that ends or interrupts the reasoning, such as the opening
-    # marker of the content. The text ends at the marker `close` of the tag.
-    content_open = (layout.content.open,) if layout.content is not None else ()
-    text = any_text(
-        (*declaration.also_close, *declaration.interrupted_by, *content_open, *fmt.ends)
-    )
+    text = _reasoning_text(fmt, layout, declaration)
     close = declaration.close.strip()
-    reasoning: Node = {
-        "type": "tag",
-        "begin": "" if state is ReasoningState.OPEN else declaration.open.strip(),
-        "content": text,
-        "end": close,
-    }
     header = _repeated_header(fmt)
-    if state is ReasoningState.OPEN:
-        return sequence(reasoning, WHITESPACE, header)
-    options = [reasoning]
+    if state is ReasoningState.OPEN:  # The prompt contains the opening marker.
+        rest_of_reasoning: Node = {"type": "tag", "begin": "", "content": text, "end": close}
+        return sequence(rest_of_reasoning, WHITESPACE, header)
+    opening = declaration.open.strip()
+    options: list[Node] = [{"type": "tag", "begin": opening, "content": text, "end": close}]
     if declaration.is_opened_by_model:
         # A model that normally starts with `<think>` may write only `</think>` to skip the
         # reasoning.
         options.append(const(close))
     # White space around the markers is optional, because some models omit the white space.
     return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, header))
+
+
+def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
+    """Return the grammar node for the text of the reasoning, without the markers around it.
+
+    Some markers end or interrupt the reasoning, for example the opening marker of the content. The
+    text must not contain such a marker. The closing marker `declaration.close` is not excluded
+    here, because the caller puts the node into a tag that ends at this marker.
+    """
+    content_open = (layout.content.open,) if layout.content is not None else ()
+    return any_text(
+        (*declaration.also_close, *declaration.interrupted_by, *content_open, *fmt.ends)
+    )
 
 
 def _repeated_header(fmt: FormatData) -> Node:
@@ -250,19 +255,13 @@ def _text_with_calls(
     Here `<tool_call>` is the "trigger". xgrammar allows any text before the trigger. The text that
     starts with the trigger must be a valid tool call.
     """
-    call = tools.calls[0]
-    if isinstance(call.body, ListBody) and not tools.opens and not call.trigger:
-        # The calls are a list such as `[f(a=1), g()]` without any marker before it. A list starts
-        # with `[`, so free text must not start with `[`. Free text may contain `[` at any other
-        # place, so a list cannot follow free text.
+    if _is_unmarked_list(tools):
+        # A list such as `[f(a=1), g()]` starts with `[`, so free text must not start with `[`. Free
+        # text may contain `[` at any other place, so a list cannot follow free text.
         return one_of(section_node(tools, request), sequence(_NO_BRACKET, any_text()))
     calls = _marked_calls(tools, request)
-    repetitions = ("star", "plus", "tags_with_separator")
-    if any(elements_of(node)[-1]["type"] in repetitions for node in calls):
-        # No marker ends the calls, as in `Let me look.<calls>f(), g()`, so no text can follow them.
-        # The node is a sequence, because the tags in `triggered_tags` need an end marker.
-        text = any_text((trigger_of(tools),))
-        return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
+    if any(_ends_with_repetition(node) for node in calls):
+        return _text_then_calls(tools, calls)
     # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore white
     # space before the trigger is removed.
     tags = [{**node, "begin": node["begin"].lstrip()} for node in map(tag, calls)]
@@ -272,6 +271,33 @@ def _text_with_calls(
         "tags": tags,
         "stop_after_first": request.is_single,
     }
+
+
+def _is_unmarked_list(tools: ToolSection) -> bool:
+    """Return whether the format writes tool calls as a list without a marker: `[f(), g()]`."""
+    call = tools.calls[0]
+    has_marker = bool(tools.opens or call.trigger)
+    return isinstance(call.body, ListBody) and not has_marker
+
+
+def _ends_with_repetition(node: Node) -> bool:
+    """Return whether a node ends with a repeated part, as in `<calls>f(), g()`.
+
+    If so, no marker ends the tool calls. A closing marker, such as `</calls>`, would be the last
+    element of the node.
+    """
+    return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
+
+
+def _text_then_calls(tools: ToolSection, calls: list[Node]) -> Node:
+    """Return the grammar node for free text, which tool calls without an end marker may follow.
+
+    Example of matching text: `Let me look.<calls>f(), g()`. No text can follow the tool calls,
+    because no marker shows where they end. The node is a sequence and not a `triggered_tags` node,
+    because xgrammar requires an end marker in each tag of a `triggered_tags` node.
+    """
+    text = any_text((trigger_of(tools),))
+    return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
 
 
 def _triggers(fmt: FormatData, layout: Sections, tools: ToolSection, tags: list[Node]) -> list[str]:

@@ -44,16 +44,27 @@ class Keys:
 
     def __post_init__(self) -> None:
         """Raise FormatError if a path or the order of the keys is not valid."""
+        self._check_paths()
+        self._check_order()
+
+    def _check_paths(self) -> None:
+        """Raise FormatError if a path has an empty part. Example: `function..name`."""
         paths = [self.name, self.arguments, *self.also]
         if self.id:
             paths.append(self.id)
         for path in paths:
-            has_empty_part = "" in path.split(".")  # Such as in `function..name`.
+            has_empty_part = "" in path.split(".")
             if has_empty_part:
                 raise FormatError(
                     f"Keys: the path {path!r} has an empty part. A path is a list of key names "
                     "that are separated by dots, such as 'function.name'."
                 )
+
+    def _check_order(self) -> None:
+        """Raise FormatError unless `order` consists of "name", "arguments" and optionally "id".
+
+        If the attribute `id` is None, `order` must not contain "id".
+        """
         members_without_id = sorted(member for member in self.order if member != "id")
         if members_without_id != ["arguments", "name"] or self.order.count("id") > 1:
             raise FormatError(

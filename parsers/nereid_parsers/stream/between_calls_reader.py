@@ -56,19 +56,15 @@ class BetweenCallsReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        # Each result is a position, or one of the negative constants NEED_MORE and NO_MATCH.
-        # No separator can precede the first tool call.
+        # `close_end` and `separator_end` are positions, or one of the negative constants NEED_MORE
+        # and NO_MATCH.
         close_end = separator_end = NO_MATCH
         if self._section.is_open:
             is_empty = self._is_after_opening_marker()
             close_end = self._section.match_close(buffer, is_empty=is_empty)
         if close_end >= 0:
-            self._section.is_open = False
-            if self._is_after_opening_marker():
-                return self._end_empty_section(buffer.text[buffer.pos : close_end])
-            self._text_writer.drop_markup(buffer.take_until(close_end))
-            return State.CONTENT
-        if self._call_reader.has_calls():
+            return self._end_section(buffer.text[buffer.pos : close_end])
+        if self._call_reader.has_calls():  # No separator can precede the first tool call.
             separator_end = self._section.match_separator(buffer)
         if NEED_MORE in (close_end, separator_end):
             # At the end of the message, an incomplete marker such as `</ca` cannot be content.
@@ -76,12 +72,7 @@ class BetweenCallsReader:
         if separator_end >= 0:
             self._text_writer.drop_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
-        # After `<tool_calls>`, only a tool call can follow. After a tool call without this marker,
-        # `{"name"` may start another tool call, and `Hello` is content.
-        if self._section.is_open:
-            return self._call_reader.expect(self._starts.in_section())
-        expected = self._starts.after_call(buffer)
-        return State.CONTENT if expected is None else self._call_reader.expect(expected)
+        return self._select_state_for_text()
 
     def _is_after_opening_marker(self) -> bool:
         """Return True after the opening marker `<tool_calls>`, until the first tool call starts.
@@ -90,6 +81,31 @@ class BetweenCallsReader:
         if no tool call follows. Between two tool calls, no text is pending.
         """
         return bool(self._text_writer.pending_text)
+
+    def _select_state_for_text(self) -> State:
+        """Return CALL_START if the unread text may be a tool call, otherwise CONTENT.
+
+        Before CALL_START, the expected tool call is passed to the CallReader. Examples: after
+        `<tool_calls>`, only a tool call can follow. After a tool call without such a marker,
+        `{"name"` may start another tool call, and `Hello` is content.
+        """
+        if self._section.is_open:  # The marker `</tool_calls>` has not been read.
+            return self._call_reader.expect(self._starts.in_section())
+        expected = self._starts.after_call(self._buffer)
+        return State.CONTENT if expected is None else self._call_reader.expect(expected)
+
+    def _end_section(self, close: str) -> State:
+        """Read `close`, the marker after all tool calls, such as `</calls>`. Return the next state.
+
+        If a tool call precedes `close`, the marker is removed from the output. If no tool call
+        precedes `close`, the opening marker is still pending, and `_end_empty_section` decides
+        whether the two markers are content.
+        """
+        self._section.is_open = False
+        if self._is_after_opening_marker():
+            return self._end_empty_section(close)
+        self._text_writer.drop_markup(self._buffer.take(len(close)))
+        return State.CONTENT
 
     def _end_empty_section(self, close: str) -> State:
         """End a section without tool calls, such as `<calls></calls>`. Return the next state.

@@ -70,20 +70,7 @@ class CompiledCall:
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(escape_braces(call.open) + call.head)
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
-        self._tags: CompiledTags | None = None
-        if isinstance(call.body, TaggedArguments):
-            # Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end
-            # at `</f>`. A model may omit this marker, so they may also end at another marker. A
-            # model may also close and open the outer element between two tool calls.
-            stop_markers = (*self.closing_markers[:1], *_markers_after_call(call, section))
-            section_opens = [marker.strip() for marker in section.opens]
-            between_calls = (*self.closing_markers, *section.closes, *section_opens)
-            self._tags = CompiledTags(
-                call.body,
-                self._head_pattern,
-                stop_markers=tuple(dict.fromkeys(stop_markers)),
-                markers_between_calls=tuple(dict.fromkeys(between_calls)),
-            )
+        self._tags = _compile_tags(call, section, self._head_pattern)
         # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
         self._body_start = _compile_body_start(call) if self._tags is None else self._tags
 
@@ -228,6 +215,32 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     last_close_part = close_parts[-1] if close_parts else ""
     markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
+
+
+def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
+    """If the arguments are enclosed in tags, as in `<p=city>Paris</p>`, compile these tags.
+
+    Return None if the format writes arguments in another way, for example as JSON. `section`
+    declares the markers around all tool calls. `head` is the pattern of the tool call's opening
+    marker and header, such as `<call><f={name}>`.
+
+    Example for `<calls><call><f={name}>ARGUMENTS</f></call></calls>`: the arguments end at the stop
+    marker `</f>`. A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop
+    markers, too. The markers between two calls are `</f>`, `</call>`, `</calls>` and `<calls>`,
+    because a model may close and open the outer element, too.
+    """
+    if not isinstance(call.body, TaggedArguments):
+        return None
+    close_parts = marker_parts(call.close)  # Empty if there is no closing marker.
+    stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
+    section_opens = [marker.strip() for marker in section.opens]  # `section.closes` is stripped.
+    between_calls = (*close_parts, *section.closes, *section_opens)
+    return CompiledTags(
+        call.body,
+        head,
+        stop_markers=tuple(dict.fromkeys(stop_markers)),
+        markers_between_calls=tuple(dict.fromkeys(between_calls)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,38 +65,62 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    # If markers enclose all tool calls, as in `<calls><call>..</call></calls>`, a model may omit
-    # `<calls>`, and start with the tool call's own marker `<call>`.
-    has_section = bool(tools.opens)
-    variants_in_content = [v for v in variants if not has_section or v.call.open.strip()]
-    by_marker = _group_by_trigger(variants_in_content)
+    by_marker = _group_by_trigger(_variants_in_content(variants, tools))
     by_header = _group_by_trigger(_variants_without_marker(tools))
     for marker in by_marker:  # A text that is both a marker and a header is treated as a marker.
         by_header.pop(marker, None)
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []
+    calls = CompiledCalls(tuple(variants), by_marker, by_header, tuple(unmarked))
+    return replace(calls, kinds=_kinds_of_call_markers(calls, tools))
+
+
+def _kinds_of_call_markers(calls: CompiledCalls, tools: ToolSection) -> dict[str, MarkerKind]:
+    """Return the meaning of each tool call marker that the parser searches for in content.
+
+    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
+    """
     # A tool call without a marker starts with one of these texts, for example `{`.
-    unmarked_openings = [text for variant in unmarked for text in variant.body_openings()]
-    long_closing_markers = [
+    unmarked_openings = [text for variant in calls.unmarked for text in variant.body_openings()]
+    # If several of these dicts contain the same text, the last of the dicts determines the meaning
+    # of the text. The dicts of the opening markers are last, so a text that is both an opening and
+    # a closing marker opens a tool call. In content, no tool call can be closed.
+    return (
+        dict.fromkeys(calls.by_header, MarkerKind.CALL_HEAD)
+        | dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS)
+        | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
+        | dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
+        | dict.fromkeys(calls.by_marker, MarkerKind.OPEN_CALL)
+        # `marker_kinds` adds the spellings of each marker, which differ in their white space. The
+        # keys of `by_header` and `by_marker` already contain all spellings.
+        | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
+    )
+
+
+def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
+    """Return the closing markers that are long enough to be recognised in content.
+
+    Example: the result contains `</tool_call>`, but not `}`, which often occurs in content.
+    """
+    return [
         marker
         for variant in variants
         for marker in variant.closing_markers
         if len(marker) >= _MIN_CLOSING_MARKER_CHARS
     ]
-    # If several of these dicts contain the same text, the last of the dicts determines the meaning
-    # of the text. The dicts of the opening markers are last, so a text that is both an opening and
-    # a closing marker opens a tool call. In content, no tool call can be closed.
-    kinds = (
-        dict.fromkeys(by_header, MarkerKind.CALL_HEAD)
-        | dict.fromkeys(long_closing_markers, MarkerKind.CLOSE_CALLS)
-        | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
-        | dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
-        | dict.fromkeys(by_marker, MarkerKind.OPEN_CALL)
-        # `marker_kinds` adds the spellings of each marker, which differ in their white space. The
-        # keys of `by_header` and `by_marker` already contain all spellings.
-        | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
-    )
-    return CompiledCalls(tuple(variants), by_marker, by_header, tuple(unmarked), kinds)
+
+
+def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
+    """Return the variants of a tool call that can directly follow content.
+
+    If markers enclose all tool calls, as in `<calls><call>..</call></calls>`, a model may omit
+    `<calls>`, and start with the tool call's own marker `<call>`. Only tool calls with such a
+    marker are then returned. If no markers enclose all tool calls, all `variants` are returned.
+    """
+    has_section = bool(tools.opens)
+    if not has_section:
+        return variants
+    return [variant for variant in variants if variant.call.open.strip()]
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:

@@ -83,9 +83,16 @@ class Machine:
         self._content_reader = ContentReader(
             context, self._call_reader, self._header_reader, self._reasoning_reader
         )
-        # For each state, the method that reads text in this state. The method returns the next
-        # state, or None if more text is required.
-        self._read_methods: dict[State, Callable[[], State | None]] = {
+        self._read_methods = self._methods_by_state()
+        self._enter(State.CONTENT)
+
+    def _methods_by_state(self) -> dict[State, Callable[[], State | None]]:
+        """Return a dict that maps each state to the method that reads text in this state.
+
+        Each method reads text from the buffer, and returns the next state, or None if more text is
+        required. Example: in the state HEADER, the HeaderReader reads the header of a message.
+        """
+        return {
             State.UNCLASSIFIED: self._unclassified_reader.read_to_first_marker,
             State.REASONING: self._reasoning_reader.read,
             State.INLINE_REASONING: self._reasoning_reader.read_inline,
@@ -100,7 +107,6 @@ class Machine:
             State.CALL_END: self._call_reader.read_end,
             State.BETWEEN_CALLS: self._between_calls_reader.read,
         }
-        self._enter(State.CONTENT)
 
     def _enter(self, state: State) -> None:
         """Change the state to `state`, and select the method that reads text in this state."""
@@ -191,31 +197,56 @@ class Machine:
         without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        if self._state is State.UNCLASSIFIED:
+        if self._state is State.UNCLASSIFIED:  # No marker has shown whether the text is reasoning.
             self._enter(self._unclassified_reader.finish())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content_reader.drop_incomplete_marker(self._state)
         self._run()
-        if self._state is State.INTERRUPTED_REASONING:
-            # No marker has closed the reasoning, so the stored text is read as a tool call.
-            self._enter(self._reasoning_reader.finish_interrupted())
-            self._run()
-        while self._state is State.CALL_BODY:
-            # If a quote is missing in the arguments, the text after the tool call was read as a
-            # part of the arguments. `finish_body` then ends the tool call at its closing marker.
-            # The text after the marker is read again, and may contain another tool call.
-            self._enter(self._call_reader.finish_body())
-            self._run()
-        if self._state is State.BROKEN_CALL:  # Such as `<call>{"a": x`.
-            self._call_reader.finish_broken()
-        elif self._state is State.HEADER:  # Directly after a marker such as `<|start|>`.
-            self._header_reader.finish()
-        elif self._state in (State.CALL_START, State.BETWEEN_CALLS):  # After `<tool_calls>`.
-            self._between_calls_reader.finish()
+        # Each `_finish_...` method handles certain states, and does nothing in other states. The
+        # order matters: `_finish_interrupted_reasoning` may read an incomplete tool call from the
+        # stored text, and `_finish_incomplete_calls` then ends this tool call.
+        self._finish_interrupted_reasoning()
+        self._finish_incomplete_calls()
+        self._finish_broken_call_or_marker()
         self._text_writer.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()
         )
         return self._events
+
+    def _finish_interrupted_reasoning(self) -> None:
+        """At the end of the message, read a tool call that was found inside unclosed reasoning.
+
+        In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
+        a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the
+        stored text back into the buffer, and the text is then read as a tool call.
+        """
+        if self._state is State.INTERRUPTED_REASONING:
+            self._enter(self._reasoning_reader.finish_interrupted())
+            self._run()
+
+    def _finish_incomplete_calls(self) -> None:
+        """At the end of the message, end each incomplete tool call.
+
+        There may be several. If a quote is missing in the arguments, the text after the tool call
+        was read as a part of the arguments. `finish_body` then ends the tool call at its closing
+        marker. The text after the marker is read again, and may contain another tool call.
+        """
+        while self._state is State.CALL_BODY:
+            self._enter(self._call_reader.finish_body())
+            self._run()
+
+    def _finish_broken_call_or_marker(self) -> None:
+        """Handle a message that ends inside invalid arguments, or directly after a marker.
+
+        Examples: the message ends in `<call>{"a": x`, directly after the marker `<|start|>` of a
+        message, or directly after the marker `<tool_calls>`.
+        """
+        if self._state is State.BROKEN_CALL:
+            self._call_reader.finish_broken()
+        elif self._state is State.HEADER:
+            self._header_reader.finish()
+        elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
+            self._between_calls_reader.finish()
 
     @property
     def stage(self) -> Stage:

@@ -77,8 +77,10 @@ class OpenCall:
         self._buffer = buffer
         self._text_writer = text
         self._call_writer = body.writer
-        # Whether `end_at_marker_in_arguments` may put a part of the arguments back into the buffer.
-        # An appended event cannot be withdrawn, so the CallWriter must store the arguments.
+        # Whether the parser may read the end of the arguments again, as other text. If a quote is
+        # missing, as in `{"a": "x}</call> Hi`, `end_at_marker_in_arguments` puts `</call> Hi` back
+        # into the buffer. This is possible only if the CallWriter stores the arguments, because an
+        # appended event cannot be withdrawn.
         self._may_reread_arguments = body.writer.stores_arguments
 
     def read(self) -> Outcome | None:
@@ -97,8 +99,9 @@ class OpenCall:
         was_call_open = self._call_writer.is_open
         start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, start)
-        # The TextWriter receives the text that has just been read: as text of a tool call if a tool
-        # call is open or has ended in this text, otherwise as pending text.
+        # Text is passed as text of a tool call if a tool call is open after it or has ended in it.
+        # If no tool call is open, one of three signs shows that a tool call has ended: a tool call
+        # was open before the text, the whole body has ended, or a member of a list has ended.
         if self._call_writer.is_open:
             self._trace_as_call(buffer.text[start : buffer.pos])
         elif (
@@ -109,15 +112,7 @@ class OpenCall:
             self._pass_ended_call(start)
         else:
             self._text_writer.store_pending(buffer.text[start : buffer.pos])
-        if self._body_reader.status is MORE:
-            return None
-        if self._body_reader.status is not DONE:
-            return self._leave_invalid_body()
-        # The text after the last tool call of a list, such as `]`, was stored as pending text,
-        # because another tool call could have followed. It is markup, so it is removed.
-        if self._text_writer.pending_text:
-            self._text_writer.drop_pending()
-        return Outcome.ENDED
+        return None if self._body_reader.status is MORE else self._leave_body()
 
     def _trace_as_call(self, text: str) -> None:
         """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
@@ -141,6 +136,19 @@ class OpenCall:
         self._text_writer.end_traced_call()
         if call_end < part_end:
             self._text_writer.store_pending(text[call_end:part_end])
+
+    def _leave_body(self) -> Outcome:
+        """Stop reading a body that is complete or not valid. Return the outcome.
+
+        Example: `{"name": "f", "arguments": {}}` is a complete body, so the outcome is ENDED.
+        """
+        if self._body_reader.status is not DONE:
+            return self._leave_invalid_body()
+        # The text after the last tool call of a list, such as `]`, was stored as pending text,
+        # because another tool call could have followed. It is markup, so it is removed.
+        if self._text_writer.pending_text:
+            self._text_writer.drop_pending()
+        return Outcome.ENDED
 
     def _leave_invalid_body(self) -> Outcome:
         """Stop reading a body that is not valid. End the tool call if possible.

@@ -87,20 +87,32 @@ class CompiledTag:
         self.may_be_escaped = self.escapes == "json" and not looks_like_markup(self.close)
         # The format may declare white space before the closing marker, such as the first `\n` in
         # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
-        # with the marker. The model may also omit the white space. Example: for the closing marker
-        # `</p>` and the early end `</call>`, `complete` matches `\n</p>` and `</call>`.
+        # with the marker. The model may also omit the white space. If `declaration.close` is only a
+        # line break, the line break is the marker, and no white space precedes it.
         close = declaration.close.rstrip()
         whitespace = close.removesuffix(close.lstrip())
         markers = (self.close, *early_ends)
-        close_group = f"(?P<close>{_any_marker_regex((self.close,))})"
-        early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
-        complete = f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
+        complete = _value_end_regex(self.close, early_ends, whitespace)
         possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
         # The look-ahead makes the search faster, because it rejects most characters with one test.
-        first_chars = "".join(re.escape(text[0]) for text in (*markers, whitespace) if text)
-        self.find_end = re.compile(f"(?=[{first_chars}])(?:{complete})").search
+        lookahead = _first_char_lookahead((*markers, whitespace))
+        self.find_end = re.compile(f"{lookahead}(?:{complete})").search
         # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
-        self.find_possible_end = re.compile(f"(?=[{first_chars}])(?:{possible})").search
+        self.find_possible_end = re.compile(f"{lookahead}(?:{possible})").search
+
+
+def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
+    r"""Return a regex that matches any of the markers that can end a value.
+
+    The group "close" matches `close`, the closing marker of the value. The group "early" matches a
+    marker that follows the value if the closing marker is missing. If there is no such marker, this
+    group never matches. `whitespace` is the optional white space before these markers. Example: for
+    the closing marker `</p>`, the early end `</call>` and the white space `\n`, the regex matches
+    `\n</p>` and `</call>`.
+    """
+    close_group = f"(?P<close>{_any_marker_regex((close,))})"
+    early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
+    return f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
 
 
 def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
@@ -114,6 +126,15 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
         for marker in markers:
             prefixes += spaced_marker_prefixes(marker, optional_whitespace)
     return prefixes
+
+
+def _first_char_lookahead(texts: Iterable[str]) -> str:
+    """Return a regex look-ahead that accepts the first character of any of `texts`.
+
+    Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
+    """
+    first_chars = "".join(re.escape(text[0]) for text in texts if text)
+    return f"(?=[{first_chars}])"
 
 
 def _any_marker_regex(markers: Iterable[str]) -> str:
@@ -176,9 +197,8 @@ class CompiledTags:
         declarations = (declaration, *declaration.also)
         # The start of each opening tag, such as `<parameter=`, without duplicates. There is no such
         # text if a tag starts with the key, as `{key}=` does.
-        openings = tuple(
-            filter(None, dict.fromkeys(first_literal(each.open) for each in declarations))
-        )
+        literals = [first_literal(each.open) for each in declarations]
+        openings = tuple(dict.fromkeys(literal for literal in literals if literal))
         # If the closing tag of a value is missing, the value ends before one of these texts. The
         # opening `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
         early_ends = (*stop_markers, *(opening for opening in openings if len(opening) > 1))

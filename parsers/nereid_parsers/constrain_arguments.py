@@ -214,17 +214,9 @@ def _tagged_json(
     words True, False and None.
 
     Raises:
-        ConstraintError: The value is an array or an object in an attribute, in which JSON text
-            contains HTML entities.
+        ConstraintError: The value is an array or an object in an attribute.
     """
-    is_attribute = declaration.escapes == "html" and declaration.closing_marker == '"'
-    if is_attribute and not types <= _SCALARS:
-        raise ConstraintError(
-            f'The format writes arguments as attributes, such as {key}="..". Constrained output '
-            "supports only attributes that are strings, numbers, booleans or null, but the schema "
-            f"of {key!r} allows an array or an object. Use another type, or set tool_choice to "
-            "auto."
-        )
+    _check_type_of_attribute(declaration, key, types)
     # The texts for the fields of the opening tag, as in `<p name="{key}" string="{string}">`. Most
     # tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
@@ -239,6 +231,23 @@ def _tagged_json(
         value = _json_or_python_word(schema, types, closing_tag=form.closing_marker)
         options.append(sequence(opening, value, const(form.close)))
     return one_of(*options)
+
+
+def _check_type_of_attribute(declaration: TaggedArguments, key: str, types: frozenset[str]) -> None:
+    """Raise ConstraintError if the value of an attribute may be an array or an object.
+
+    Do nothing if the format does not write arguments as attributes, such as `days="3"`. The JSON
+    text of an array or of an object contains quotes. In an attribute, quotes must be written as
+    HTML entities, so the value is not JSON text.
+    """
+    is_attribute = declaration.escapes == "html" and declaration.closing_marker == '"'
+    if is_attribute and not types <= _SCALARS:
+        raise ConstraintError(
+            f'The format writes arguments as attributes, such as {key}="..". Constrained output '
+            "supports only attributes that are strings, numbers, booleans or null, but the schema "
+            f"of {key!r} allows an array or an object. Use another type, or set tool_choice to "
+            "auto."
+        )
 
 
 def _declared_type_names(types: frozenset[str]) -> list[str]:

@@ -122,9 +122,21 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple)):
         return []
-    # Each bound of the schema limits the integer `n` in the product `n * multiple`.
-    smallest_factors: list[int] = []
-    largest_factors: list[int] = []
+    factors = _factors(schema, multiple)
+    if len(factors) > _MAX_MULTIPLES:
+        return []
+    return [factor * multiple for factor in factors]
+
+
+def _factors(schema: Schema, multiple: int) -> range:
+    """Return the integers `n` for which the bounds of a schema allow the product `n * multiple`.
+
+    Examples for the multiple 5: `{"minimum": 10, "maximum": 20}` gives 2 to 4, because 2 * 5 and
+    4 * 5 are allowed, and `{"exclusiveMinimum": 10, "exclusiveMaximum": 20}` gives only 3. The
+    result is empty if there is no lower bound or no upper bound.
+    """
+    smallest_factors: list[int] = []  # For each lower bound, the smallest `n` that it allows.
+    largest_factors: list[int] = []  # For each upper bound, the largest `n` that it allows.
     if "minimum" in schema:
         smallest_factors.append(math.ceil(schema["minimum"] / multiple))
     if "exclusiveMinimum" in schema:
@@ -134,11 +146,8 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     if "exclusiveMaximum" in schema:
         largest_factors.append(math.ceil(schema["exclusiveMaximum"] / multiple) - 1)
     if not smallest_factors or not largest_factors:
-        return []
-    factors = range(max(smallest_factors), min(largest_factors) + 1)
-    if len(factors) > _MAX_MULTIPLES:
-        return []
-    return [factor * multiple for factor in factors]
+        return range(0)
+    return range(max(smallest_factors), min(largest_factors) + 1)
 
 
 def is_number(value: object) -> TypeGuard[float]:

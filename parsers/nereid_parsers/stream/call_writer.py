@@ -213,9 +213,15 @@ class CallWriter:
             self.add_deviation(fault)
         if self.stores_arguments:  # No event has been appended yet.
             self._append_stored_call()
-            return
-        # `start` and `write` have appended the other events. The `wrapper_filter` may still store
-        # the arguments. Example: if `{"arguments": {"a": 1}}` is stored, `{"a": 1}` is appended.
+        else:  # `start` and `write` have appended the other events.
+            self._append_last_events()
+
+    def _append_last_events(self) -> None:
+        """Append the last events of a tool call. The earlier events have already been appended.
+
+        The `wrapper_filter` may still store the arguments. Example: if `{"arguments": {"a": 1}}` is
+        stored, `{"a": 1}` is appended. If the model has written no arguments, `{}` is appended.
+        """
         stored_text = self._call.wrapper_filter.finish()  # "" if nothing is stored.
         if self._call.wrapper_filter.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)

@@ -207,8 +207,11 @@ def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[st
     declared_markers = list(reasoning.interrupted_by)
     call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
     if not call_closes.isdisjoint(visible_markers(reasoning.closes)):
-        # In `<think>Hm<call>..<|end_message|>`, the last marker closes either the reasoning or a
-        # tool call. Since `<call>` may be a quotation in the reasoning, the result omits `<call>`.
+        # A marker such as `<|end_message|>` closes the reasoning and also tool calls. The parser
+        # reads `<call>` inside the reasoning as a tool call only if no closing marker of the
+        # reasoning follows. In `<think>Hm<call>..<|end_message|>`, such a marker follows, whether
+        # `<call>` starts a tool call or is only quoted. The parser cannot distinguish these two
+        # cases, so `<call>` is treated as reasoning, and the result omits it.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

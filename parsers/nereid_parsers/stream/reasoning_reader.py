@@ -124,18 +124,9 @@ class ReasoningReader:
             case MarkerKind.START_MESSAGE:  # Such as `<|start|>`.
                 return self._header_reader.read_start_marker(marker)
             case MarkerKind.WRAP_CONTENT:  # Such as `<response>`.
-                # In `I write <response>`, the text quotes the marker. Models do not quote special
-                # tokens, such as `<|response|>`. Any other marker ends the reasoning.
-                if self._text_writer.has_text and not is_special_token(marker):
-                    return self._write_marker_as_reasoning(marker)
-                self._drop_marker(marker)
-                self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
-                return State.CONTENT
-            case MarkerKind.OPEN_REASONING if self._text_writer.has_text:  # `I write <think>`
-                return self._write_marker_as_reasoning(marker)
-            case MarkerKind.OPEN_REASONING:  # Models repeat the `<think>` that ends the prompt.
-                self._drop_marker(marker)
-                return State.REASONING
+                return self._read_content_opening(marker)
+            case MarkerKind.OPEN_REASONING:  # Such as a second `<think>`.
+                return self._read_second_opening(marker)
             case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
                 return self._read_closing(marker)
             case _:  # The kind END, such as `<|im_end|>`. The text of the next message may follow.
@@ -150,6 +141,39 @@ class ReasoningReader:
         """Remove a closing marker, such as `</think>`, and end the reasoning. Return CONTENT."""
         self._drop_marker(marker)
         self._reasoning_end = _ReasoningEnd.CLOSED
+        return State.CONTENT
+
+    def _read_second_opening(self, marker: str) -> State:
+        """Read a second opening marker, such as `<think>`, in the reasoning. Return the next state.
+
+        Models sometimes repeat the opening marker, such as `<think>`, with which the prompt ends.
+        Such a marker is removed. If reasoning text precedes the marker, as in `I write <think>`,
+        the marker is a part of the reasoning.
+        """
+        if self._text_writer.has_text:
+            return self._write_marker_as_reasoning(marker)
+        self._drop_marker(marker)
+        return State.REASONING
+
+    def _read_content_opening(self, marker: str) -> State:
+        """Read the opening marker of the content, such as `<response>`, inside the reasoning.
+
+        The marker is a part of the reasoning if the reasoning quotes the marker. Otherwise, the
+        marker ends the reasoning, and is removed. Examples, after a prompt that ends with
+        `<think>`:
+
+            `I write <response>`     Text precedes the marker, so the text quotes the marker.
+            `<response>Hi`           No text precedes the marker, so the marker ends the reasoning.
+            `I write.<|response|>`   Models do not quote special tokens, such as `<|response|>`, so
+                                     the marker ends the reasoning.
+
+        Return the next state.
+        """
+        is_quoted = self._text_writer.has_text and not is_special_token(marker)
+        if is_quoted:
+            return self._write_marker_as_reasoning(marker)
+        self._drop_marker(marker)
+        self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
         return State.CONTENT
 
     def _write_marker_as_reasoning(self, marker: str) -> State:

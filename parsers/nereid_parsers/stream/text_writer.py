@@ -40,8 +40,8 @@ class TextWriter:
 
     Attributes:
         has_content: Whether content other than white space has been written.
-        is_after_marker: Whether a marker directly precedes the next text. Blank lines at the start
-            of that text then belong to the marker.
+        is_after_marker: Whether a marker or a tool call directly precedes the next text. Blank
+            lines at the start of that text are then removed together with the marker.
     """
 
     __slots__ = (
@@ -55,14 +55,21 @@ class TextWriter:
         The writer does not append the events of tool calls.
         """
         self._events = events
+        # ---- The trace.
         self._trace: Trace | None = None
         # The text of the open tool call that the trace function has not received, because the
         # parser may read the end of the tool call again, as other text.
         self._call_text: list[str] = []
+        # ---- The text that has been written.
         self.has_content = False
-        self.is_after_marker = False
         # The class of the last event, or None if a marker or a tool call follows the last event.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
+        # If true, blank lines at the start of the next text are removed. The field becomes true
+        # after a marker or a tool call, and false when visible text has been written. At the start
+        # of a message, no marker precedes the text. If the prompt ends with a marker such as
+        # `<think>`, the ReasoningReader sets this field to true.
+        self.is_after_marker = False
+        # ---- The text that is stored until later text shows how to classify it.
         # The pieces of the pending text, such as `<call>`, which may be markup or content.
         self._pending_parts: list[str] = []
         # The stored white space directly before the next text. If the next text is a marker, the
@@ -72,6 +79,7 @@ class TextWriter:
         # `One\n<call>..</call>Two`. The next content event starts with this white space, so that
         # `One` and `Two` stay separated.
         self._removed_whitespace = ""
+        # ---- The prompt.
         # The number of characters of the prompt at the start of the next text. Events omit these
         # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
         # text is then `<think>`, and this number is 3.
@@ -239,7 +247,8 @@ class TextWriter:
 
         Example: in `"Hi\n<call>"`, the line break is removed. The trace function receives the white
         space as "markup". White space that follows content is also saved in `_removed_whitespace`,
-        because content after the marker restores this white space. `has_text` becomes False.
+        because content after the marker restores this white space. No event follows the marker
+        yet, so `_last_text_type` becomes None, and `has_text` becomes False.
         """
         whitespace = self._take_whitespace()
         if self._last_text_type is ContentDelta:

@@ -187,6 +187,8 @@ class NestedReader(StepReader):
 
         Return whether the kind was set. It was not set if more text is required.
         """
+        # `prefix_start` is the position of the next complete or incomplete tag prefix. If no prefix
+        # follows, `prefix_start` is the end of the text, and `is_prefix_complete` is false.
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         is_text_before_tag = skip_whitespace(text, pos) < prefix_start
         if is_text_before_tag:
@@ -194,7 +196,9 @@ class NestedReader(StepReader):
             return True
         if is_prefix_complete:
             return self._decide_kind_at_tag(element, text, prefix_start)
-        if not self.is_final:  # As in ` ` or `~`: another tag may follow.
+        # Only white space or the beginning of a prefix, such as `]<` of `]<]`, has arrived. More
+        # text decides whether a tag follows. At the end of the message, the element contains text.
+        if not self.is_final:
             return False
         self._start_text(element)
         return True
@@ -260,7 +264,7 @@ class NestedReader(StepReader):
 
         Return the position of the prefix, and whether the whole prefix has arrived. Examples with
         the tag prefix `]<]` and `pos=0`: `a]<]` gives `(1, True)`, and `a]<` gives `(1, False)`.
-        The text `a`, which contains no prefix, gives `(1, False)`, where 1 is the end of the text.
+        The text `a` contains no prefix and gives `(1, False)`, where 1 is the end of the text.
         """
         match = self._find_prefix(text, pos)
         if match is None:

@@ -155,18 +155,19 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value_start(self, text: str, pos: int) -> int:
-        """Skip the white space before a value. Then select the method that reads the value.
+        """Skip the white space before a value, or select the method that reads the value.
 
-        The method depends on the role of the key.
-        Examples of the member whose key and colon have been read:
+        White space and the value are handled by separate calls. The role of the key, which has been
+        read together with its colon, decides which method reads the value. Examples of members:
 
             `"name": "f"`     The next step reads the string as the function's name.
             `"name": 1`       The number cannot be a name, so `status` becomes BROKEN.
             `"type": 1`       The next step skips the value, because the key has no meaning.
             `"function": {`   The brace is read. The next step reads a key of the inner object.
 
-        Return the position after the brace of an inner object. Any other value stays unread, so
-        return `pos`, or NEED_MORE if more text is required to recognise the arguments.
+        Return the position after the white space, or after the brace of an inner object. Any other
+        value stays unread, so return `pos`, or NEED_MORE if more text is required to recognise the
+        arguments.
         """
         if text[pos].isspace():
             return skip_whitespace(text, pos)

@@ -87,9 +87,7 @@ class TaggedReader(StepReader):
         if pos == len(text):
             return pos
         if self._tags.is_at_stop_marker(text, pos):
-            self._close_arguments()
-            self.writer.end()
-            self.status = DONE
+            self._end_call()
             return pos
         opening = self._tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
@@ -97,14 +95,19 @@ class TaggedReader(StepReader):
             return opening.end
         if opening == NEED_MORE:  # As in `<param`. Never at the end of the message.
             return NEED_MORE
-        # Such as `</func`. At the end of the message, no more text can complete the tag.
-        is_incomplete = (
-            self._tags.may_become_stop_marker(text, pos)
-            or self._tags.match(text, pos, is_final=False) == NEED_MORE
-        )
-        if is_incomplete:
+        if self._is_incomplete_tag_or_stop_marker(text, pos):  # Such as `</func`.
             return len(text) if self.is_final else NEED_MORE
         return self._reject(pos)  # Text between the arguments is not valid.
+
+    def _is_incomplete_tag_or_stop_marker(self, text: str, pos: int) -> bool:
+        """Return whether the text at `pos` is an incomplete opening tag or stop marker.
+
+        Examples: the result is True for `<param` and for `</func`, and False for `Paris`. It is
+        also True at the end of the message, when no more text can complete the tag.
+        """
+        if self._tags.may_become_stop_marker(text, pos):
+            return True
+        return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
     def _start_value(self, opening: TagOpening) -> None:
         """Write the JSON key of a new argument, and create the object that stores its value.
@@ -190,19 +193,24 @@ class TaggedReader(StepReader):
             case "close":
                 return _ValueEnd(text_end, marker.end())
         marker_start = marker.start("early")
-        # Either the value contains this marker, or the model has omitted the closing marker.
-        if self._tags.is_at_stop_marker(text, marker_start):  # Such as `</function>`.
-            tools = self.writer.tools
-            role = self._value_tags.role_of_stop_marker(text, marker_start, self.is_final, tools)
-        else:
-            role = self._role_of_opening_tag(text, marker_start)
-        match role:
+        match self._role_of_marker_in_value(text, marker_start):
             case MarkerRole.UNDECIDED:
                 return _ValueEnd(text_end, None)
             case MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
                 return _ValueEnd(text_end, marker_start)
         return None
+
+    def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
+        """Decide whether the marker at `pos` is a part of the value or follows the value.
+
+        The closing marker of the value has not been found before `pos`. Either the value contains
+        the marker at `pos`, or the model has omitted the closing marker. The marker is a stop
+        marker, such as `</function>`, or an opening tag, such as `<parameter=days>`.
+        """
+        if self._tags.is_at_stop_marker(text, pos):
+            return self._value_tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
+        return self._role_of_opening_tag(text, pos)
 
     def _role_of_opening_tag(self, text: str, pos: int) -> MarkerRole:
         """Decide whether an opening tag such as `<parameter=days>` follows the value.
@@ -265,6 +273,12 @@ class TaggedReader(StepReader):
             self.writer.write('"' + escape_json(self._value.text))
             self._next_step = self._copy_string
         return text_end if has_new_text else NEED_MORE
+
+    def _end_call(self) -> None:
+        """Write the closing brace of the arguments, end the tool call and set the status DONE."""
+        self._close_arguments()
+        self.writer.end()
+        self.status = DONE
 
     def _close_arguments(self) -> None:
         """Write the closing brace of the arguments, or `{}` if there are no arguments."""

@@ -135,16 +135,8 @@ def split_token_ids(
     """
     if lengths is None:
         lengths = np.array([ids.size], dtype=np.int32)
-    elif lengths.size and int(lengths.min()) < 1:
-        raise RequestError(
-            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
-        )
-    total = int(lengths.sum())
-    if total != ids.size:
-        raise RequestError(
-            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
-            f"{ids.size} elements."
-        )
+    else:
+        _check_lengths(lengths, ids.size)
     if not lengths.size:
         return []
     if not truncate:
@@ -152,6 +144,20 @@ def split_token_ids(
     # `np.split` needs the end position of each input except the last one.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
+
+
+def _check_lengths(lengths: npt.NDArray[np.int32], num_ids: int) -> None:
+    """Raise a RequestError if a length is below 1, or if the lengths do not add up to `num_ids`."""
+    if lengths.size and int(lengths.min()) < 1:
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
+        )
+    total = int(lengths.sum())
+    if total != num_ids:
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
+            f"{num_ids} elements."
+        )
 
 
 def _refuse_long_input(lengths: npt.NDArray[np.int32], max_len: int) -> None:
@@ -176,6 +182,23 @@ def parse_part(text: str, index: int) -> dict[str, str | bytes]:
         RequestError: the element is not such an object, or the image is not base64.
     """
     where = f"{names.PARTS}: element {index}"
+    fields = _parse_part_fields(text, where)
+    return {
+        name: decode_image(value, where) if name == "image" else value
+        for name, value in fields.items()
+    }
+
+
+def _parse_part_fields(text: str, where: str) -> dict[str, str]:
+    """Parse a JSON object that has the key `text`, the key `image`, or both.
+
+    Args:
+        text: the JSON text.
+        where: the beginning of error messages.
+
+    Raises:
+        RequestError: the text is not such an object, or a value is not a string.
+    """
     if text.count("[") + text.count("{") > _MAX_PART_BRACKETS:
         raise RequestError(
             f"{where} has more than {_MAX_PART_BRACKETS} opening brackets, which is the limit. "
@@ -194,10 +217,7 @@ def parse_part(text: str, index: int) -> dict[str, str | bytes]:
     for name, content in part.items():
         if not isinstance(content, str):
             raise RequestError(f"{where}: {name} must be a string, but the element is {text[:80]}.")
-    return {
-        name: decode_image(value, where) if name == "image" else value
-        for name, value in part.items()
-    }
+    return part
 
 
 def decode_image(text: str, where: str) -> bytes:

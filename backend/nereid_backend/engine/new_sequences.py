@@ -68,29 +68,42 @@ class NewSequences:
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
                 "another id."
             )
-        if images is None and self._images.needs_images:
+        if images is None:
+            self._check_needs_no_images()  # Some models process only prompts with images.
+        token_ids = self._read_prompt(prompt_token_ids)
+        check_token_ids(params, self._info.vocab_size)
+        self._check_prompt_logprobs(params)
+        self._check_queue()
+        sequence = self._make_sequence(request_id, token_ids, params)
+        if images is not None:
+            sequence.images = self._accept_images(token_ids, images)
+        return sequence
+
+    def _check_needs_no_images(self) -> None:
+        """Raise a RequestError if the model cannot process a prompt that has only text."""
+        if self._images.needs_images:
             raise RequestError(
                 f"messages: the request has no {self._images.kind}, but {self._info.architecture} "
                 f"accepts only prompts with {self._images.kind}. Send a chat with "
                 f"{self._images.kind}."
             )
-        token_ids = self._read_prompt(prompt_token_ids)
-        check_token_ids(params, self._info.vocab_size)
+
+    def _check_prompt_logprobs(self, params: SamplingParams) -> None:
+        """Raise a RequestError if the model cannot compute the requested prompt_logprobs."""
         if params.prompt_logprobs is not None and self._images.config.is_encoder_decoder:
             raise RequestError(
                 "prompt_logprobs: the model is an encoder-decoder model, which computes no "
                 "log-probabilities of the prompt. Remove prompt_logprobs from the request."
             )
+
+    def _check_queue(self) -> None:
+        """Raise a CapacityError if the waiting queue is full."""
         num_waiting = self._scheduler.num_waiting
         if num_waiting >= self._max_num_waiting:
             raise CapacityError(
                 f"{num_waiting} requests are waiting, and the limit is {self._max_num_waiting} "
                 "(max_num_waiting). Try again later."
             )
-        sequence = self._make_sequence(request_id, token_ids, params)
-        if images is not None:
-            sequence.images = self._accept_images(token_ids, images)
-        return sequence
 
     def _make_sequence(
         self, request_id: str, token_ids: list[int], params: SamplingParams
@@ -124,7 +137,8 @@ class NewSequences:
         self._check_kinds(images)
         if not self._images.shares_blocks:
             # The model stores no keys and values in the blocks of a prompt with images, so no other
-            # prompt may reuse these blocks. The value 0 also prevents the reuse of blocks that
+            # prompt may reuse these blocks. `first_token` is the first token whose keys and values
+            # depend on the images. The value 0 therefore also prevents the reuse of blocks that
             # contain only text before the first image.
             images = replace(images, first_token=0)
         images = self._place_images(images)

@@ -253,8 +253,21 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             tensors.log.exception("the outputs of a request failed in the %s", self.title)
             self.respond(pending.sender, error)
             return
-        # Record the success before the outputs are sent. The time for sending must not count.
-        num_tokens = int(outcome.num_tokens.sum())
+        self._record_success(pending, started, num_tokens=int(outcome.num_tokens.sum()))
+        info = self._info() if pending.returns_info else {}
+        self.respond(pending.sender, outputs | info)
+
+    def _record_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
+        """Record the metrics and the spans of a successful request.
+
+        Call this method before the outputs are sent, because the recorded computation ends at the
+        time of the call. The time for sending the outputs must not count.
+
+        Args:
+            pending: the request.
+            started: the time at which the computation of the first input started.
+            num_tokens: the number of tokens of all inputs.
+        """
         self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
         parent = pending.traceparent
         self._tracing.record("nereid.queue", parent, pending.arrived, started)
@@ -265,8 +278,6 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             time.monotonic(),
             {"nereid.inputs": pending.num_inputs, "gen_ai.usage.input_tokens": num_tokens},
         )
-        info = self._info() if pending.returns_info else {}
-        self.respond(pending.sender, outputs | info)
 
     def do_periodic_work(self) -> float:
         """Check some requests for cancellation, and end the cancelled requests."""
@@ -348,11 +359,15 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
         # the model's length limit, which the worker has reported.
         self._max_inputs = config.max_num_waiting or self.text_limit.default_max_num_waiting
+        self._check_task(worker, config.model)
+
+    def _check_task(self, worker: SupervisedProcess, checkpoint: str) -> None:
+        """Check the checkpoint's task. If it is wrong, stop the worker and raise an EngineError."""
         task = worker.child.info["task"]
         if task not in self.tasks:
             worker.stop()
             raise EngineError(
-                f"{self._variable_prefix}MODEL: the checkpoint {config.model} has the task "
+                f"{self._variable_prefix}MODEL: the checkpoint {checkpoint} has the task "
                 f"{task!r}, but the model {self.kind!r} needs a checkpoint for "
                 f"{' or '.join(self.tasks)}."
             )

@@ -140,20 +140,30 @@ class RequestLimits:
         """
         messages = body.get("messages")
         tools = body.get("tools")
-        if isinstance(messages, list) and len(messages) > self.max_messages:
-            # `derive` has divided max_model_len by the smallest number of tokens of a message.
-            min_message_tokens = self.max_model_len // self.max_messages
-            raise self._too_many_tokens_error(
-                f"messages: the request has {len(messages)} messages",
-                min_tokens=len(messages) * min_message_tokens,
-                remedy=f"Send at most {self.max_messages} messages (max_messages).",
-            )
+        if isinstance(messages, list):
+            self._check_num_messages(len(messages))
         if isinstance(tools, list) and len(tools) > self.max_tools:
             raise RequestError(
                 f"tools: the request has {len(tools)} tools, but the limit is {self.max_tools} "
                 "(max_tools). Send fewer tools."
             )
         self.check_values_and_depth(body)
+        self._check_chat_text(body)
+
+    def _check_num_messages(self, count: int) -> None:
+        """Raise a RequestError if a chat has more than max_messages messages."""
+        if count <= self.max_messages:
+            return
+        # `derive` has divided max_model_len by the smallest number of tokens of a message.
+        min_message_tokens = self.max_model_len // self.max_messages
+        raise self._too_many_tokens_error(
+            f"messages: the request has {count} messages",
+            min_tokens=count * min_message_tokens,
+            remedy=f"Send at most {self.max_messages} messages (max_messages).",
+        )
+
+    def _check_chat_text(self, body: Mapping[str, Any]) -> None:
+        """Raise a RequestError if the total size of a chat's texts exceeds the limit."""
         prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
         num_bytes = measure(prompt, self).num_bytes
         if num_bytes > _DROPPED_TEXT_FACTOR * self.max_prompt_bytes:

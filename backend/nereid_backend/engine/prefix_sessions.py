@@ -45,25 +45,34 @@ class PrefixSessions:
         sessions = self._matching(client_id, None)
         last_first = sorted(sessions, key=lambda session: session.expires_in_s, reverse=True)
         listed = last_first[:_MAX_LISTED]
-        cache = self._cache
         return {
             "num_blocks": self._pool.num_blocks,
             "num_used_blocks": self._pool.num_used,
             "num_cached_blocks": self._pool.num_cached,
             "num_retained_blocks": self._pool.idle.num_retained,
-            "num_snapshots": len(cache.snapshots) if cache and cache.snapshots else 0,
-            "num_queried_tokens": cache.num_queried_tokens if cache else 0,
-            "num_hit_tokens": cache.num_hit_tokens if cache else 0,
+            **self._cache_counters(),
             "num_sessions": len(sessions),
-            "sessions": [
-                {
-                    "client_id": session.key.client_id,
-                    "prompt_cache_key": session.key.prompt_cache_key,
-                    "num_tokens": session.num_items * self._block_size,
-                    "expires_in_s": round(session.expires_in_s, 3),
-                }
-                for session in listed
-            ],
+            "sessions": [self._describe(session) for session in listed],
+        }
+
+    def _cache_counters(self) -> dict[str, int]:
+        """Return the counters of the prefix cache. All are 0 if prefix caching is off."""
+        cache = self._cache
+        if cache is None:
+            return {"num_snapshots": 0, "num_queried_tokens": 0, "num_hit_tokens": 0}
+        return {
+            "num_snapshots": 0 if cache.snapshots is None else len(cache.snapshots),
+            "num_queried_tokens": cache.num_queried_tokens,
+            "num_hit_tokens": cache.num_hit_tokens,
+        }
+
+    def _describe(self, session: SessionUse) -> dict[str, Any]:
+        """Return a session as a JSON object. The docstring of `statistics` contains an example."""
+        return {
+            "client_id": session.key.client_id,
+            "prompt_cache_key": session.key.prompt_cache_key,
+            "num_tokens": session.num_items * self._block_size,
+            "expires_in_s": round(session.expires_in_s, 3),
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:

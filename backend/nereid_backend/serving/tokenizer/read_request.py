@@ -74,15 +74,25 @@ def sampling_fields(
                 f"sampling_parameters: a request with chat_request must have no fields here, but "
                 f"has {shown(sorted(fields))}. Put the fields into the JSON object of chat_request."
             )
-        max_tokens = body.get("max_completion_tokens")
-        if max_tokens is None:
-            max_tokens = body.get("max_tokens")
-        return {**body, "max_tokens": max_tokens}
+        return _chat_fields(body)
     if fields is not None:
         # Unknown fields are an error only in the input sampling_parameters. The body of a chat and
         # the parameters of a Triton request may contain other fields, too.
         refuse_unknown(fields)
         return fields
+    return _parameter_fields(request)
+
+
+def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat. If max_completion_tokens is set, max_tokens gets its value."""
+    max_tokens = body.get("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.get("max_tokens")
+    return {**body, "max_tokens": max_tokens}
+
+
+def _parameter_fields(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's own type
+    """Return a Triton request's parameters, without `traceparent` and without `triton_*`."""
     # The server and its clients add parameters for other purposes. The names of these parameters
     # begin with "triton_".
     return {

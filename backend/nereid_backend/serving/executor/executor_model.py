@@ -341,15 +341,29 @@ class ExecutorModel(SupervisedModel[Stream]):
         elif update.error is None:
             self._add_update(stream, update)
         else:
-            if len(stream.sequences) > 1:
-                # The engine has ended only one sequence, but the error ends the whole request.
-                send_abort(process, stream.request_id)
-            if update.is_refused:
-                # In an error about a grammar, the engine names the type of the grammar. `refusal`
-                # replaces this type with the name of the field in which the client sent it.
-                self.end(stream, RequestError(stream.refusal(update.error)))
-            else:
-                self.end(stream, EngineError(update.error))
+            self._end_with_error(process, stream, update.error, is_refused=update.is_refused)
+
+    def _end_with_error(
+        self, process: SupervisedProcess, stream: Stream, message: str, *, is_refused: bool
+    ) -> None:
+        """End a stream with an error that the engine has reported.
+
+        Args:
+            process: the engine process.
+            stream: the stream.
+            message: the error message.
+            is_refused: whether the engine has refused the request, because the request is invalid.
+                If False, the engine has failed.
+        """
+        if len(stream.sequences) > 1:
+            # The engine has ended only one sequence, but the error ends the whole request.
+            send_abort(process, stream.request_id)
+        if is_refused:
+            # In an error about a grammar, the engine names the type of the grammar. `refusal`
+            # replaces this type with the name of the field in which the client sent the grammar.
+            self.end(stream, RequestError(stream.refusal(message)))
+        else:
+            self.end(stream, EngineError(message))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
         """Add an update from the engine to `stream`. The loop then checks the stream at once.

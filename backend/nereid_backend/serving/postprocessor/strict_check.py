@@ -27,15 +27,7 @@ def strict_check(context: StreamContext) -> Check | None:
     tool_schemas = _strict_tool_schemas(context)
     if not context.strict_schema and not tool_schemas:
         return None
-    content_schema = None
-    if context.strict_schema:
-        try:
-            content_schema = json.loads(context.strict_schema)
-        except ValueError as error:
-            raise RequestError(
-                f"envelope: the JSON schema of the answer, in the message from the tokenizer, is "
-                f"not valid JSON: {error}."
-            ) from None
+    content_schema = _parse_schema(context.strict_schema) if context.strict_schema else None
 
     def check(message: Mapping[str, Any]) -> None:
         """Raise an EngineError if the content or a tool call does not match its schema."""
@@ -47,6 +39,17 @@ def strict_check(context: StreamContext) -> Check | None:
                 _validate(f"tools: {name}", call["arguments"], tool_schemas[name])
 
     return check
+
+
+def _parse_schema(text: str) -> Any:  # noqa: ANN401 - any JSON schema
+    """Parse the JSON text of a schema. The text comes from the message of the tokenizer."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(
+            f"envelope: the JSON schema of the answer, in the message from the tokenizer, is not "
+            f"valid JSON: {error}."
+        ) from None
 
 
 def _strict_tool_schemas(context: StreamContext) -> dict[str, Any]:

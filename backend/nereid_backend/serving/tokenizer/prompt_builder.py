@@ -235,15 +235,7 @@ class PromptBuilder:
         """
         self.limits.check_chat(body)
         messages = read_messages(body, self.limits)
-        # The source shows which variables the template uses.
-        template_kwargs = read_template_kwargs(body, self._renderer.source())
-        for name in template_kwargs:
-            if name in self._renderer.reserved_variables:
-                raise RequestError(
-                    f"chat_template_kwargs: the name {name} is reserved, because the server sets "
-                    f"this variable itself. Remove {name}, or send the field of the request that "
-                    "has this meaning."
-                )
+        template_kwargs = self._read_template_kwargs(body)
         continues = _continues_final_message(body)
         if body.get("input_ids") is not None:
             raise RequestError(
@@ -255,8 +247,29 @@ class PromptBuilder:
             tools=read_tools(body),
             add_generation_prompt=read_flag(body, "add_generation_prompt", default=not continues),
             continue_final_message=continues,
-            **(self._template_defaults | template_kwargs),
+            **template_kwargs,
         )
+
+    def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the chat template variables from a chat request and from the server's settings.
+
+        A variable of the request overrides the variable of the same name in the settings.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
+        """
+        # The source of the template shows which variables the template uses. For example, the field
+        # `reasoning_effort` sets the variable `enable_thinking` only if the template uses this
+        # variable.
+        template_kwargs = read_template_kwargs(body, self._renderer.source())
+        for name in template_kwargs:
+            if name in self._renderer.reserved_variables:
+                raise RequestError(
+                    f"chat_template_kwargs: the name {name} is reserved, because the server sets "
+                    f"this variable itself. Remove {name}, or send the field of the request that "
+                    "has this meaning."
+                )
+        return self._template_defaults | template_kwargs
 
     def _min_message_tokens(self) -> int:
         """Return the number of tokens that the chat template adds for a message without text.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, StepPlan, StepResult
+from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.cpu_threads import CpuThreads
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.accept_tokens import read_sampled
@@ -211,25 +211,29 @@ class Runner:
         """
         plan = step.plan
         with self._clearing_on_error(plan):
-            reports: dict[int, list[TokenLogprobs]] = {}
-            for index, parts in step.reports.items():
-                reports[index] = []
-                for part in parts:
-                    reports[index] += part.ranked.read(*part.copy.wait())
+            reports = {index: _read_reports(parts) for index, parts in step.reports.items()}
             if step.pending is None:  # The step samples no token.
                 return StepResult(prompt_logprobs=reports)
             sampled_tokens, device_token_ids = step.pending.result()
         # `step.masks` also contains an error message for each sequence whose grammar has failed.
         sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
-        if sampled_tokens.errors:
-            # If logits are NaN or infinity, the sequence's stored data must be reset.
-            sampling_chunks = [chunk for chunk in plan.chunks if chunk.samples]
-            for chunk, outcome in zip(sampling_chunks, sampled, strict=True):
-                if outcome.error == NOT_FINITE:
-                    self._path.clear(chunk.sequence)
+        if sampled_tokens.errors:  # At some positions, no token could be sampled.
+            self._clear_not_finite(plan, sampled)
         return StepResult(
             sampled=sampled, prompt_logprobs=reports, device_token_ids=device_token_ids
         )
+
+    def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
+        """Reset the stored data of sequences whose logits contain NaN or infinity.
+
+        Args:
+            plan: the plan of the step.
+            sampled: the new tokens or the error of each chunk for which tokens were sampled.
+        """
+        sampling_chunks = [chunk for chunk in plan.chunks if chunk.samples]
+        for chunk, outcome in zip(sampling_chunks, sampled, strict=True):
+            if outcome.error == NOT_FINITE:
+                self._path.clear(chunk.sequence)
 
     def _launch_sampling(self, step: RunningStep) -> None:
         """Start to sample tokens, and to compute the log-probabilities that requests asked for.
@@ -313,3 +317,14 @@ def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
     first_predicted = last_predicted - chunk.num_logits + 1
     end = min(last_predicted + 1, sequence.num_prompt_tokens)
     return sequence.token_ids[first_predicted:end]
+
+
+def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
+    """Wait until the log-probabilities of one sequence's prompt tokens are on the host.
+
+    Return the log-probabilities.
+    """
+    logprobs: list[TokenLogprobs] = []
+    for report in reports:
+        logprobs += report.ranked.read(*report.copy.wait())
+    return logprobs

@@ -177,8 +177,9 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # An MTP layer must compute accepted draft tokens again, because the large model's hidden
-        # states of these tokens exist only after the verification.
+        # Replace the draft tokens of the previous step by the tokens that the large model has
+        # chosen. An MTP layer must compute accepted draft tokens again, because the large model's
+        # hidden states of these tokens exist only after the verification.
         draft.update(keeps_accepted=self._mtp is None)
         # Now the sequence contains only known tokens. Draft tokens must not get into the prefix
         # cache, because the large model may reject them.

@@ -224,13 +224,21 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
             "logprobs: the value must be true or false, but the request has "
             f"{shown(fields.logprobs)}. Send the number of tokens as top_logprobs."
         )
-    logprobs = fields.logprobs
+    return _check_num_logprobs(fields.logprobs)
+
+
+def _check_num_logprobs(logprobs: object) -> int:
+    """Check the field `logprobs` of a completion request, and return the value of this field.
+
+    Raises:
+        RequestError: the value is not an integer from 0 to MAX_LOGPROBS.
+    """
     if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs: the value must be an integer from 0 to {MAX_LOGPROBS}, but the request has "
             f"{shown(logprobs)}."
         )
-    return int(logprobs)
+    return logprobs
 
 
 def _read_logit_bias(biases: Mapping[str | int, Any]) -> dict[int, Any]:

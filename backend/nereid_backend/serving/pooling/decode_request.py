@@ -179,7 +179,8 @@ def parse_part(text: str, index: int) -> dict[str, str | bytes]:
     `{"text": "hello", "image": "aGk="}` returns `{"text": "hello", "image": b"hi"}`.
 
     Raises:
-        RequestError: the element is not such an object, or the image is not base64.
+        RequestError: the element is not a JSON object with one or both of these keys, a value is
+            not a string, or the image is not base64.
     """
     where = f"{names.PARTS}: element {index}"
     fields = _parse_part_fields(text, where)

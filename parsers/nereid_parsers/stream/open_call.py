@@ -99,9 +99,9 @@ class OpenCall:
         was_call_open = self._call_writer.is_open
         start = buffer.pos
         buffer.pos = self._body_reader.read(buffer.text, start)
-        # Text is passed as text of a tool call if a tool call is open after it or has ended in it.
-        # If no tool call is open, one of three signs shows that a tool call has ended: a tool call
-        # was open before the text, the whole body has ended, or a member of a list has ended.
+        # The part is text of a tool call if a tool call is open after the part, or has ended in it.
+        # If a tool call has ended, then a tool call was open before the part, or the whole body has
+        # ended, or a member of a list has ended.
         if self._call_writer.is_open:
             self._trace_as_call(buffer.text[start : buffer.pos])
         elif (

@@ -113,7 +113,7 @@ class JsonScanner:
         if char in _BRACKET_PAIRS:
             self._missing_brackets += _BRACKET_PAIRS[char]
             return pos + 1
-        if not is_in_container:
+        if not is_in_container:  # The number or the word has ended.
             self.status = DONE
             return pos
         if char != self._missing_brackets[-1]:  # The character must close the innermost bracket.

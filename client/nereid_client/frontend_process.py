@@ -62,12 +62,8 @@ def run_frontend(
         _reserve_space_for_metrics(worker)
     app = create_app(settings, make_backend, worker)
     _reject_requests_after_sigusr1(app.state.gate)
-    # Exclude all objects that exist now from garbage collections, because these objects are needed
-    # until the process ends. Without them, collections are short and do not delay streams.
-    gc.collect()
-    gc.freeze()
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection needs a descriptor
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    _exclude_objects_from_garbage_collection()
+    _raise_descriptor_limit()
     server = uvicorn.Server(_uvicorn_config(app, settings))
     sockets = _listening_sockets_of_process(settings, worker)
     # After a signal, uvicorn closes the application and then sends the signal to this process.
@@ -99,6 +95,25 @@ def _reject_requests_after_sigusr1(gate: Gate) -> None:
     # WorkerPool starts each worker process with SIGUSR1 blocked. When SIGUSR1 is unblocked here,
     # `drain` is called if the signal has arrived in the meantime.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def _exclude_objects_from_garbage_collection() -> None:
+    """Make the garbage collector ignore all objects that exist now.
+
+    These objects are needed until the process ends. Without them, garbage collections are short and
+    do not delay streams.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the limit on open file descriptors to the largest allowed number.
+
+    Each connection needs a file descriptor, and the usual limit of 1024 is soon reached.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:

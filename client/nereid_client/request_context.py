@@ -215,10 +215,11 @@ def _content_length(request: Request) -> int:
 
 
 async def _read_body_and_select_model(request: Request, max_prompts: int) -> dict[str, Any]:
-    """Read a body, and select the language model that the body names.
+    """Read a body, select the language model that the body names, and check the body's size.
 
-    The limits of the model can be checked only after the body is parsed. If no language model has
-    the name in the body, the limits of the default model are checked.
+    Each language model has its own size limits, and the name of the model is in the body. The size
+    can therefore be checked only after the body is parsed. If no language model has this name, the
+    limits of the default model are checked.
 
     Mutates: `request.state.context`, which becomes the context of the language model.
     """
@@ -229,6 +230,9 @@ async def _read_body_and_select_model(request: Request, max_prompts: int) -> dic
         request.state.context = context
     limits = await context_of(request).limits.get()
     if limits is not None:
+        # A body with several prompts may have more bytes than a body with one prompt. The number of
+        # prompts is estimated as in `read_prompt_body`, so that the size limit for a body is the
+        # same on a server with one language model.
         limits.check_size(len(raw), _max_possible_prompts(raw, max_prompts))
         limits.check_parsed_body(body)
     return body
@@ -238,7 +242,8 @@ def _max_possible_prompts(raw: bytes, max_prompts: int) -> int:
     """Return the largest number of prompts that an unparsed body can contain, up to `max_prompts`.
 
     Each prompt is a string, which needs two quotation marks, or a list, which needs a bracket. The
-    bound lets the frontend refuse a single prompt of many megabytes before it parses the body.
+    frontend counts these characters, so that it can refuse a single prompt of many megabytes before
+    it parses the body.
 
     Example: the body b'{"prompt": "word word"}' has four quotation marks and no bracket, so it
     has at most two prompts.

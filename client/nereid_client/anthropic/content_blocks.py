@@ -225,6 +225,10 @@ def _join_text_blocks(blocks: Sequence[_Block]) -> str:
 def _without_billing_line(system: str) -> str:
     r"""Remove the billing line that Claude Code writes at the beginning of a system prompt.
 
+    This coding agent sends the line for the statistics of Anthropic's servers. The line contains
+    hashes that change with each conversation, and in some versions with each request. If the line
+    stayed in the prompt, no text after it could be read from the prefix cache.
+
     Example: "x-anthropic-billing-header: cc_version=2.1; cch=0a1;\nBe brief." returns "Be brief."
     """
     if not system.startswith(_BILLING_LINE):

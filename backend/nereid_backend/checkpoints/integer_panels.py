@@ -274,22 +274,35 @@ def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
     if isinstance(decoded, IntegerWeight):
         _check_shape(weight, decoded.values.shape, layer)
         if _fits_panels(decoded):
-            # Example: integers of 5 bits are stored with 6 bits if the group size is a multiple of
-            # 16, and otherwise with 8 bits.
-            bits = next(
-                bits
-                for bits in _PANEL_BITS
-                if decoded.bits <= bits and _supports_groups(decoded, bits)
-            )
-            grouped = change_class(layer, GroupedLinear)
-            grouped.set_quantised(
-                decoded.values, decoded.scales, decoded.zeros, decoded.group_size, bits=bits
-            )
+            _store_integers(layer, decoded)
             return True
         decoded = decoded.dequantise(layer.weight.dtype)
     _check_shape(weight, decoded.shape, layer)
     layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)
     return False
+
+
+def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> None:
+    """Store the integers, scales and zeros of a weight in a layer.
+
+    The CPU kernels must be able to read the weight; see `_fits_panels`.
+
+    Mutates: `layer`. Its class becomes `GroupedLinear`, which stores integers.
+    """
+    bits = _smallest_panel_bits(weight)
+    grouped = change_class(layer, GroupedLinear)
+    grouped.set_quantised(weight.values, weight.scales, weight.zeros, weight.group_size, bits=bits)
+
+
+def _smallest_panel_bits(weight: IntegerWeight) -> int:
+    """Return the smallest number of bits with which the CPU kernels can store the integers.
+
+    Example: integers of 5 bits are stored with 6 bits if the group size is a multiple of 16, and
+    otherwise with 8 bits.
+    """
+    return next(
+        bits for bits in _PANEL_BITS if weight.bits <= bits and _supports_groups(weight, bits)
+    )
 
 
 def _supports_groups(weight: IntegerWeight, bits: int) -> bool:

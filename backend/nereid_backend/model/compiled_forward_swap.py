@@ -117,14 +117,7 @@ class ForwardSwap:
             if self._compiled is None:
                 self._load()
             elif next(self._check_steps, _END_OF_CHECK) is _END_OF_CHECK:
-                self._compiled.confirm()  # records the successful check next to the library on disk
-                self._path.use_compiled(self._compiled)
-                self.is_done = True
-                seconds = time.monotonic() - self._start_s
-                self._progress(
-                    "the forward pass is compiled and used from now on. The compilation took "
-                    f"{seconds:.0f} s"
-                )
+                self._use(self._compiled)
         except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
             self.is_done = True
             log.warning(
@@ -150,6 +143,20 @@ class ForwardSwap:
         trial = self._chosen.trial
         path = path_for_check(self._chosen, self._compiled, trial.sizes)
         self._check_steps = check_in_steps(path, trial, self._checkpoint.model.dtype)
+
+    def _use(self, compiled: CompiledForward) -> None:
+        """Use the compiled forward pass in all later steps of the engine.
+
+        The caller must have checked the logits of the compiled forward pass.
+        """
+        compiled.confirm()  # records the successful check next to the library on disk
+        self._path.use_compiled(compiled)
+        self.is_done = True
+        seconds = time.monotonic() - self._start_s
+        self._progress(
+            "the forward pass is compiled and used from now on. The compilation took "
+            f"{seconds:.0f} s"
+        )
 
 
 def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:

@@ -160,17 +160,7 @@ def open_draft(
         return None
     # After a draft token is rejected, both models must remove it from their caches.
     _check_can_remove_draft_tokens(target, target_spec)
-    draft_config = replace(
-        config,
-        model=config.draft_model,
-        draft_model=None,
-        speculative_method=None,
-        num_speculative_tokens=0,
-        tensor_parallel_size=1,
-        kv_cache_dtype="auto",
-        lora_adapters={},
-        lora_memory=0,
-    )
+    draft_config = _draft_config(config, config.draft_model)
     with ExitStack() as on_error:
         hook = AttentionHook()  # the attention function that transformers calls for the draft model
         on_error.callback(hook.remove)
@@ -185,6 +175,25 @@ def open_draft(
     itemsize = checkpoint.model.dtype.itemsize
     layer_bytes = sum(layer.bytes_per_token(itemsize) for layer in chosen.spec.layers)
     return OpenedDraft(checkpoint, chosen, layer_bytes, hook)
+
+
+def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
+    """Return the engine's settings with the changes that are necessary to load the draft model.
+
+    The draft model itself has no draft model and no LoRA adapters, and runs in one process. Its KV
+    cache stores unrounded keys and values.
+    """
+    return replace(
+        config,
+        model=draft_folder,
+        draft_model=None,
+        speculative_method=None,
+        num_speculative_tokens=0,
+        tensor_parallel_size=1,
+        kv_cache_dtype="auto",
+        lora_adapters={},
+        lora_memory=0,
+    )
 
 
 def _check_can_remove_draft_tokens(checkpoint: Checkpoint, spec: PathSpec) -> None:

@@ -30,7 +30,7 @@ from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ConfigError, NereidError, UnsupportedModelError
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight
 from nereid_backend.load_checkpoint import check_files, read_config
-from nereid_backend.pooling.loading.sentence_modules import read_modules
+from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, read_modules
 
 Target = Literal["int4", "int8", "bfloat16", "float32"]
 
@@ -79,14 +79,8 @@ def convert(source: str, target: str, dtype: Target) -> None:
             )
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():
-        is_weights = file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
-        if file.is_file() and not is_weights and file.name not in _WRITTEN_FILES:
-            shutil.copy(file, new_folder)
-    # The weights of modules are small, so they keep their data type.
-    for module in modules:
-        if module.folder.is_dir() and module.folder.parent == folder:
-            shutil.copytree(module.folder, new_folder / module.folder.name)
+    _copy_other_files(folder, new_folder)
+    _copy_modules(folder, new_folder, modules)
     _write_shards(new_folder, _converted_tensors(weights, integer_names, bits, float_dtype))
     dtype_name = str(float_dtype).removeprefix("torch.")
     _write_config(folder, new_folder, dtype_name, quantization_config)
@@ -217,8 +211,31 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _unfinished(index: int) -> str:
-    """Return the temporary name of the file with the number `index`."""
+    """Return the temporary name of the file with the number `index`.
+
+    All files are renamed after the last file was written, because the final names contain the
+    number of files.
+    """
     return f"part-{index}.unfinished"
+
+
+def _copy_other_files(folder: Path, new_folder: Path) -> None:
+    """Copy the tokenizer, the chat template and all other files except the weights."""
+    for file in folder.iterdir():
+        is_weights = file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))
+        if file.is_file() and not is_weights and file.name not in _WRITTEN_FILES:
+            shutil.copy(file, new_folder)
+
+
+def _copy_modules(folder: Path, new_folder: Path, modules: list[ModuleSpec]) -> None:
+    """Copy the folders of a sentence-transformers checkpoint's modules, such as 1_Pooling.
+
+    Without these folders, the embeddings would be different. The weights of modules are small, so
+    they keep their data type.
+    """
+    for module in modules:
+        if module.folder.is_dir() and module.folder.parent == folder:
+            shutil.copytree(module.folder, new_folder / module.folder.name)
 
 
 def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -> dict[str, Any]:

@@ -60,12 +60,7 @@ def create_gguf_folder(path: Path, link_name: str) -> Path:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
     file = read_gguf(path)
-    num_parts = file.metadata.get("split.count", 1)
-    if num_parts not in (0, 1):
-        raise UnsupportedModelError(
-            f"{file.path} is one of {num_parts} parts (split.count). Merge them with the command "
-            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
-        )
+    _check_is_whole(file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _write_folder(file, folder, link_name)
@@ -107,6 +102,16 @@ def _write_folder(file: GgufFile, folder: Path, link_name: str) -> None:
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_is_whole(file: GgufFile) -> None:
+    """Raise an UnsupportedModelError if the model is divided into several files."""
+    num_parts = file.metadata.get("split.count", 1)
+    if num_parts not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path} is one of {num_parts} parts (split.count). Merge them with the command "
+            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
+        )
 
 
 def _folder_of(path: Path) -> Path:
@@ -225,7 +230,6 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
     Raises:
         ModelError: if the vocabulary is damaged.
     """
-    from tokenizers import Tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     try:
@@ -237,17 +241,27 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    # transformers adds the default special tokens of its tokenizer class to the vocabulary.
-    # Example: "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is
-    # 128255. The model has no such token, so the server would refuse prompts with this text.
-    content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if token["id"] < len(values["tokens"])
-    ]
-    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer = _without_foreign_tokens(tokenizer, len(values["tokens"]))
     if values.get("add_prefix_space") is False:
         _remove_prefix_space(tokenizer)
     return tokenizer
+
+
+def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:  # noqa: ANN401 - as below
+    """Return a copy of a `tokenizers.Tokenizer` without tokens that are not in the file.
+
+    The GGUF file contains `num_tokens` tokens. transformers adds the default special tokens of its
+    tokenizer class to the vocabulary. Example: "<|endoftext|>" gets the token id 128256 in a file
+    of Llama 3, whose largest id is 128255. The model has no such token, so the server would refuse
+    each prompt that contains this text.
+    """
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["id"] < num_tokens
+    ]
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def _remove_prefix_space(tokenizer: Any) -> None:  # noqa: ANN401 - a `tokenizers.Tokenizer`

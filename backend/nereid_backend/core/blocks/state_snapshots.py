@@ -208,26 +208,36 @@ class StateSnapshots:
         sequence.unsaved_snapshot_id = None
         position = sequence.num_computed_tokens
         block_hash = self._hash_before(sequence, position)
-        if block_hash in self._ids:  # then the older snapshot is kept
-            self._deleted.append(snapshot_id)
-            self._note_use(block_hash)
-        else:
-            self._ids[block_hash] = snapshot_id
-            self._order.add(block_hash)
+        self._store_or_delete(block_hash, snapshot_id)
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
             # Snapshots of the answer are not marked for writing here, because newer snapshots will
             # probably replace them soon. `finish` marks the last snapshot of the answer.
             self._write_to_disk_later(block_hash)
-        # The next turn of the chat continues after the whole answer, so only the last snapshot of
-        # the answer is useful. A snapshot of the prompt, or a snapshot from which the sequence
-        # started, may be useful to other requests.
+        self._delete_previous_answer_snapshot(sequence)
+        sequence.num_snapshot_tokens = position
+
+    def _store_or_delete(self, block_hash: bytes, snapshot_id: int) -> None:
+        """Store a new snapshot under a hash. If the hash already has one, delete the new one."""
+        if block_hash in self._ids:
+            self._deleted.append(snapshot_id)
+            self._note_use(block_hash)
+        else:
+            self._ids[block_hash] = snapshot_id
+            self._order.add(block_hash)
+
+    def _delete_previous_answer_snapshot(self, sequence: Sequence) -> None:
+        """Delete a sequence's previous snapshot if this snapshot was saved during the answer.
+
+        The next turn of the chat continues after the whole answer, so only the last snapshot of the
+        answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
+        may be useful to other requests.
+        """
         previous_position = sequence.num_snapshot_tokens
         is_in_answer = previous_position > sequence.num_prompt_tokens
         was_saved_by_sequence = previous_position > sequence.num_reused_tokens
         if is_in_answer and was_saved_by_sequence:
             self.delete(self._hash_before(sequence, previous_position))
-        sequence.num_snapshot_tokens = position
 
     def finish(self, sequence: Sequence) -> None:
         """Delete a sequence's unfinished snapshot. Mark the last finished one for writing to disk.
@@ -298,7 +308,10 @@ class StateSnapshots:
         self._order.extend(key, seconds)
 
     def _hash_before(self, sequence: Sequence, position: int) -> bytes:
-        """Return the hash of the block that ends at `position`. It is the key of a snapshot."""
+        """Return the hash of the block that ends at `position`. The hash is the key of a snapshot.
+
+        Example with 16 tokens in a block: the position 32 is the end of the second block.
+        """
         return sequence.block_hashes[position // self._block_size - 1]
 
     def _new_id(self) -> int:

@@ -44,19 +44,7 @@ def choose_head(
     """
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
-    logits_of_texts = []
-    with own_attention(encoder, chosen):
-        for text in batch.split():
-            arguments = {"input_ids": text.token_ids[None]}
-            if text.type_ids is not None:
-                arguments["token_type_ids"] = text.type_ids[None]
-            logits = encoder.model(**arguments).logits.float()
-            if logits.ndim == 3:
-                # A classification head for single tokens returns logits of the shape [1, length,
-                # num_labels].
-                logits = logits[0]
-            logits_of_texts.append(logits)
-    expected = torch.cat(logits_of_texts)
+    expected = _whole_model_logits(encoder, chosen, batch)
     # The name of a method states which token vectors are passed to the head. "first" and "last" are
     # tested before "all", because they pass only one token vector for each text.
     methods: tuple[HeadMethod, ...] = ("tokens",) if per_token else ("first", "last", "all")
@@ -72,6 +60,30 @@ def choose_head(
     if reason is not None:
         raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
     return whole_model
+
+
+def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
+    """Run the whole model with its own attention on one text at a time, and return the logits.
+
+    If the method `chosen` uses Nereid's attention, the model is switched to its own attention for
+    these runs, and then switched back.
+
+    Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
+    classifies single tokens.
+    """
+    logits_of_texts = []
+    with own_attention(encoder, chosen):
+        for text in batch.split():
+            arguments = {"input_ids": text.token_ids[None]}
+            if text.type_ids is not None:
+                arguments["token_type_ids"] = text.type_ids[None]
+            logits = encoder.model(**arguments).logits.float()
+            if logits.ndim == 3:
+                # A classification head for single tokens returns logits of the shape [1, length,
+                # num_labels].
+                logits = logits[0]
+            logits_of_texts.append(logits)
+    return torch.cat(logits_of_texts)
 
 
 def _find_output_error(

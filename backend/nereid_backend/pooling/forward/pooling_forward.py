@@ -134,15 +134,15 @@ class Head:
             return logits[batch.mask()] if self.is_per_token else logits
         assert hidden is not None, "only the method `whole` needs no token vectors"
         match self.method:
-            case "first" | "last":
+            case "first" | "last":  # The head needs one token vector of each text.
                 index = torch.tensor(self._token_indices(batch), device=hidden.device)
                 ids = batch.token_ids[index][:, None]
                 return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
-            case "all":
+            case "all":  # The head needs all token vectors of a text.
                 padding = self.encoder.model.config.get_text_config().pad_token_id or 0
                 ids = batch.pad(batch.token_ids, padding)
                 return self._run(batch.pad(hidden), ids, batch.mask().long())
-            case "tokens":
+            case "tokens":  # The head classifies single tokens.
                 # Treat all tokens as one text, because the classification head computes each token
                 # separately.
                 ids = batch.token_ids[None]

@@ -39,19 +39,7 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     `lens` contains the length of each text. The texts contain no special tokens. They are the same
     in each call, so that the self-check always has the same result.
     """
-    # Prefer token ids in the tokenizer's vocabulary, because the embeddings of other ids are often
-    # untrained. If the vocabulary is very small, use some of the other ids, too: texts with only a
-    # few distinct tokens would not reveal errors.
-    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
-    special_ids = set(encoder.tokenizer.all_special_ids)
-    for config in (encoder.model.config, encoder.model.config.get_text_config()):
-        for key, value in config.to_dict().items():
-            if key.endswith("token_id") and isinstance(value, int):
-                special_ids.add(value)
-    # Leave out the first eighth of the token ids, because in many vocabularies it contains special,
-    # reserved and single-byte tokens.
-    plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
-    plain_ids = plain_ids or list(range(size))
+    plain_ids = _plain_token_ids(encoder)
     rng = random.Random(0)
     texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
     types: list[list[int] | None] = [None] * len(lens)
@@ -61,6 +49,32 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
         # both type ids. Otherwise, a method that confuses the two type ids could pass the test.
         types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
     return TokenBatch.of(texts, types, encoder.device)
+
+
+def _plain_token_ids(encoder: Encoder) -> list[int]:
+    """Return the token ids from which random texts are built.
+
+    The result contains the ids of ordinary tokens, or all ids if there are no ordinary tokens.
+    """
+    # Prefer token ids in the tokenizer's vocabulary, because the embeddings of other ids are often
+    # untrained. If the vocabulary is very small, use some of the other ids, too: texts with only a
+    # few distinct tokens would not reveal errors.
+    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
+    special_ids = _special_ids(encoder)
+    # Leave out the first eighth of the token ids, because in many vocabularies it contains special,
+    # reserved and single-byte tokens.
+    plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
+    return plain_ids or list(range(size))
+
+
+def _special_ids(encoder: Encoder) -> set[int]:
+    """Return the ids of the special tokens in the tokenizer and in the config."""
+    special_ids = set(encoder.tokenizer.all_special_ids)
+    for config in (encoder.model.config, encoder.model.config.get_text_config()):
+        for key, value in config.to_dict().items():
+            if key.endswith("token_id") and isinstance(value, int):
+                special_ids.add(value)
+    return special_ids
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:

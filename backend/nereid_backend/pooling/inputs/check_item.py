@@ -46,12 +46,7 @@ class ItemChecker:
             RequestError: the item is wrong.
         """
         kind = item.kind or self._info.kinds[0]
-        info = self._info
-        if kind not in info.kinds:
-            raise RequestError(
-                f"kind: {info.architecture} supports {', '.join(info.kinds)}, but the request has "
-                f"{kind}."
-            )
+        self._check_kind(kind)
         self._check_sources(item, kind)
         self._check_options(item, kind)
         self._check_prompt_fields(item)
@@ -64,6 +59,15 @@ class ItemChecker:
         # An empty prompt turns off the default prompt of the checkpoint. In this case, the item's
         # field `prompt` becomes None.
         return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
+
+    def _check_kind(self, kind: str) -> None:
+        """Raise a RequestError if the model cannot compute outputs of the kind `kind`."""
+        info = self._info
+        if kind not in info.kinds:
+            raise RequestError(
+                f"kind: {info.architecture} supports {', '.join(info.kinds)}, but the request has "
+                f"{kind}."
+            )
 
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError if an item's inputs do not fit the model or the output kind."""

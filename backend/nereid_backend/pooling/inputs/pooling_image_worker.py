@@ -20,27 +20,15 @@ def _load(folder: Path) -> Prepare:
 
     The function returns the message that this process sends: ["done", token ids, packed images].
     """
-    # `declare_operators` makes torchvision usable without CUDA. The function must run before
-    # transformers is imported, so the other modules are not imported at the top of the file.
-    from nereid_backend.vision.torchvision_operators import declare_operators
+    _import_libraries()
+    # These modules import torch, so they are imported after `_import_libraries`.
+    from transformers import AutoConfig
 
-    declare_operators()
-    with importing():  # makes these imports faster
-        import torch
-        from transformers import AutoConfig
-
-        from nereid_backend.pooling.inputs.image_processors import load_image_processor
     from nereid_backend.core.image_inputs import ImageInputs
+    from nereid_backend.pooling.inputs.image_processors import load_image_processor
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import ImageLimits, decode_image
-    from nereid_backend.vision.shared_pixels import share_pixels
 
-    # After this call, a NumPy array that is created from an image uses the memory of the image, so
-    # that the pixels are not copied.
-    share_pixels(ImageLimits().max_pixels)
-    # torch gets only one thread, because requests are processed in forked child processes, and
-    # other threads of torch do not survive a fork.
-    torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Converts an image to the token ids of its prompt, and to arguments of the model.
     process = load_image_processor(folder, config)
@@ -57,6 +45,28 @@ def _load(folder: Path) -> Prepare:
         return ["done", token_ids, pack_images(image_inputs)]
 
     return prepare
+
+
+def _import_libraries() -> None:
+    """Import torch and transformers, and set them up for this process."""
+    # `declare_operators` makes torchvision usable without CUDA. The function must run before
+    # transformers is imported, so the other modules are not imported at the top of the file.
+    from nereid_backend.vision.torchvision_operators import declare_operators
+
+    declare_operators()
+    with importing():  # makes these imports faster
+        import torch
+
+        import nereid_backend.pooling.inputs.image_processors  # noqa: F401 - imports transformers
+    from nereid_backend.vision.read_image import ImageLimits
+    from nereid_backend.vision.shared_pixels import share_pixels
+
+    # After this call, a NumPy array that is created from an image uses the memory of the image, so
+    # that the pixels are not copied.
+    share_pixels(ImageLimits().max_pixels)
+    # torch gets only one thread, because requests are processed in forked child processes, and
+    # other threads of torch do not survive a fork.
+    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":

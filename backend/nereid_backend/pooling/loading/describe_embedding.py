@@ -116,6 +116,8 @@ def _describe_token_vectors(
 
     The output of a text consists of its token vectors (multi-vector output), or of one vector that
     combines the token vectors (pooling).
+
+    `later_modules` contains the modules that follow the transformers model.
     """
     token_modules = tuple(
         module
@@ -207,8 +209,9 @@ def _describe_dense(
 
     The checkpoint may have sparse and multi-vector output, too.
 
-    The setting `pooling` replaces the pooling method of the checkpoint. `later_modules` may be
-    empty.
+    `later_modules` contains the modules that follow the transformers model. The list is empty if
+    the checkpoint lists no modules, or if the setting `pooling` replaces the pooling method of the
+    checkpoint.
 
     Raises:
         UnsupportedModelError: the checkpoint expands queries, or its pooling is not supported.
@@ -229,23 +232,22 @@ def _describe_dense(
         kinds=_kinds_of_files(root),
         poolers=(settings.pooling,) if settings.pooling else _poolers_of(pooling),
         include_prompt=includes_prompt,
-        vector_modules=_vector_modules(later_modules, leaves_out_last=bool(normalizes)),
+        vector_modules=_vector_modules(later_modules),
         normalizes=normalizes,
     )
 
 
-def _vector_modules(
-    later_modules: list[ModuleSpec], *, leaves_out_last: bool
-) -> tuple[ModuleSpec, ...]:
+def _vector_modules(later_modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
     """Return the modules that convert pooled vectors.
 
-    If the last module scales the vectors to length 1, the caller leaves it out. Requests may
-    truncate vectors, and vectors must be scaled after the truncation, by `dense_outputs`.
+    `later_modules` contains the modules that follow the transformers model. If the last module only
+    scales the vectors to length 1, it is left out. Requests may truncate vectors, and vectors must
+    be scaled after the truncation. Therefore `dense_outputs` scales them.
     """
-    modules = tuple(
-        module for module in later_modules if not module.maps_tokens and module.kind != "Pooling"
+    modules = later_modules[:-1] if ends_with_normalize(later_modules) else later_modules
+    return tuple(
+        module for module in modules if not module.maps_tokens and module.kind != "Pooling"
     )
-    return modules[:-1] if leaves_out_last else modules
 
 
 def _kinds_of_files(root: Path) -> tuple[str, ...]:

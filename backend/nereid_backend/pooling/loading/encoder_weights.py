@@ -178,14 +178,7 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
         UnsupportedModelError: transformers has no class for the model or its encoder.
     """
     if spec.loader == RETRIEVAL:
-        # transformers has no auto class for models such as ColPali.
-        retrieval_class = getattr(transformers, spec.architecture, None)
-        if retrieval_class is None:
-            raise UnsupportedModelError(
-                f"{spec.architecture} is not supported: transformers has no class "
-                f"{spec.architecture}"
-            )
-        return retrieval_class.from_pretrained  # type: ignore[no-any-return]
+        return _retrieval_loading_function(spec)
     auto_class = _AUTO[spec.loader]
     # With trust_remote_code=True, an auto class would run Python files of the checkpoint.
     load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
@@ -202,6 +195,22 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     if not has_head:
         return _loading_function_without_head(spec, model_class)
     return model_class.from_pretrained  # type: ignore[no-any-return]
+
+
+def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:
+    """Return a function that loads a vision-language model for retrieval, such as ColPali.
+
+    transformers has no auto class for these models, so the class is looked up by its name.
+
+    Raises:
+        UnsupportedModelError: transformers has no class for the model.
+    """
+    retrieval_class = getattr(transformers, spec.architecture, None)
+    if retrieval_class is None:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: transformers has no class {spec.architecture}"
+        )
+    return retrieval_class.from_pretrained  # type: ignore[no-any-return]
 
 
 def _loading_function_without_head(

@@ -11,19 +11,8 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from pydantic_core import to_json
 
-from nereid_backend.errors import (
-    CapacityError,
-    ConfigError,
-    DeadlineError,
-    ModelError,
-    NereidError,
-    RequestError,
-)
-
-# If a gRPC client does not use a stream, the client receives an error message in the metadata of
-# the response. The client accepts at most 8 KiB of metadata. In the metadata, each byte of a
-# character outside ASCII is encoded as three bytes.
-_HALF_MESSAGE_BYTES = 1024
+from nereid_backend.errors import CapacityError, DeadlineError, NereidError, RequestError
+from nereid_backend.serving.error_message import client_message
 
 log = logging.getLogger("nereid")
 
@@ -106,7 +95,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
     """
     name, code = _error_code(error)
     return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(f"[{name}] {_client_message(error)}", code)
+        error=pb_utils.TritonError(f"[{name}] {client_message(error)}", code)
     )
 
 
@@ -178,22 +167,3 @@ def _error_code(error: Exception) -> tuple[str, Any]:
         # so that the server's HTTP endpoint does not return the HTTP status of an internal error.
         return "DEADLINE_EXCEEDED", pb_utils.TritonError.UNAVAILABLE
     return "INTERNAL", pb_utils.TritonError.INTERNAL
-
-
-def _client_message(error: Exception) -> str:
-    """Return the message of an error for the client, with the class of an unexpected error.
-
-    Example: the message of a KeyError begins with "KeyError: ". The middle of a very long message
-    is replaced by an ellipsis. The end is kept, because it often contains the remedy.
-    """
-    message = str(error)
-    # The server raises ConfigError and ModelError when it starts. In the response to a request,
-    # these errors are unexpected, like the errors of other packages.
-    if not isinstance(error, NereidError) or isinstance(error, ConfigError | ModelError):
-        message = f"{type(error).__name__}: {message}"
-    encoded = message.encode("utf-8", "backslashreplace")
-    if len(encoded) <= 2 * _HALF_MESSAGE_BYTES:
-        return encoded.decode()
-    beginning = encoded[:_HALF_MESSAGE_BYTES].decode("utf-8", "ignore")
-    end = encoded[-_HALF_MESSAGE_BYTES:].decode("utf-8", "ignore")
-    return f"{beginning}...{end}"

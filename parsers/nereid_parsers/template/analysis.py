@@ -90,6 +90,7 @@ from nereid_parsers.template.tools import (
     NO_CALLS,
     ToolFindings,
     find_tools,
+    record_one_call,
     render_one_call,
     render_two_calls,
 )
@@ -218,24 +219,37 @@ def _check_known_format(
     """Parse rendered messages with a format that quarantine.py declares. Return the results.
 
     Only the markers that end a message, such as `<|im_end|>`, are inferred and added to the format.
+    `has_calls` states whether the template renders tool calls.
 
-    Mutates: `turn.prober`. The comparisons of renderings and the reason for the declaration are
-    added to the report.
+    Mutates: `turn.prober`, which stores the comparisons and the reason for the declaration for the
+    report, and also the message fields from which the template reads reasoning.
     """
     turn.prober.undecided.append(
         f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
-    renderer = CallRenderer(turn)
-    render_one_call(renderer)  # Only records the comparison T1.
-    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call.
-    form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
-    tools = ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
+    tools = _find_declared_tools(turn, has_calls=has_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
-    fmt = known_format.make_format(end_markers)
+    # `wrapper` is None, because the format already declares the markers around the content.
+    findings = Findings(reasoning, wrapper=None, tools=tools)
     turn_with_ends = replace(turn, end_markers=end_markers)
-    # `wrapper` is None, because `fmt` already declares the markers around the content.
-    return check_format(fmt, turn_with_ends, Findings(reasoning, wrapper=None, tools=tools))
+    return check_format(known_format.make_format(end_markers), turn_with_ends, findings)
+
+
+def _find_declared_tools(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
+    """Find out whether one message can have several tool calls, if their format is declared.
+
+    quarantine.py declares how the model writes a tool call, so the result contains no tool section
+    (`ToolFindings.part`). If the template renders tool calls (`has_calls`), the form in the result
+    is the word _DECLARED_FORM, which the report shows.
+
+    Mutates: `turn.prober`, which records the comparisons T1 and T2 for the report.
+    """
+    renderer = CallRenderer(turn)
+    record_one_call(turn.prober, render_one_call(renderer))  # T1
+    two_calls = render_two_calls(renderer)  # T2; "" if a message can have only one tool call.
+    form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
+    return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
 
 
 def _supported_features(findings: Findings, form: InputForm) -> Supports:

@@ -87,17 +87,19 @@ def _markers_in_answer(
 ) -> ContentFindings:
     """Find the markers around CONTENT_TEXT in a rendered answer, and the markers at its end.
 
-    If no markers surround the content, the result contains the wrapper of `reasoning`.
+    The two markers around the content are called the wrapper. Example: in the rendered answer
+    "<think></think><answer>CONTENT</answer><|im_end|>", the wrapper is `<answer>`, `</answer>`, and
+    `<|im_end|>` ends the answer. If no marker precedes the content, the result contains the wrapper
+    that was found after reasoning (`reasoning.wrapper`).
     """
-    before, _, after = answer.partition(CONTENT_TEXT)
-    # In `<think></think><answer>CONTENT`, only `<answer>` opens the content.
-    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
-    wrapper = None
-    if opening:
-        close = _wrapper_close(after, opening.strip(), turn.after_user_message)
-        wrapper = Wrapper(opening, close)
-        after = after.removeprefix(close)
-    return ContentFindings(wrapper or reasoning.wrapper, tuple(_end_markers(after, turn)))
+    before_content, _, after_content = answer.partition(CONTENT_TEXT)
+    # An empty block of reasoning, such as `<think></think>`, does not open the content.
+    opening = strip_reasoning_markers(before_content, reasoning.part).lstrip()
+    if not opening:
+        return ContentFindings(reasoning.wrapper, tuple(_end_markers(after_content, turn)))
+    closing = _wrapper_close(after_content, opening.strip(), turn.after_user_message)
+    after_wrapper = after_content.removeprefix(closing)
+    return ContentFindings(Wrapper(opening, closing), tuple(_end_markers(after_wrapper, turn)))
 
 
 def find_content_markers_beside_calls(

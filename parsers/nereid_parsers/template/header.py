@@ -102,8 +102,8 @@ def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     r"""Return the header, which is the text that opens every assistant message.
 
-    The first step finds the start of the model's turn that all renderings contain. The second step
-    removes the start of the answer. Example:
+    The first step finds the text with which the model's turn starts in all renderings. The second
+    step removes the start of the answer from this text. Example:
 
         the generation prompt    "<|start|>assistant\n<think></think>\n\n"
         after the first step     "<|start|>assistant\n<think></think>\n"
@@ -111,18 +111,33 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
     `prompts` contains the rendered prompts, one for each setting of the thinking switches.
     """
+    rendered_question = prober.render(_QUESTION) or ""
+    answers = _rendered_answers(prober)
+    turn_start = _find_turn_start(prober, prompts, answers)
+    return _drop_start_of_answer(turn_start, answers, _user_header(rendered_question))
+
+
+def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[str]) -> str:
+    r"""Return the text with which the model's turn starts in all renderings.
+
+    Example: one prompt ends with "<|start|>assistant\n", and another prompt ends with
+    "<|start|>assistant\n<think>\n". The result is "<|start|>assistant\n".
+
+    `prompts` contains the rendered prompts, one for each setting of the thinking switches.
+    `answers` contains the text after the user's question in each rendered answer.
+    """
     question = prober.render(_QUESTION) or ""
     question_with_prompt = prober.render(_PROMPT) or question
-    answers = _rendered_answers(prober)
     generation_prompt = _cut_generation_prompt(question, question_with_prompt)
-    if generation_prompt.strip():
-        prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        turn_start = _prefix_that_all_contain(generation_prompt, [*answers, *prompt_ends])
-    else:
+    if not generation_prompt.strip():
         # The template ignores `add_generation_prompt`, but may write the header after every
         # question, as in "QUESTION<|end|><|start|>assistant".
-        turn_start = _prefix_of_all(text_after_last(question_with_prompt, USER_TEXT), answers)
-    return _drop_start_of_answer(turn_start, answers, user_header=_user_header(question))
+        after_question = text_after_last(question_with_prompt, USER_TEXT)
+        return _prefix_at_start_of_all(after_question, answers)
+    # The prefix may be anywhere in these texts, because the text that ends the question, such as
+    # `<|end|>`, precedes the header.
+    prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
+    return _prefix_inside_all(generation_prompt, [*answers, *prompt_ends])
 
 
 def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
@@ -169,13 +184,13 @@ def _rendered_answers(prober: Prober) -> list[str]:
     return answers
 
 
-def _prefix_that_all_contain(generation_prompt: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `generation_prompt` that each of the `renderings` contains.
+def _prefix_inside_all(generation_prompt: str, renderings: Sequence[str]) -> str:
+    r"""Return the longest prefix of `generation_prompt` that occurs anywhere in each rendering.
 
     Renderings that contain no prefix are ignored, because they contain no header. If all
     renderings are ignored, the result is the whole generation prompt.
 
-    >>> _prefix_that_all_contain("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
+    >>> _prefix_inside_all("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
     """
     # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
@@ -183,12 +198,12 @@ def _prefix_that_all_contain(generation_prompt: str, renderings: Sequence[str]) 
     return min(filter(None, prefixes), key=len, default=generation_prompt)
 
 
-def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:
+def _prefix_at_start_of_all(text: str, renderings: Sequence[str]) -> str:
     """Return the longest prefix of `text` with which each of the `renderings` starts.
 
     The result is "" if `renderings` is empty.
 
-    >>> _prefix_of_all("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
+    >>> _prefix_at_start_of_all("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
     '<|a|>'
     """
     prefixes = [common_prefix(text, rendering) for rendering in renderings]

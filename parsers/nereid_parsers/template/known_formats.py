@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from nereid_parsers.format import (
     Call,
@@ -106,24 +107,50 @@ def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
     )
 
 
-def _markup_of(call: Call) -> tuple[object, ...]:
-    """Return the markers and JSON keys of a tool call as a tuple. Tuples of equal markup are equal.
+class _CallMarkup(NamedTuple):
+    """The text that a model writes around the name and the arguments of a tool call.
 
-    The tuple contains the class of the body, the opening marker, the head and the closing marker.
-    If the body is JSON, the keys of the name and of the arguments follow. If the body writes each
-    argument between two tags, these tags follow. White space around the markers is removed.
+    White space around the markers is removed. The attributes are explained with the tool call
+    `<call>{"name": "f", "arguments": {}}</call>`.
 
-    >>> _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))[1:]
-    ('<call>', '', '</call>', 'name', 'arguments')
+    Attributes:
+        body: The class that describes the body: `JsonObject`.
+        opening: The opening marker: "<call>".
+        head: The pattern of the text between the opening marker and the body: "".
+        closing: The closing marker: "</call>".
+        keys_or_tags: The JSON keys of the name and of the arguments: ("name", "arguments"). If the
+            body writes each argument between two tags, the attribute contains these two tags. For
+            any other body, the attribute is ().
+    """
+
+    body: type[Body]
+    opening: str
+    head: str
+    closing: str
+    keys_or_tags: tuple[str, ...]
+
+
+def _markup_of(call: Call) -> _CallMarkup:
+    """Return the markers and JSON keys of a tool call, to compare them with those of another call.
+
+    >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
+    >>> markup.opening, markup.closing, markup.keys_or_tags
+    ('<call>', '</call>', ('name', 'arguments'))
     """
     keys = _keys_of(call)
-    keys_or_tags: tuple[str, ...] = ()
     if keys is not None:
-        keys_or_tags = (keys.name, keys.arguments)
+        keys_or_tags: tuple[str, ...] = (keys.name, keys.arguments)
     elif isinstance(call.body, TaggedArguments):
         keys_or_tags = (call.body.open.strip(), call.body.close.strip())
-    markers_of_call = (call.open.strip(), call.head.strip(), call.close.strip())
-    return (type(call.body), *markers_of_call, *keys_or_tags)
+    else:
+        keys_or_tags = ()
+    return _CallMarkup(
+        body=type(call.body),
+        opening=call.open.strip(),
+        head=call.head.strip(),
+        closing=call.close.strip(),
+        keys_or_tags=keys_or_tags,
+    )
 
 
 def _keys_of(call: Call) -> Keys | None:

@@ -17,6 +17,7 @@ from nereid_parsers.stream.parser import parse
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     FIRST_KEY,
+    NO_SWITCHES,
     ONE_CALL,
     REASONING_TEXT,
     RESULT_TEXT,
@@ -120,15 +121,29 @@ def _text_after_prompt(
         # answer is found by comparing the rendering with the prompt.
         answer = _answer_to_result(turn, conversation, prompt)
     else:
-        answer = turn.generated_text(conversation)  # Without the header and the end markers.
-        if answer is not None:
-            prompt_end = prompt_after_header(prompt, turn.header).strip()  # Such as "<think>".
-            answer = _drop_prompt_end(answer, prompt_end)
-            if reasoning is not None:
-                answer = _drop_repeated_closing(answer, prompt_end, reasoning.close.strip())
+        answer = _answer_to_question(turn, reasoning, conversation, prompt)
     if answer is None or reasoning is None:
         return answer
     return _close_open_reasoning(answer, prompt, reasoning)
+
+
+def _answer_to_question(
+    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+) -> str | None:
+    """Render the answer to a user's question. Return the part after `prompt`.
+
+    The markers that end the answer are removed. Example: the prompt is "..<|assistant|><think>",
+    and the rendered answer is "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is
+    "Hm.</think>Hello.". Return None if the template does not render the answer.
+    """
+    answer = turn.generated_text(conversation)  # Without the header and the end markers.
+    if answer is None:
+        return None
+    prompt_end = prompt_after_header(prompt, turn.header).strip()  # Such as "<think>".
+    answer_after_prompt = _drop_prompt_end(answer, prompt_end)
+    if reasoning is None:
+        return answer_after_prompt
+    return _drop_repeated_closing(answer_after_prompt, prompt_end, reasoning.close.strip())
 
 
 def _answer_to_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
@@ -172,21 +187,25 @@ def _conversations_with_reasoning(
 ) -> Iterator[tuple[str, Conversation]]:
     """Yield conversations whose answers have reasoning, each with a name for the report.
 
-    If the template renders tool calls (`has_calls`), some of the answers also have a tool call.
+    The first conversation is the one with which the analysis has found reasoning. The others have
+    another reasoning text. If the template renders tool calls (`has_calls`), two of the answers
+    also have a tool call.
     """
-    found = reasoning.conversation or Conversation()
-    if found.answer is not None:
-        yield "reasoning", found
+    switches = NO_SWITCHES
+    if reasoning.conversation is not None:
+        yield "reasoning", reasoning.conversation
+        # Some templates render reasoning only if a thinking switch has this setting.
+        switches = reasoning.conversation.switches
     # A template may render reasoning at another place than the analysis expects, for example after
     # the content. Therefore, these conversations are also yielded if the analysis has found no
     # reasoning.
-    answer = AssistantMessage(CONTENT_TEXT, reasoning=_OTHER_REASONING)
-    yield "reasoning and content", replace(found, answer=answer, tools=False)
+    content = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING)
+    yield "reasoning and content", Conversation(content, switches=switches)
     if has_calls:
-        answer = replace(answer, calls=ONE_CALL)
-        yield "reasoning, content and a call", replace(found, answer=answer, tools=True)
-        answer = replace(answer, content="")
-        yield "reasoning and a call", replace(found, answer=answer, tools=True)
+        both = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING, ONE_CALL)
+        yield "reasoning, content and a call", Conversation(both, tools=True, switches=switches)
+        call = AssistantMessage("", _OTHER_REASONING, ONE_CALL)
+        yield "reasoning and a call", Conversation(call, tools=True, switches=switches)
 
 
 def _conversations_with_calls(*, is_parallel: bool) -> Iterator[tuple[str, Conversation]]:

@@ -172,6 +172,20 @@ class Prober:
             Comparison(name, changed, left=left_text, right=right_text, finding=finding)
         )
 
+    def record_without_comparison(self, name: str, finding: str) -> None:
+        """Add a finding that does not come from a comparison of renderings to the report.
+
+        Example: the finding "A string constant of the template contains '</think>'." comes from the
+        source of the template. In the report, the finding has two equal renderings.
+
+        Args:
+            name: The label of the finding, such as "R4 source".
+            finding: What the analysis concludes.
+
+        Mutates: `comparisons`.
+        """
+        self.record(name, UNCHANGED, left=Conversation(), right=Conversation(), finding=finding)
+
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm:

@@ -34,7 +34,6 @@ from nereid_parsers.template.difference import (
     text_between,
 )
 from nereid_parsers.template.model_turn import ModelTurn
-from nereid_parsers.template.probe import UNCHANGED
 from nereid_parsers.template.reasoning_in_prompts import (
     find_markers_in_instructions,
     find_markers_in_prompts,
@@ -206,12 +205,8 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
         reasoning_pair = named_pair(literal)
         if reasoning_pair is None:
             continue
-        # This finding needs no comparison, so two equal conversations are compared.
-        turn.prober.record(
+        turn.prober.record_without_comparison(
             "R4 source",
-            UNCHANGED,
-            left=Conversation(),
-            right=Conversation(),
             finding=f"A string constant of the template contains {reasoning_pair.closing!r}.",
         )
         other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)

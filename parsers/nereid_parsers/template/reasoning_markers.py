@@ -25,7 +25,6 @@ from nereid_parsers.template.difference import (
 _THINKING_WORDS = ("think", "thought", "reason", "inner")
 # Matches a marker at the start of a text, and the white space around the marker.
 _LEADING_MARKER = re.compile(rf"\s*(?:{MARKER.pattern})\s*")
-_SPACES = re.compile(r"(\s+)")
 
 
 class MarkerPair(NamedTuple):
@@ -68,30 +67,43 @@ def last_opening(before: str) -> str:
     r"""Return the text that opens the reasoning: usually the last marker before the reasoning.
 
     The result contains the white space around the marker, because the model writes it, too. There
-    are four cases:
+    are three cases:
 
-    - The last marker opens the reasoning: `<think>`.
-    - The last marker and the text that is joined to this marker: `<|open|>think<|sep|>`.
-    - White space and words after the last marker open the reasoning: `I think:`.
-    - Without a marker, the whole text opens the reasoning, except line breaks at its start.
+    1. Without a marker, the whole text opens the reasoning, except line breaks at its start.
+    2. White space and words follow the last marker. These words open the reasoning: `I think:`.
+    3. Otherwise, the last marker opens the reasoning, together with the text that is joined to this
+       marker without white space: `<think>`, or `<|open|>think<|sep|>`.
 
+    >>> last_opening("\nI think:\n"), last_opening("<|start|>\nI think:\n")
+    ('I think:\n', '\nI think:\n')
     >>> last_opening("Hello.\n<think>\n"), last_opening("Hello. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
-    >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
-    ('\nI think:\n', 'I think:\n')
     """
     all_markers = list(MARKER.finditer(before))
-    if not all_markers:
+    if not all_markers:  # Case 1
         return before.lstrip("\n")
     last_marker = all_markers[-1]
     after_marker = before[last_marker.end() :]
     is_followed_by_words = bool(after_marker.strip()) and after_marker[0].isspace()
-    if is_followed_by_words:
+    if is_followed_by_words:  # Case 2
         return after_marker
-    # The text since the last white space before the marker is joined to the marker.
-    words_and_spaces = _SPACES.split(before[: last_marker.start()])  # ["Hello.", " ", "<|open|>.."]
-    joined_to_marker = "".join(words_and_spaces[-2:])
-    return joined_to_marker + last_marker.group() + after_marker
+    joined_to_marker = _last_word_with_space(before[: last_marker.start()])
+    return joined_to_marker + last_marker.group() + after_marker  # Case 3
+
+
+def _last_word_with_space(text: str) -> str:
+    r"""Return the last word of `text`, and the white space before this word.
+
+    A word is a text without white space. If `text` ends with white space, return only this white
+    space.
+
+    >>> _last_word_with_space("Hello.\n<|open|>think"), _last_word_with_space("Hello.\n")
+    ('\n<|open|>think', '\n')
+    """
+    # Because of the group `(\s+)`, `split` also returns the white space. For the first example, the
+    # list is ["Hello.", "\n", "<|open|>think"].
+    words_and_spaces = re.split(r"(\s+)", text)
+    return "".join(words_and_spaces[-2:])
 
 
 def first_opening(after_header: str) -> str:

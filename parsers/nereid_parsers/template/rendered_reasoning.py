@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
@@ -68,6 +69,19 @@ class ReasoningFindings:
     inner_headers: tuple[str, ...] = ()
 
 
+class _RenderedConversation(NamedTuple):
+    """A conversation whose reasoning the template renders.
+
+    Attributes:
+        conversation: The conversation. The last message has reasoning.
+        place: The place in the message from which the template reads the reasoning, as a value of
+            `InputForm.reasoning`. Example: PARTS, if the reasoning is a part of the content.
+    """
+
+    conversation: Conversation
+    place: str
+
+
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find out whether the template renders reasoning, and how thinking switches change a prompt.
 
@@ -79,10 +93,10 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
         place from which the template reads reasoning, for example to the field `reasoning_content`.
     """
     switches = _effects_of_switches(turn.prompts)
-    found = _find_conversation(turn)
-    if found is None:  # The template renders no reasoning.
+    rendered = _find_rendered_conversation(turn)
+    if rendered is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
-    conversation, place = found
+    conversation, place = rendered
     turn.prober.form = replace(turn.prober.form, reasoning=place)
     # `place` is either a part of the content, or stands for all fields.
     is_in_content = place in (PARTS, BLOCKS)
@@ -90,15 +104,14 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     return ReasoningFindings(conversation=conversation, fields=fields, switches=switches)
 
 
-def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
-    """Find a conversation for which the template renders the reasoning of the answer.
+def _find_rendered_conversation(turn: ModelTurn) -> _RenderedConversation | None:
+    """Find a conversation whose reasoning the template renders before the rest of the answer.
 
-    Return the first rendered conversation in which the content and the tool calls follow the
-    reasoning, and the place of the reasoning in the answer (see `InputForm.reasoning`). The
-    conversations differ in three things:
+    The function renders conversations that differ in three things. It returns the first suitable
+    conversation, and the place of the reasoning in its answer:
 
-        the answer      It has content, a tool call, or both. Content alone is preferred.
-        the switches    The settings of the thinking switches, such as `enable_thinking=True`.
+        the answer      It has content, a tool call, or both. Content alone is tried first.
+        the switches    The setting of the thinking switches, such as `enable_thinking=True`.
         the place       The reasoning is in a field of the message, or is a part of the content.
 
     Return None if the template renders no reasoning.
@@ -106,17 +119,28 @@ def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
     # `turn.prompts` contains one prompt for each setting of the thinking switches.
     prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
     settings = [prompt.switches for prompt in prompts] or [NO_SWITCHES]
-    places = [ALL_REASONING_FIELDS, PARTS]
-    # Templates without the word "blocks" cannot read blocks.
-    if any("blocks" in literal for literal in turn.prober.template.literals):
-        places.append(BLOCKS)
-    for answer, switches, place in product(_ANSWERS, settings, places):
-        form = replace(turn.prober.form, reasoning=place)
+    places = _possible_places(turn.prober)
+    for answer, switches in product(_ANSWERS, settings):
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
-        text = turn.text_after_header(conversation, form)
-        if text is not None and _is_rendered_completely(answer, text):
-            return conversation, place
+        for place in places:
+            form = replace(turn.prober.form, reasoning=place)
+            message = turn.text_after_header(conversation, form)
+            if message is not None and _is_rendered_completely(answer, message):
+                return _RenderedConversation(conversation, place)
     return None
+
+
+def _possible_places(prober: Prober) -> list[str]:
+    """Return the places in a message from which the template may read reasoning, in trial order.
+
+    Each place is a value of `InputForm.reasoning`. At first, the reasoning is written to all fields
+    that a template may read, such as `reasoning_content`. The other places are inside the content.
+    """
+    # Templates without the word "blocks" cannot read blocks.
+    can_read_blocks = any("blocks" in literal for literal in prober.template.literals)
+    if can_read_blocks:
+        return [ALL_REASONING_FIELDS, PARTS, BLOCKS]
+    return [ALL_REASONING_FIELDS, PARTS]
 
 
 def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:

@@ -56,7 +56,7 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import leading_marker, markers, text_between
 from nereid_parsers.template.known_formats import add_family_variants
 from nereid_parsers.template.model_turn import ModelTurn
-from nereid_parsers.template.probe import restore_numbers_and_ids
+from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 from nereid_parsers.template.unrendered_calls import guess_tool_section
 
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
@@ -101,7 +101,8 @@ def find_tools(
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
     prober = turn.prober
-    one_call = render_one_call(renderer)  # records T1
+    one_call = render_one_call(renderer)
+    record_one_call(prober, one_call)  # T1
     if not one_call:
         return ToolFindings(part=guess_tool_section(renderer))
     two_calls = render_two_calls(renderer)  # records T2
@@ -201,25 +202,32 @@ def render_one_call(renderer: CallRenderer) -> str:
     The result is the text that a model would generate to make the tool call, such as
     "<call>..</call>". It is "" if the template does not render tool calls. In the result,
     placeholders replace the numbers and ids of tool calls.
-
-    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T1: a
-        message with content, and the message with the tool call.
     """
     text = renderer.text_of_calls(*ONE_CALL)
     # The three words are invented, so only a rendered tool call contains all of them.
     is_rendered = all(word in text for word in (FIRST_TOOL, FIRST_KEY, FIRST_VALUE))
-    if is_rendered:
-        finding = f"The call is written as {restore_numbers_and_ids(text)!r}."
+    return text if is_rendered else ""
+
+
+def record_one_call(prober: Prober, one_call: str) -> None:
+    """Record the comparison T1 for the report: a message with content, and one with a tool call.
+
+    `one_call` is the result of `render_one_call`: the text of the rendered tool call, such as
+    "<call>..</call>", or "" if the template does not render tool calls.
+
+    Mutates: `prober.comparisons`.
+    """
+    if one_call:
+        finding = f"The call is written as {restore_numbers_and_ids(one_call)!r}."
     else:
         finding = "The template does not render the call."
-    renderer.turn.prober.record(
+    prober.record(
         "T1 call presence",
         "The message has a call instead of content.",
         left=Conversation(AssistantMessage(CONTENT_TEXT), tools=True),
         right=conversation_with_calls(*ONE_CALL),
         finding=finding,
     )
-    return text if is_rendered else ""
 
 
 def render_two_calls(renderer: CallRenderer) -> str:

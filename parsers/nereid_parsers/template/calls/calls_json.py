@@ -7,6 +7,7 @@ name. In `f{"a": 1}`, the name precedes the JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,18 +79,19 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
     """Infer how a template writes tool calls if it writes one tool call as a JSON object.
 
-    The template writes two tool calls as two objects, or as one array:
+    `json_of_call` is this object. The template writes the tool calls of a message in one of three
+    ways:
 
-        two objects    `<call>{..}</call>, <call>{..}</call>`    the separator is ", "
-        one array      `<call>[{..}, {..}]</call>`
+        only one tool call    `<call>{..}</call>`                     no separator is known
+        one array             `<call>[{..}, {..}]</call>`             array and object are declared
+        separate objects      `<call>{..}</call>, <call>{..}</call>`  the separator is ", "
 
-    If the template renders only one tool call in a message, the result declares no separator.
     Return None if the JSON of one of the two tool calls is not found.
     """
     keys = infer_keys(json_of_call.value)
     if not texts.two_calls:
         markup = ListMarkup(item_open=json_of_call.before, item_close=json_of_call.after)
-        return CallFormat("JSON", (_declare_call(JsonObject(keys), markup),), markup)
+        return _declare_separate_calls("JSON", markup, [JsonObject(keys)])
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -99,20 +101,31 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
     if is_one_array:
         return _declare_object_and_array(keys, json_of_call, array=first)
     markup = _markup_around_both(first, second)
-    return CallFormat("JSON", _declare_objects(keys, markup), markup)
+    return _declare_separate_calls("JSON", markup, _object_and_possible_array(keys, markup))
 
 
-def _declare_objects(keys: Keys | NameIsKey, markup: ListMarkup) -> tuple[Call, ...]:
-    """Declare tool calls that a template writes as separate objects, such as `<call>{..}</call>`.
+def _object_and_possible_array(
+    keys: Keys | NameIsKey, markup: ListMarkup
+) -> list[JsonObject | JsonArray]:
+    """Return the JSON values that a model may write between the markers of one tool call.
 
-    If markers enclose each tool call, the result also declares an array between these markers,
-    because some models write several tool calls as an array: `<call>[{..}, {..}]</call>`.
+    The template writes one object between the markers: `<call>{..}</call>`. Some models also write
+    several tool calls as an array between these markers: `<call>[{..}, {..}]</call>`. The array is
+    returned only if `markup` has markers before and after each tool call.
     """
-    object_call = _declare_call(JsonObject(keys), markup)
     is_call_enclosed = bool(markup.item_open.strip() and markup.item_close.strip())
-    if not is_call_enclosed:
-        return (object_call,)
-    return (object_call, _declare_call(JsonArray(keys), markup))
+    return [JsonObject(keys), JsonArray(keys)] if is_call_enclosed else [JsonObject(keys)]
+
+
+def _declare_separate_calls(
+    form: str, markup: ListMarkup, bodies: Sequence[JsonObject | JsonArray]
+) -> CallFormat:
+    """Describe a template that writes markers around each tool call, such as `<call>{..}</call>`.
+
+    The result contains one `Call` for each of the `bodies`, which are the forms of the JSON between
+    the markers `markup.item_open` and `markup.item_close`. `form` is the name for the report.
+    """
+    return CallFormat(form, tuple(_declare_call(body, markup) for body in bodies), markup)
 
 
 def _declare_object_and_array(
@@ -158,7 +171,7 @@ def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | No
     if first is None or second is None or first.start == second.start:
         return _declare_one_array(keys, json_of_call)
     markup = _markup_around_both(first, second)
-    return CallFormat("JSON array", (_declare_call(JsonArray(keys), markup),), markup)
+    return _declare_separate_calls("JSON array", markup, [JsonArray(keys)])
 
 
 def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:

@@ -1,4 +1,7 @@
-"""Infer how a template writes arguments as XML elements with a marker: `~<a>1~</a>`."""
+"""Infer how a template writes XML elements as arguments if a marker precedes every tag.
+
+Example: in `~<a>1~</a>`, the marker `~` precedes the tags `<a>` and `</a>`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ _SECOND_CLOSING_TAG = f"</{SECOND_KEY}>"
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer how a template writes arguments as XML elements with a marker: `~<a>1~</a>`.
+    """Infer how a template writes XML elements as arguments if a marker precedes every tag.
 
-    Return None if the arguments have another form, or if no marker precedes every tag. Example: in
-    `f ~<a>1~</a>~<b>2~</b>`, the marker is `~`, and the arguments are `a` and `b`.
+    Example: in the tool call `f ~<a>1~</a>~<b>2~</b>`, the marker is `~`, and the arguments are `a`
+    and `b`. Return None if the arguments have another form, or if no marker precedes every tag.
     """
     # In the call `<c>f ~<a>1~</a>~<b>2~</b></c>`, the words are `f`, `<a>`, `1`, `</a>` and `</b>`,
     # and the pieces are `<c>`, ` ~`, "", `~`, `~<b>2~` and `</c>`.

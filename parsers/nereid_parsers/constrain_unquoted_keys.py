@@ -57,10 +57,15 @@ def _inner_unquoted_key_value(
 ) -> Node:
     """Return the node for a value inside an object or array of `argument`.
 
+    Example: the argument `{city:<q>Paris<q>}` contains the value `<q>Paris<q>`. `schema` is the
+    JSON schema of the value. The values are counted, because a recursive schema declares an
+    unlimited number of them, and each value needs a node.
+
     Raises:
         ConstraintError: The argument contains more than `MAX_INNER_VALUES` values.
     """
-    if next(argument.allowed_inner_values, None) is None:
+    argument.num_inner_values += 1
+    if argument.num_inner_values > MAX_INNER_VALUES:
         raise ConstraintError(
             "The format writes arguments as objects with unquoted keys. Constrained output "
             "supports only arguments whose objects and arrays declare at most "
@@ -87,38 +92,61 @@ def _unquoted_key_value(
         return json_schema(schema)  # Strings are written as in JSON, so the whole value is JSON.
     choices = choices_of(schema)  # The allowed values, or None.
     if choices is not None and not any(isinstance(choice, list | dict) for choice in choices):
-        return one_of(
-            *(
-                const(f"{quote}{choice}{quote}" if isinstance(choice, str) else json.dumps(choice))
-                for choice in choices
-            )
-        )
+        return one_of(*(const(_unquoted_key_text(choice, quote)) for choice in choices))
     if types is None or "string" in types:
         # For a union such as "string or integer", the node matches only strings. The output is
         # valid, because the union accepts every string.
         argument.report(schema, ENFORCED_IN_TEXT)
         return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
     if types == frozenset({"array"}):
-        has_valid_limits = _has_valid_item_limits(schema)
-        argument.report(schema, _ENFORCED_IN_LISTS if has_valid_limits else _ENFORCED_IN_ANY_LIST)
-        list_schema = {**schema, "properties": {"items": schema.get("items")}}
-        list_tool = ToolSchema(name="", parameters=list_schema)
-        item = _inner_unquoted_key_value(declaration, argument, list_tool.argument("items"))
-        items = _items_node(item, schema if has_valid_limits else {})
-        return sequence(const("["), items, const("]"))
+        return _array_of_unquoted_key_values(declaration, argument, schema)
     if types == frozenset({"object"}):
-        # The members of an object are written in the same way as the arguments of a tool. The name
-        # of the tool is not part of the node.
-        argument.report(schema, _ENFORCED_IN_OBJECTS)
-        inner_tool = ToolSchema(name="", parameters=schema)
-
-        def member(key: str) -> Node:
-            """Return the node for `key:value`."""
-            value = _inner_unquoted_key_value(declaration, argument, inner_tool.argument(key))
-            return sequence(const(f"{key}:"), value)
-
-        return _unquoted_key_object(inner_tool, member)
+        return _inner_unquoted_key_object(declaration, argument, schema)
     return json_schema(schema)
+
+
+def _unquoted_key_text(value: str | float | bool | None, quote: str) -> str:
+    """Write a value that is no array or object: `"a"` gives `<q>a<q>`, and `True` gives `true`."""
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+
+def _array_of_unquoted_key_values(
+    declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
+) -> Node:
+    """Return the grammar node for an array in an object with unquoted keys, as in `{days:[1,2]}`.
+
+    `schema` is the JSON schema of the array, which is `argument` or is inside `argument`.
+    """
+    has_valid_limits = _has_valid_item_limits(schema)
+    argument.report(schema, _ENFORCED_IN_LISTS if has_valid_limits else _ENFORCED_IN_ANY_LIST)
+    # `ToolSchema` replaces the references in the schema of a property, so the schema of the items
+    # is passed as the schema of a property named "items".
+    array_as_tool = ToolSchema(
+        name="", parameters={**schema, "properties": {"items": schema.get("items")}}
+    )
+    item = _inner_unquoted_key_value(declaration, argument, array_as_tool.argument("items"))
+    items = _items_node(item, schema if has_valid_limits else {})
+    return sequence(const("["), items, const("]"))
+
+
+def _inner_unquoted_key_object(
+    declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
+) -> Node:
+    """Return the grammar node for an object with unquoted keys, such as `{city:<q>Paris<q>}`.
+
+    `schema` is the JSON schema of the object, which is `argument` or is inside `argument`.
+    """
+    argument.report(schema, _ENFORCED_IN_OBJECTS)
+    # The members of an object are written in the same way as the arguments of a tool. The name of
+    # the tool is not part of the node.
+    object_as_tool = ToolSchema(name="", parameters=schema)
+
+    def member(key: str) -> Node:
+        """Return the node for `key:value`."""
+        value = _inner_unquoted_key_value(declaration, argument, object_as_tool.argument(key))
+        return sequence(const(f"{key}:"), value)
+
+    return _unquoted_key_object(object_as_tool, member)
 
 
 def _has_valid_item_limits(schema: Mapping[str, Any]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nereid_parsers.constrain_answer import report_keywords
@@ -19,22 +19,20 @@ ENFORCED_IN_TEXT = frozenset({"type", "anyOf", "oneOf", "$ref"})
 MAX_INNER_VALUES = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Argument:
     """An argument of a tool, whose grammar node is being built.
 
     Attributes:
         tool: The tool.
         key: The name of the argument.
-        allowed_inner_values: An iterator with one item for each value that the objects and arrays
-            of the argument may still contain.
+        num_inner_values: The number of values inside the objects and arrays of the argument for
+            which a grammar node has been requested. `MAX_INNER_VALUES` limits this number.
     """
 
     tool: ToolSchema
     key: str
-    allowed_inner_values: Iterator[int] = field(
-        default_factory=lambda: iter(range(MAX_INNER_VALUES))
-    )
+    num_inner_values: int = 0
 
     def report(self, schema: Mapping[str, Any], enforced: frozenset[str]) -> None:
         """Report each restriction in `schema`, or in its alternatives, that is not in `enforced`.

@@ -186,25 +186,43 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     if "patternProperties" in first or "patternProperties" in second:
         raise CannotMergeError("patternProperties cannot be merged")
     names = dict.fromkeys([*(first.get("properties") or {}), *(second.get("properties") or {})])
-    merged = {
+    schema_by_name = {
         name: _merge_or_forbid(_schema_of_property(first, name), _schema_of_property(second, name))
         for name in names
     }
     first_others = _schema_of_other_properties(first)
     second_others = _schema_of_other_properties(second)
     others = _merge_or_forbid(first_others, second_others)
-    # xgrammar does not support False as the schema of a property. A property is forbidden only by
-    # `{"additionalProperties": False}`, which forbids every property that is not listed.
-    forbidden_names = [name for name, schema in merged.items() if schema is False]
+    properties = _without_forbidden(schema_by_name, required, are_others_forbidden=others is False)
+    accept_all_others = first_others is True and second_others is True
+    if accept_all_others:  # Without `additionalProperties`, all other properties are accepted.
+        return {"properties": properties}
+    return {"properties": properties, "additionalProperties": others}
+
+
+def _without_forbidden(
+    schema_by_name: dict[str, dict[str, Any] | Literal[False]],
+    required: list[str],
+    *,
+    are_others_forbidden: bool,
+) -> dict[str, dict[str, Any]]:
+    """Copy the properties of an object, without the properties whose schema is False.
+
+    The schema False forbids a property, but xgrammar does not support False as the schema of a
+    property. A property that is not listed is forbidden only if the schema contains
+    `{"additionalProperties": False}`, so that `are_others_forbidden` is true. Example: for the
+    properties `{"a": {"type": "string"}, "b": False}`, `{"a": {"type": "string"}}` is returned.
+
+    Raises:
+        CannotMergeError: A forbidden property is `required`, so that no object is valid. A property
+            is forbidden, but the schema allows properties that are not listed.
+    """
+    forbidden_names = [name for name, schema in schema_by_name.items() if schema is False]
     if not set(required).isdisjoint(forbidden_names):
         raise CannotMergeError("a required property is forbidden")
-    if forbidden_names and others is not False:
+    if forbidden_names and not are_others_forbidden:
         raise CannotMergeError("a property is forbidden, but other properties are allowed")
-    # A forbidden property is not listed, so `{"additionalProperties": False}` forbids it.
-    allowed = {name: schema for name, schema in merged.items() if schema is not False}
-    if first_others is True and second_others is True:
-        return {"properties": allowed}
-    return {"properties": allowed, "additionalProperties": others}
+    return {name: schema for name, schema in schema_by_name.items() if schema is not False}
 
 
 def _schema_of_property(schema: Schema, name: str) -> object:

@@ -74,9 +74,11 @@ def unenforced_keywords(schema: object, *, is_answer: bool = False) -> list[str]
     Args:
         schema: The JSON schema.
         is_answer: Whether the schema describes the whole answer, and not the arguments of a tool
-            call. If the answer has no reasoning, the server compiles the schema with the library
-            llguidance, which enforces more patterns and combinations of keywords than xgrammar.
-            These patterns and combinations are not described for an answer.
+            call. The schema of an answer is compiled with the library llguidance, except if the
+            answer starts with reasoning. The schemas of arguments are compiled with xgrammar, which
+            enforces fewer patterns and combinations of keywords. If `is_answer` is true, the
+            patterns and combinations that only llguidance enforces are not described, even if the
+            answer starts with reasoning.
     """
     return list(_describe_all(schema, "$", 0, is_answer=is_answer))
 

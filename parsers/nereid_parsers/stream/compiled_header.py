@@ -27,8 +27,9 @@ class CompiledHeader:
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
         r"""Compile `route`, which describes a message header such as `<|channel|>final`.
 
-        `layout.header_end` is the text that ends a header. The header of a tool call matches only
-        if arguments follow, and `message_call` tests this.
+        `layout.header_end` is the text that ends each header: a marker such as `<|message|>`, or
+        white space such as the line break in `>>>all\nHello`, or "". `message_call` tests whether
+        arguments follow the header of a tool call.
         """
         self.stage = route.stage
         self.has_calls = route.has_calls  # Whether the content may contain tool calls.
@@ -36,13 +37,14 @@ class CompiledHeader:
         # The first fixed text of the header. If the output ends inside a header, this text
         # distinguishes the incomplete header from content.
         self._first_literal = first_literal(route.header)  # Such as `<|channel|>`.
-        header_end_is_marker = bool(layout.header_end.strip())
-        self._header_pattern = compile_pattern(
-            route.header + layout.header_end if header_end_is_marker else route.header
-        )
-        # The white space that must follow the header, such as the line break in `>>>all\nHello`. A
-        # compiled pattern would accept any white space, so the pattern does not contain this text.
-        self._final_whitespace = "" if header_end_is_marker else layout.header_end
+        # `_final_whitespace` is the exact white space that must follow a match of the pattern.
+        if layout.header_end.strip():  # The header ends with a marker.
+            self._header_pattern = compile_pattern(route.header + layout.header_end)
+            self._final_whitespace = ""
+        else:
+            # A compiled pattern would accept any white space in place of the required white space.
+            self._header_pattern = compile_pattern(route.header)
+            self._final_whitespace = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the text at `pos` starts with the header's first literal (`<|channel|>`).

@@ -62,26 +62,27 @@ class OpenCall:
     def __init__(
         self,
         match: MatchedCall,
-        body: BodyReader,
+        body_reader: BodyReader,
         buffer: TextBuffer,
-        text: TextWriter,
+        text_writer: TextWriter,
     ) -> None:
         """Create an object that reads one tool call or one list of tool calls.
 
-        `match` is the start of the tool call. The unread text of `buffer` starts with the text that
-        `body` reads. `text` classifies the text of the tool call for the trace.
+        `match` is the start of the tool call, which has been read. The unread text of `buffer`
+        starts with the body, such as `{"name": "f", "arguments": {}}`. `body_reader` parses the
+        body. `text_writer` receives the text of the body, and classifies the text for the trace.
         """
         self.variant = match.variant
         self._is_confirmed = match.is_confirmed
-        self._body_reader = body
+        self._body_reader = body_reader
         self._buffer = buffer
-        self._text_writer = text
-        self._call_writer = body.writer
-        # Whether the parser may read the end of the arguments again, as other text. If a quote is
-        # missing, as in `{"a": "x}</call> Hi`, `end_at_marker_in_arguments` puts `</call> Hi` back
-        # into the buffer. This is possible only if the CallWriter stores the arguments, because an
-        # appended event cannot be withdrawn.
-        self._may_reread_arguments = body.writer.stores_arguments
+        self._text_writer = text_writer
+        self._call_writer = body_reader.writer
+        # Whether the parser may later read the end of the arguments again, as the text after the
+        # tool call. Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` is first
+        # read as a part of the string, and then read again as a marker and content. Text can be
+        # removed from the arguments only if the CallWriter stores them until the tool call ends.
+        self._may_reread_arguments = body_reader.writer.stores_arguments
 
     def read(self) -> Outcome | None:
         """Read the next part of the body. Return the outcome, or None if the body has not ended.

@@ -243,9 +243,10 @@ class CompiledTags:
         return NO_MATCH
 
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Return NEED_MORE or NO_MATCH if `text[pos:]` cannot follow the header of a tool call.
+        """Test whether the text at `pos` may follow the header of a tool call.
 
         Return None if arguments start at `pos`, or if the tool call ends there without arguments.
+        Return NEED_MORE if more text is required to decide, and NO_MATCH if the text is neither.
         Examples for arguments that start with `<parameter={key}>`:
 
             text at `pos`        result

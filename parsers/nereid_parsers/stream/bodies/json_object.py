@@ -37,25 +37,34 @@ class ObjectReader(StepReader):
 
     writes_model_text = True
 
+    # The state of the key or value that is being read. The method that selects the step for this
+    # key or value also sets its state, so `__init__` sets no values.
+    _scanner: JsonScanner  # Finds the end of the key or value.
+    _pieces: list[str]  # The pieces of a string, or of a word that may be `null`.
+    _on_string: Callable[[str], None]  # The method that receives the decoded string.
+
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
         """Create a reader for one JSON object with the name and the arguments of a tool call.
 
-        `is_confirmed` is true if a marker or an earlier tool call shows that the object is a tool
-        call. The tool call then starts when the name has been read. Otherwise it starts when the
-        arguments start.
+        `keys` declares the keys of the name and of the arguments, or that the name itself is a key,
+        as in `{"f": {"a": 1}}`. `is_confirmed` is true if a marker or an earlier tool call shows
+        that the object is a tool call. The tool call then starts when the name has been read.
+        Otherwise the tool call starts when the name and the start of the arguments have been read.
         """
+        # The first step reads the opening brace. Each step selects the next step: the steps of a
+        # member read its key, its colon and its value, in this order.
         super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed
-        self._name_is_key = isinstance(keys, NameIsKey)  # As in `{"f": {..arguments..}}`.
-        # The parts of the object that have been read.
+        self._name_is_key = isinstance(keys, NameIsKey)
+        # The current key, and the keys of the objects that enclose the current member. Example: at
+        # `"f"` in `{"function": {"name": "f"}}`, they are "name" and ["function"].
+        self._key = ""
+        self._outer_keys: list[str] = []
+        # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        self._outer_keys: list[str] = []  # The keys of the enclosing objects, see `_path_of_key`.
-        self._key = ""  # The key of the member that is being read.
-        self._pieces: list[str] = []  # The pieces of a string, or of a word that may be `null`.
-        # The objects that read the members.
+        # This object decides what each key means. A repeated key is ignored, so the object needs
+        # the parts that have been read.
         self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
-        self._on_string: Callable[[str], None] = self._set_key  # Receives each decoded string.
-        self._scanner = JsonScanner()  # Finds the end of a key or of a value.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -294,9 +303,10 @@ class ObjectReader(StepReader):
     def _start_arguments(self, text: str, pos: int) -> int:
         """Start the tool call, and select the method that reads the arguments at `pos`.
 
-        If no marker shows that the outer object is a tool call, the arguments must be an object.
-        Example: `{"name": "Ann", "arguments": 3}` is content, so the status becomes BROKEN. The
-        status also becomes BROKEN if the request does not offer the named function.
+        If no marker and no earlier tool call shows that the outer object is a tool call, the
+        arguments must be an object. Example: `{"name": "Ann", "arguments": 3}` is content, so the
+        status becomes BROKEN. The status also becomes BROKEN if the request does not offer the
+        named function.
 
         Return `pos`, because the selected method reads the arguments, or NEED_MORE if more text is
         required to decide whether the value is an object.
@@ -307,16 +317,27 @@ class ObjectReader(StepReader):
                 return NEED_MORE
             if object_start == NO_MATCH:
                 return self._reject(pos)
-        if self._name_is_key:  # As in `{"f": {..arguments..}}`.
+        if self._name_is_key:  # In `{"f": {"a": 1}}`, the key of the arguments is the name.
             self._parts.name = self._key
-        # A confirmed tool call started when its name was read. If the arguments precede the name,
-        # the tool call starts later, when the name has been read.
-        starts_now = self._parts.name is not None and not self.writer.is_open
-        if starts_now and not self._start_call():
+        if not self._start_call_before_arguments():
             return self._reject(pos)
         self._parts.has_arguments = True
         self._select_arguments_step(text[pos])
         return pos
+
+    def _start_call_before_arguments(self) -> bool:
+        """Start the tool call before its arguments are read, unless the name starts the tool call.
+
+        Return False if the object is not a tool call, because the request does not offer the named
+        function.
+        """
+        if self._parts.name is None:
+            # In `{"arguments": {}, "name": "f"}`, the name comes later, and starts the tool call.
+            return True
+        if self.writer.is_open:
+            # The object is confirmed to be a tool call, so the tool call started at its name.
+            return True
+        return self._start_call()
 
     def _select_arguments_step(self, first_char: str) -> None:
         r"""Select the method that reads the arguments, depending on their first character.

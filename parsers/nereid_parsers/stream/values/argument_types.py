@@ -93,26 +93,33 @@ class Tools:
         return properties.get(key) if isinstance(properties, Mapping) else None
 
 
-def json_types_of(
-    schema: object,
-    root: Mapping[str, Any],
-    depth: int = 0,
-    types_by_reference: dict[str, frozenset[str] | None] | None = None,
-) -> frozenset[str] | None:
+def json_types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
 
     The types are needed to convert the text of an argument to JSON. Example:
     `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` gives `{"integer", "null"}`.
 
-    The references (`$ref`) of `schema` are looked up in `root`. `depth` is the number of schemas
-    that enclose `schema` or refer to it. Schemas that are nested too deeply define no type.
-    `types_by_reference` contains the types of the references that have already been looked up. Each
-    reference is looked up once, because the time would otherwise grow exponentially with the number
-    of definitions that refer to each other. A `$ref` to its own schema defines no type.
+    `root` contains the definitions to which the references (`$ref`) of `schema` point. A `$ref` to
+    its own schema and a schema inside more than `_MAX_SCHEMA_DEPTH` other schemas define no type.
+    """
+    return _types_at_depth(schema, root, depth=0, known_types={})
+
+
+def _types_at_depth(
+    schema: object,
+    root: Mapping[str, Any],
+    depth: int,
+    known_types: dict[str, frozenset[str] | None],
+) -> frozenset[str] | None:
+    """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
+
+    Example: `{"type": "integer", "nullable": true}` gives `{"integer", "null"}`.
+
+    `depth` is the number of schemas that enclose `schema` or refer to it. `known_types` contains
+    the types of the references that have already been looked up.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
         return None
-    known_types = {} if types_by_reference is None else types_by_reference
     types = _declared_types(schema, root, depth, known_types)
     if types is not None and schema.get("nullable") is True:
         return types | {"null"}
@@ -139,11 +146,7 @@ def _declared_types(
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        if reference not in known_types:
-            known_types[reference] = None  # The result if the definition refers to itself.
-            definition = _resolve(reference, root)
-            known_types[reference] = json_types_of(definition, root, depth + 1, known_types)
-        return known_types[reference]
+        return _types_of_reference(reference, root, depth, known_types)
     if schema.get("type") is not None:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
@@ -156,12 +159,34 @@ def _declared_types(
         parts = schema.get(keyword)
         if isinstance(parts, list):
             return combine_types(
-                [json_types_of(part, root, depth + 1, known_types) for part in parts]
+                [_types_at_depth(part, root, depth + 1, known_types) for part in parts]
             )
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
             return frozenset({json_type})
     return None
+
+
+def _types_of_reference(
+    reference: str,
+    root: Mapping[str, Any],
+    depth: int,
+    known_types: dict[str, frozenset[str] | None],
+) -> frozenset[str] | None:
+    """Return the JSON types of the schema in `root` to which `reference` points.
+
+    Example: if `root["$defs"]["City"]` is `{"type": "string"}`, `#/$defs/City` gives `{"string"}`.
+    Return None if this schema defines no type.
+
+    `depth` is the depth of the schema that contains the reference. The result is stored in
+    `known_types`. Each reference is looked up once, because the time would otherwise grow
+    exponentially with the number of definitions that refer to each other.
+    """
+    if reference not in known_types:
+        known_types[reference] = None  # The result if the definition refers to itself.
+        definition = _resolve(reference, root)
+        known_types[reference] = _types_at_depth(definition, root, depth + 1, known_types)
+    return known_types[reference]
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:

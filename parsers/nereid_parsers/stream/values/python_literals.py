@@ -240,36 +240,36 @@ class LiteralReader:
     def _open_container(self, bracket: str, pos: int) -> int:
         """Read an opening bracket: `[`, `(` or `{`. Return the position after the bracket.
 
-        Examples: for `[` and `(`, the JSON text `[` is written. For `{`, nothing is written yet,
-        because the brace may open an object or a set, and a set becomes a JSON array.
+        The first item or key of the opened container is expected next. Examples:
 
-        The text is not valid if a key is expected, or if too many brackets are open. The status
-        then becomes BROKEN, and the result is `pos`.
+            `[` or `(`   The JSON text `[` is written.
+            `{`          Nothing is written yet, because the brace may open an object or a set, and
+                         a set becomes a JSON array. The text after the first key decides.
+
+        An opening bracket is not valid if a key is expected, or if too many brackets are open. The
+        status then becomes BROKEN, and the result is `pos`.
         """
-        is_key = self._expected in _KEYS
-        if is_key or len(self._containers) >= _MAX_DEPTH:
+        is_key_expected = self._expected in _KEYS
+        if is_key_expected or len(self._containers) >= _MAX_DEPTH:
             return self._reject(pos)
-        self._write_comma_and_set_expected()
-        is_brace = bracket == "{"
-        self._containers.append(
-            Container(_BRACKET_PAIRS[bracket], json_close="}" if is_brace else "]")
-        )
-        if not is_brace:
+        self._write_comma_before_item()
+        if bracket == "{":
+            self._containers.append(Container(close="}", json_close="}"))
+            self._expected = Expected.FIRST_KEY
+        else:
+            self._containers.append(Container(_BRACKET_PAIRS[bracket], json_close="]"))
             self._json_parts.append("[")
-        self._expected = Expected.FIRST_KEY if is_brace else Expected.FIRST_ITEM
+            self._expected = Expected.FIRST_ITEM
         return pos + 1
 
-    def _write_comma_and_set_expected(self) -> None:
-        """Write a comma if the next value needs one. Store which token must follow.
+    def _write_comma_before_item(self) -> None:
+        """Write a comma if the next value is an item that follows another item.
 
-        This method is called before a value or a key is written. Examples: in `[1, 2]`, the comma
-        is written before `2`. A comma or a closing bracket must follow each value, and a colon must
-        follow a key. `_write_key` writes the comma before a key, because a key is written only when
-        its colon is read.
+        Example: in `[1, 2]`, the comma is written before `2`, but not before `1`. The value of an
+        object's member, such as `1` in `{"a": 1}`, needs no comma.
         """
         if self._expected is Expected.ITEM:
             self._json_parts.append(", ")
-        self._expected = Expected.COLON if self._expected in _KEYS else Expected.COMMA
 
     def _read_word(self, text: str, pos: int, is_final: bool) -> int:
         """Read a number, a constant, a key without quotes or a string without quotes.
@@ -292,14 +292,16 @@ class LiteralReader:
             return pos if end - pos <= _MAX_WORD_CHARS else self._reject(pos)
         if end == pos:
             return self._reject(pos)
-        self._write_comma_and_set_expected()
         word = text[pos:end].rstrip()
         if is_key:
             # `1` in `{1` is stored as the key `"1"`, and as the number `1`, because it may turn out
             # to be the first item of a set, as in `{1, 2}`.
             self._key = KeyOrItem(quote_json(word), item_json=to_json(word, types=None))
+            self._expected = Expected.COLON
         else:
+            self._write_comma_before_item()
             self._json_parts.append(to_json(without_leading_zeros(word), types=None))
+            self._expected = Expected.COMMA
         return end
 
     # ---- strings ---------------------------------------------------------------------------------
@@ -311,25 +313,25 @@ class LiteralReader:
         `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
         too, if the schema requires a number.
         """
-        # The role depends on `_expected`, which `_write_comma_and_set_expected` changes.
+        is_key = self._expected in _KEYS
         is_member_value = self._expected is Expected.VALUE
         schema_forbids_string = self._value_types is not None and "string" not in self._value_types
-        role = StringRole.VALUE
-        if self._expected in _KEYS:
+        output: list[str] = []  # The text of a key, or of a value that will be converted.
+        if is_key:
             role = StringRole.KEY
         elif is_member_value and schema_forbids_string:
             role = StringRole.CONVERTED_VALUE
-        self._write_comma_and_set_expected()
-        output: list[str] = []  # The text of a key, or of a value that will be converted.
-        if role is StringRole.VALUE:
+        else:
+            role = StringRole.VALUE
+            self._write_comma_before_item()
             self._json_parts.append('"')
             output = self._json_parts  # The text of any other value is written as it arrives.
+        # A colon must follow a key. A comma or a closing bracket must follow any other string.
+        self._expected = Expected.COLON if is_key else Expected.COMMA
         # In `'it's'`, the second quote is a part of the string, because the text after this quote
         # cannot follow a string. If a string is outside all lists and objects, the string is the
         # whole value of an argument.
-        match_text_after = matcher_after_string(
-            is_key=role is StringRole.KEY, is_argument=not self._containers
-        )
+        match_text_after = matcher_after_string(is_key=is_key, is_argument=not self._containers)
         reader = StringReader(quote, self._dialect, match_text_after, output)
         self._string = OpenString(role, reader, output)
 

@@ -90,8 +90,9 @@ def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> 
     ends. Such a schema is described as a whole. Example: `{"items": {"not": {}}}` at the path `$`
     yields "not at $.items".
 
-    For the whole answer (`is_answer`), keywords that the library llguidance enforces are not
-    described. `depth` is the number of schemas that enclose `schema`.
+    `depth` is the number of schemas that enclose `schema`. If `is_answer` is true, `schema` belongs
+    to the schema of the whole answer, so the patterns and the combinations of keywords that only
+    the library llguidance enforces are not described.
     """
     if not isinstance(schema, Mapping):
         return

@@ -25,7 +25,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
     Raises: ApiError 400 that describes the problem and, for a syntax error, its line and column.
     """
-    body = _parse(raw)
+    body = _parse_json(raw)
     if not isinstance(body, dict):
         raise ApiError(
             400, f"The request body must be a JSON object, but it is {_JSON_TYPES[type(body)]}"
@@ -33,30 +33,47 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _parse(raw: bytes) -> object:
-    """Parse the JSON value in a body."""
+def _parse_json(raw: bytes) -> object:
+    """Parse a request body as JSON, and return the value, which can have any type.
+
+    Raises: ApiError 400 that describes why the body is not valid.
+    """
     try:
         return json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
-    except json.JSONDecodeError as error:
-        if not raw.strip():
-            raise ApiError(400, "The request body must be a JSON object, but it is empty") from None
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ApiError(400, f"The request body is not valid JSON at {place}: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ApiError(
-            400,
-            "The request body must be JSON in UTF-8, but it is not valid UTF-8 at byte "
-            f"{error.start}",
-        ) from None
     except RecursionError:
-        raise ApiError(400, NESTED_TOO_DEEPLY) from None
+        problem = NESTED_TOO_DEEPLY
     except ValueError as error:
-        # The number is NaN, infinite, too large for a float, or an integer with thousands of
-        # digits. Python's message about such an integer names a Python function.
-        reason = str(error)
-        if "digits" in reason:
-            reason = f"an integer has more than {sys.get_int_max_str_digits()} digits"
-        raise ApiError(400, f"The request body has an invalid number: {reason}") from None
+        problem = _describe_json_error(error, raw)
+    raise ApiError(400, problem)
+
+
+def _describe_json_error(error: ValueError, raw: bytes) -> str:
+    """Return the error message for a request body that is not valid JSON.
+
+    Example: for the body b'{"a": }', the result is "The request body is not valid JSON at line 1,
+    column 7: Expecting value".
+
+    Args:
+        error: the error that `json.loads` has raised for the body.
+        raw: the body.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return (
+            "The request body must be JSON in UTF-8, but it is not valid UTF-8 at byte "
+            f"{error.start}"
+        )
+    if isinstance(error, json.JSONDecodeError):
+        if not raw.strip():
+            return "The request body must be a JSON object, but it is empty"
+        place = f"line {error.lineno}, column {error.colno}"
+        return f"The request body is not valid JSON at {place}: {error.msg}"
+    # Any other error is about a number: NaN, an infinite number, a number that is too large for a
+    # float, or an integer with thousands of digits.
+    reason = str(error)
+    if "digits" in reason:
+        # Python's message about a long integer names a Python function, so it is replaced.
+        reason = f"an integer has more than {sys.get_int_max_str_digits()} digits"
+    return f"The request body has an invalid number: {reason}"
 
 
 def _reject_constant(name: str) -> NoReturn:

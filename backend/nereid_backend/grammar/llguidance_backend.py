@@ -289,11 +289,14 @@ def _pattern_problem(matcher: LLMatcher) -> str:
         # llguidance's message has no line that begins with "error: ". Remove the regular expression
         # from the message, and return the message's first line.
         return _short_line(_INVALID_REGEX.sub("", error_text))
-    # The first line of only spaces and "^" marks the column. If "^" follows the indentation of 4
-    # spaces, the column is 1. The line before quotes the expression, which can begin with "^".
-    indent = re.search(r"^( +)\^+$", error_text, re.MULTILINE)
-    column = None if indent is None else len(indent[1]) - _EXCERPT_INDENT + 1
-    return message if column is None else f"{message} (column {column})"
+    # The first line of only spaces and "^" points at the error in the expression above. Both lines
+    # are indented by 4 spaces, so 4 spaces before "^" mean column 1, and 6 spaces mean column 3.
+    # A quoted expression such as "^(ab" also begins with "^", but its line has other characters.
+    marker = re.search(r"^( +)\^+$", error_text, re.MULTILINE)
+    if marker is None:
+        return message
+    column = len(marker[1]) - _EXCERPT_INDENT + 1
+    return f"{message} (column {column})"
 
 
 def _last_error(error_text: str) -> str | None:

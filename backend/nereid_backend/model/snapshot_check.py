@@ -70,12 +70,12 @@ def has_exact_snapshots(
 
 
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
-    """Return whether a sequence that continues from a copy of its state has unchanged logits.
+    """Return whether a copy of a sequence's state gives the same logits as the state itself.
 
-    The copy (the snapshot) is the state of the original sequence after `half_len` tokens. The rest
-    of the sequence is computed three times: from the state itself, from the snapshot in another row
-    of the batch, and from the snapshot in the row from which it was saved. All bits of the three
-    results must be equal.
+    The state after the first `half_len` tokens is copied to a snapshot. The rest of the sequence
+    is computed three times: from the state itself, from the snapshot in another row of the batch,
+    and from the snapshot in the row from which the snapshot was copied. All bits of the logits must
+    be equal.
     """
     original = _make_sequence(trial, row=0)
     first_half = Chunk(
@@ -105,13 +105,14 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 def _continue_from(
     path: RowsPath, sequence: Sequence, start: int, *, restored: SnapshotPlan | None
 ) -> Tensor:
-    """Compute the tokens from index `start` on in two passes, and return the logits.
+    """Compute the rest of a sequence in two passes, and return the logits of both passes.
 
-    The first pass computes all tokens except the last token, and the second pass computes the last
-    token. The check therefore covers passes with several tokens and passes with one token.
+    The rest begins with the token whose index is `start`. The first pass computes all tokens of the
+    rest except the last token. The second pass computes the last token. The check therefore covers
+    passes with several tokens and passes with one token.
 
-    `restored` loads the state after the tokens before `start` from a snapshot. It is None if `path`
-    has computed these tokens of the sequence.
+    `restored` loads the state before the token `start` from a snapshot. If `path` itself has
+    computed the tokens before `start`, `restored` is None.
 
     Returns:
         The logits of the two passes, [2, vocab_size].

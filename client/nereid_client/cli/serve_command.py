@@ -34,6 +34,9 @@ from nereid_client.supervise.serve_plan import STANDARD_OUTPUT, Program, ServePl
 from nereid_client.supervise.start_fork_server import ADDRESS_VARIABLE, choose_address
 from nereid_client.supervise.supervisor import Supervisor
 
+# The flags that describe models. They are refused together with --config, whose file describes all
+# models.
+_MODEL_FLAGS = ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -66,7 +69,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     tritonserver = find_tritonserver(args.tritonserver)
     repository = find_repository(args.model_repository)
     startup_checks.check_model_repository(repository)
-    several = _several_models(args)
+    several = _models_of_file(args)
     models = several or _OneLanguageModel(args, repository)
     environment = _environment(args, models.path, models.name)
     if several is None:
@@ -175,19 +178,24 @@ class _OneLanguageModel:
         return [PROBES[kind] for kind in ("llm", *(model.kind for model in self.pooling_models))]
 
 
-def _several_models(args: argparse.Namespace) -> ServedModels | None:
-    """Return the models that the --config file describes, or None if no file is given.
+def _models_of_file(args: argparse.Namespace) -> ServedModels | None:
+    """Read the models file, and return its models. If no models file is given, return None.
 
-    The environment variable NEREID_MODELS_FILE can name the file instead of the flag.
+    The flag --config or the environment variable NEREID_MODELS_FILE gives the path of the file. The
+    flag takes precedence.
 
-    Raises: CliError if the file is wrong, or if another flag describes a model.
+    Raises: CliError if the file is wrong, or if a flag such as --model is given together with a
+        models file, which describes all models.
     """
     path = args.config or _environment_path("NEREID_MODELS_FILE")
     if path is None:
         return None
-    for flag in ("--model", "--served-model-name", "--lora", "--embedding-model", "--rerank-model"):
-        if getattr(args, attribute(flag)):
+    for flag in _MODEL_FLAGS:
+        is_given = bool(getattr(args, attribute(flag)))
+        if is_given:
             raise CliError(f"{flag} has no effect with --config. Describe the model in {path}.")
+    # If the file leaves out a setting of a model, the setting's flag gives the value, or else the
+    # setting's environment variable.
     environment = {**os.environ, **_variables_of_flags(args)}
     return ServedModels(startup_checks.absolute_path(path, "--config"), environment)
 

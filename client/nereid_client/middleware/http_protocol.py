@@ -100,14 +100,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:
-        """Parse received bytes. The parser calls the methods `on_...` during this call.
+        """Pass received bytes to the parser, which calls the methods `on_...` for each part.
 
-        Unlike uvicorn's `data_received`, this method ignores the header Upgrade.
+        Unlike uvicorn's `data_received`, this method ignores the header Upgrade. If the bytes are
+        not a valid request, the client receives the status 400.
         """
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:
+            # The parser has stopped after the headers of a request with the header Upgrade.
             num_parsed_bytes = error.args[0]
             self._parse_without_upgrade(data[num_parsed_bytes:])
         except httptools.HttpParserError:
@@ -218,15 +220,28 @@ class LimitedProtocol(HttpToolsProtocol):
             )
 
     def _close_if_unread(self, num_unsent_before: int) -> None:
-        """Close the connection if the client has read nothing. Otherwise, restart the timer.
+        """Close the connection if the client has read nothing since the timer started.
 
-        While a response is being generated, its next parts are added to the unsent bytes. The
-        middleware Timeouts then decides whether the client still reads.
+        Restart the timer instead in two cases: the client has read a part of the response, or the
+        response is still being generated. New parts of such a response are added to the unsent
+        bytes, so the number of unsent bytes does not show whether the client reads. The middleware
+        Timeouts checks whether the client reads such a response.
+
+        Example: 5000 bytes were unsent when the timer started. If 5000 bytes are still unsent,
+        close the connection. If 3000 bytes are unsent, restart the timer.
+
+        Args:
+            num_unsent_before: the number of unsent bytes when the timer started.
         """
         self._unread_timer = None
-        is_generating = self._running is not None and self._running.response_started
-        may_grow = is_generating and not self.transport.is_closing()
-        if may_grow or self.transport.get_write_buffer_size() < num_unsent_before:
+        has_read = self.transport.get_write_buffer_size() < num_unsent_before
+        has_open_response = self._running is not None and self._running.response_started
+        # A response can end before it is complete, for example at a time limit. The request of the
+        # response then stays in `_running`, and uvicorn calls the transport's method `close`, which
+        # waits until the client has read the rest. The middleware Timeouts has ended, so only this
+        # timer limits the wait.
+        is_generating = has_open_response and not self.transport.is_closing()
+        if has_read or is_generating:
             self._start_unread_timer()
             return
         _log.warning(

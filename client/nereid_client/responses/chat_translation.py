@@ -1,7 +1,7 @@
 """Translate requests of the Responses API to chat completions."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereid_client.protocol.custom_tools import with_custom_tools_as_functions
@@ -130,21 +130,14 @@ class _ChatBuilder:
         """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
-    def find_or_add_assistant_message(self, with_empty: Iterable[str] = ()) -> Json:
-        """Return the assistant message to which the next item is added.
+    def last_assistant_message(self) -> Json | None:
+        """Return the last message if it is an assistant message. Otherwise, return None."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            return self.messages[-1]
+        return None
 
-        If the last message is an assistant message in which the given fields are missing or empty,
-        return the last message. Otherwise, append an empty assistant message and return it.
-
-        Args:
-            with_empty: names of fields, such as "content". Example: reasoning comes before content,
-                so reasoning cannot be added to a message that already has content.
-        """
-        if self.messages:
-            last = self.messages[-1]
-            are_fields_empty = not any(last.get(field) for field in with_empty)
-            if last["role"] == "assistant" and are_fields_empty:
-                return last
+    def append_assistant_message(self) -> Json:
+        """Append an assistant message without content, and return the message."""
         message: Json = {"role": "assistant", "content": None}
         self.messages.append(message)
         return message
@@ -179,20 +172,24 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
-    """Add an assistant text to the messages of the chat.
+    """Add a text to the last assistant message, or to a new assistant message.
 
-    If the assistant's last message already has a text and no tool calls, the text becomes a new
-    message. After tool calls, the text is added to the message with the calls. A new message would
-    come between the calls and their outputs, and chat templates do not accept this order.
+    A new message is appended in two cases: the last message of the chat is not an assistant
+    message, or it has a text and no tool calls.
+
+    Example: after the message {"role": "assistant", "content": ["a"]}, the text "b" becomes a
+    second message. If the first message also has tool calls, its content becomes ["a", "b"].
     """
-    last = chat.messages[-1] if chat.messages else {}
-    if last.get("tool_calls"):
-        message = chat.find_or_add_assistant_message()
-    else:
-        message = chat.find_or_add_assistant_message(with_empty=["content"])
+    message = chat.last_assistant_message()
+    # After tool calls, a new message would come between the calls and their outputs. Chat templates
+    # do not accept this order.
+    if message is None or (message["content"] and not message.get("tool_calls")):
+        message = chat.append_assistant_message()
     if message["content"] is None:
         message["content"] = []
-    if text:  # the list stays empty, and thus false, if the message has no text
+    # An empty text is not stored. The content is then an empty list, which counts as no text, so
+    # that the next text is added to the same message.
+    if text:
         message["content"].append(text)
 
 
@@ -214,23 +211,34 @@ def _chat_part(part: Json) -> Json:
 
 
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
-    """Add the text of a reasoning item to the assistant message that comes after this item."""
+    """Add the text of a reasoning item to the assistant message that comes after this item.
+
+    If the item has no text, its summary is added instead.
+    """
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
-    if text:
-        message = chat.find_or_add_assistant_message(with_empty=["content", "tool_calls"])
-        message.setdefault("reasoning", []).append(text)
+    if not text:
+        return
+    message = chat.last_assistant_message()
+    # Reasoning comes before the content and the tool calls of a message.
+    if message is None or message["content"] or message.get("tool_calls"):
+        message = chat.append_assistant_message()
+    message.setdefault("reasoning", []).append(text)
 
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
-    """Add a call of a function or of a custom tool to the current assistant message."""
+    """Add a call of a function or of a custom tool to the last assistant message.
+
+    If the last message of the chat is not an assistant message, append an assistant message first.
+    """
     name = chat_name(item.get("namespace"), item["name"])
     call = {"id": item["call_id"]}
     if item["type"] == "custom_tool_call":
         call |= {"type": "custom", "custom": {"name": name, "input": item["input"]}}
     else:
         call |= {"type": "function", "function": {"name": name, "arguments": item["arguments"]}}
-    chat.find_or_add_assistant_message().setdefault("tool_calls", []).append(call)
+    message = chat.last_assistant_message() or chat.append_assistant_message()
+    message.setdefault("tool_calls", []).append(call)
 
 
 def _add_call_output(chat: _ChatBuilder, item: Json) -> None:

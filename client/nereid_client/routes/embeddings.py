@@ -1,7 +1,7 @@
 """POST /v1/embeddings, /v1/embed, /v2/embed, /embed, /embed_all and /embed_sparse."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -44,18 +44,31 @@ async def embeddings(request: Request) -> Response:
     served = await choose_model(request, body.model, (EMBEDDING,))
     options = body.options_for(_prompt_names(served))
     outputs = await call_model(request, served, body.model_inputs, options)
-    vector_to_json = WRITERS[body.vector_type]
-    # `vector_to_json` returns JSON text, so the other values of the object must be JSON texts, too.
-    items = (
-        join_json_object(
-            {"object": '"embedding"', "index": str(index), "embedding": vector_to_json(vector)}
-        )
-        for index, vector in enumerate(vectors_of(outputs))
-    )
-    # The id and the time are fields of vLLM. The library of Mistral requires the id.
-    members = envelope("embd", request_id_of(request), served.name)
-    members["usage"] = usage_of(outputs)
-    return json_response(members, "data", await join_json_list(items))
+    encoded_items = _encode_items(vectors_of(outputs), WRITERS[body.vector_type])
+    # `envelope` adds an id and a time. OpenAI does not return these fields, but vLLM does, and the
+    # library of Mistral requires the id.
+    members = envelope("embd", request_id_of(request), served.name) | {"usage": usage_of(outputs)}
+    return json_response(members, "data", await join_json_list(encoded_items))
+
+
+def _encode_items(
+    vectors: Iterable[Floats], vector_to_json: Callable[[Floats], str]
+) -> Iterator[str]:
+    """Yield the JSON text of each item in the list `data` of OpenAI's response.
+
+    Example: the vector [0.5] yields '{"object":"embedding","index":0,"embedding":[0.5]}'.
+
+    Args:
+        vectors: the vectors of all inputs.
+        vector_to_json: converts one vector to JSON text.
+    """
+    for index, vector in enumerate(vectors):
+        encoded_members = {
+            "object": '"embedding"',
+            "index": str(index),
+            "embedding": vector_to_json(vector),
+        }
+        yield join_json_object(encoded_members)
 
 
 @router.post("/v2/embed", summary="Create embeddings (Cohere's API, version 2)")
@@ -115,16 +128,16 @@ def _prompt_names(served: ServedModel) -> Collection[str]:
     return prompts.keys()
 
 
-async def _encode_lists(rows: Sequence[Floats], vector_types: Sequence[str]) -> dict[str, str]:
-    """Return a dict that maps each type of vector to the JSON text of all vectors.
+async def _encode_lists(vectors: Sequence[Floats], vector_types: Sequence[str]) -> dict[str, str]:
+    """Encode all vectors in each vector type. Return one JSON list of vectors for each type.
 
-    The vectors are encoded once for each type, even if `vector_types` repeats a type many times.
+    If `vector_types` contains a type several times, the vectors are encoded in this type only once.
 
-    Example: one row [0.5] and the types "float" and "int8" return {"float": "[[0.5]]", "int8":
-    "[[127]]"}.
+    Example: the vectors [0.5] and [0.25] in the types "float" and "int8" return {"float":
+    "[[0.5],[0.25]]", "int8": "[[127],[127]]"}.
     """
     return {
-        vector_type: await join_json_list(map(WRITERS[vector_type], rows))
+        vector_type: await join_json_list(map(WRITERS[vector_type], vectors))
         for vector_type in dict.fromkeys(vector_types)
     }
 

@@ -102,7 +102,8 @@ class StubWatch:
             if is_running:
                 continue
             has_disappeared = process is None
-            # The server ends a stub if it unloads the model, or if the model cannot be loaded.
+            # The server itself ends a stub in two cases: the server unloads the stub's model, or
+            # the stub cannot load its model.
             may_have_been_ended = self._can_unload or not self.are_models_loaded
             if has_disappeared and may_have_been_ended:
                 self._forget(pid)

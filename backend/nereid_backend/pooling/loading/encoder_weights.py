@@ -40,9 +40,9 @@ from nereid_backend.pooling.loading.late_interaction_files import (
     STANFORD_PROJECTION,
 )
 
-# The auto class of transformers for each kind of model.
+# The auto class of transformers for each kind of model, except RETRIEVAL and BASE. RETRIEVAL has no
+# auto class. BASE has AutoModel, but a model of this kind is loaded without its head and pooler.
 _AUTO: dict[str, Any] = {
-    BASE: AutoModel,
     SEQUENCE: AutoModelForSequenceClassification,
     TOKENS: AutoModelForTokenClassification,
     MASKED: AutoModelForMaskedLM,
@@ -169,8 +169,7 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     """Return a function that loads the model: `from_pretrained` of a transformers class.
 
     Example: for a classifier in a folder, the result is the function of
-    AutoModelForSequenceClassification, an auto class. An auto class reads the config of the
-    checkpoint, and chooses the class of the model.
+    AutoModelForSequenceClassification.
 
     If `reads_folder` is False, the caller passes the weights as a dict.
 
@@ -179,21 +178,36 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     """
     if spec.loader == RETRIEVAL:
         return _retrieval_loading_function(spec)
+    if spec.loader == BASE:
+        return _loading_function_without_head(spec)
     auto_class = _AUTO[spec.loader]
+    if reads_folder:
+        return _auto_loading_function(auto_class)
+    return _loading_function_for_dict(spec, auto_class)
+
+
+def _auto_loading_function(auto_class: Any) -> Callable[..., Any]:  # noqa: ANN401 - an auto class
+    """Return a function that loads a model with an auto class of transformers.
+
+    An auto class, such as AutoModel, reads the config of the checkpoint, and chooses the class of
+    the model. The function raises a ValueError if the auto class does not support the config.
+    """
     # With trust_remote_code=True, an auto class would run Python files of the checkpoint.
-    load_with_auto_class = partial(auto_class.from_pretrained, trust_remote_code=False)
-    has_head = spec.loader != BASE
-    if has_head and reads_folder:
-        return load_with_auto_class
-    # An auto class cannot leave out the pooler of a model without a head, and cannot load weights
-    # from a dict. The class of the model can do both.
+    return partial(auto_class.from_pretrained, trust_remote_code=False)
+
+
+def _loading_function_for_dict(
+    spec: CheckpointSpec,
+    auto_class: Any,  # noqa: ANN401 - an auto class
+) -> Callable[..., Any]:
+    """Return a function that loads a model whose weights are passed as a dict.
+
+    An auto class cannot load weights from a dict. The class of the model can, so the result is the
+    function of the class that `auto_class` would choose.
+    """
     model_class = _model_class(auto_class, spec)
     if model_class is None:
-        # The auto class does not support the config. Its `from_pretrained` therefore raises a
-        # ValueError that lists the supported configs.
-        return load_with_auto_class
-    if not has_head:
-        return _loading_function_without_head(spec, model_class)
+        return _auto_loading_function(auto_class)  # raises an error that lists supported configs
     return model_class.from_pretrained  # type: ignore[no-any-return]
 
 
@@ -213,19 +227,20 @@ def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:
     return retrieval_class.from_pretrained  # type: ignore[no-any-return]
 
 
-def _loading_function_without_head(
-    spec: CheckpointSpec,
-    model_class: Any,  # noqa: ANN401 - a model class
-) -> Callable[..., Any]:
+def _loading_function_without_head(spec: CheckpointSpec) -> Callable[..., Any]:
     """Return a function that loads a model without a head and without a pooler.
 
     A pooler is a layer that follows the token vectors. Nereid does not use the pooler, and the
-    weights of a pooler are often untrained. Of an encoder-decoder model, only the encoder is
-    loaded, because the encoder computes the token vectors.
+    weights of a pooler are often untrained. AutoModel cannot leave out the pooler, so the result is
+    the function of the class that AutoModel would choose. Of an encoder-decoder model, only the
+    encoder is loaded, because the encoder computes the token vectors.
 
     Raises:
         UnsupportedModelError: transformers has no class for the encoder of the model.
     """
+    model_class = _model_class(AutoModel, spec)
+    if model_class is None:
+        return _auto_loading_function(AutoModel)  # raises an error that lists supported configs
     is_encoder_decoder = getattr(spec.config, "is_encoder_decoder", False)
     loaded_class = _encoder_class(spec, model_class) if is_encoder_decoder else model_class
     has_pooler = "add_pooling_layer" in inspect.signature(loaded_class.__init__).parameters

@@ -48,8 +48,9 @@ class AdapterCalls(ReplicaCalls):
     def __init__(self, names_at_start: Iterable[str] = ()) -> None:
         super().__init__()
         self._names_at_start = frozenset(names_at_start)
-        # For each adapter, and for the weights of the model, the message that requested the last
-        # successful change. The messages are stored without their ids.
+        # Maps the name of an adapter to the message of the adapter's last successful change, such
+        # as {"a": ["load_lora", "a", "/path"]}. The key _WEIGHTS_KEY has the message that last
+        # replaced the weights of the model. The messages contain no id.
         self._history: dict[str, list[str]] = {}
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}

@@ -13,7 +13,7 @@ _SEPARATOR = "\n\n"
 
 
 def merge_first_system_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    r"""Merge the messages of the system and the developer at the start of a chat into one message.
+    r"""Merge the system and developer messages at the start of a chat into one message.
 
     The merged message has the role of the first message.
 
@@ -48,6 +48,9 @@ def with_later_system_messages_as_user(messages: Sequence[dict[str, Any]]) -> li
 
 
 def count_first_system_messages(messages: Sequence[dict[str, Any]]) -> int:
-    """Return the number of messages of the system and the developer at the start of a chat."""
+    """Count the messages at the start of a chat that have the role "system" or "developer".
+
+    Example: the roles "system", "developer", "user" and "system" return 2.
+    """
     first = itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)
     return len(list(first))

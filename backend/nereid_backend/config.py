@@ -206,7 +206,12 @@ class EngineConfig:
         return from_texts(cls, settings)
 
     def _check_speculation(self) -> None:
-        """Raise a ConfigError if the settings of speculative decoding contradict each other."""
+        """Raise a ConfigError if the settings of speculative decoding contradict each other.
+
+        `speculative_method` selects the source of draft tokens. "draft" needs the setting
+        draft_model, and "ngram" and "mtp" use no draft model. If the method is not set, it is
+        "draft" if draft_model is set. "mtp" does not support tensor parallelism.
+        """
         method = self.speculative_method
         if method == "draft" and self.draft_model is None:
             raise ConfigError(

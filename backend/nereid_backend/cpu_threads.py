@@ -179,8 +179,10 @@ def cpu_time_of_others(cpus: frozenset[int]) -> float | None:
 def _ticks_of_line(line: str, cpus: frozenset[int]) -> int:
     """Return the time in clock ticks during which a CPU ran processes of normal priority.
 
-    Example of a line: "cpu0 763916 119878 61013 ...". The result is 0 for a CPU that is not in
-    `cpus`, and for the first line "cpu  1563478 ...", which has the sum of all CPUs.
+    Args:
+        line: a line of /proc/stat, such as "cpu0 763916 119878 61013 ...".
+        cpus: the CPUs that count. For another CPU, and for the first line "cpu  1563478 ...", which
+            has the sum of all CPUs, the result is 0.
     """
     name, *ticks = line.split()
     number = name.removeprefix("cpu")

@@ -102,7 +102,9 @@ class DraftModel:
         """
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
-        # An MTP layer (a multi-token prediction layer of the large model); None for a small model.
+        # If the draft model is an MTP layer (a multi-token prediction layer of the large model),
+        # `_mtp` is the same object as `_path`. If the draft model is a separate small model, `_mtp`
+        # is None. An MTP layer also needs the hidden states of the large model.
         self._mtp = path if isinstance(path, MtpPath) else None
         self._hook = hook
         self._sizes = sizes
@@ -110,9 +112,11 @@ class DraftModel:
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)
+        # The free rows of the draft model's batch. Each sequence with draft tokens uses one row.
         self._free_rows = list(range(sizes.max_num_seqs))
         # Maps sequences of the large model to their drafts. Each draft uses one row of the batch.
         self._drafts: dict[Sequence, SequenceDraft] = {}
+        # The draft tokens of each sequence for the next forward pass of the large model.
         self._proposals: dict[Sequence, list[int]] = {}
         self._is_broken = False
 
@@ -194,9 +198,15 @@ class DraftModel:
         return draft
 
     def _draft_length(self, target: Sequence) -> int:
-        """Return how many draft tokens a sequence may get now."""
+        """Return how many draft tokens a sequence may get now.
+
+        A sequence gets draft tokens only after its first output token, and only if it has no
+        images.
+        """
         num_known = len(target.token_ids)  # the tokens of the prompt and of the answer so far
         has_output = target.num_output_tokens > 0
+        # After a preemption, many known tokens must be computed again. Draft tokens would then cost
+        # more time than they save.
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
         is_text_only = target.images is None  # The draft model gets only token ids.
         if not (has_output and is_decoding and is_text_only):
@@ -210,10 +220,11 @@ class DraftModel:
     def _start_draft(self, target: Sequence) -> SequenceDraft | None:
         """Add a sequence of the large model to the draft model, and return its `SequenceDraft`.
 
-        Return None if there are not enough free blocks of the KV cache.
+        The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets a row
+        of the batch and blocks of the KV cache. Return None if there are not enough free blocks.
         """
-        # An MTP layer leaves out the first token, because it combines each token with the hidden
-        # state of the previous token.
+        # An MTP layer (a multi-token prediction layer of the large model) leaves out the first
+        # token, because it combines each token with the hidden state of the previous token.
         start_in_target = 0 if self._mtp is None else 1
         draft_sequence = Sequence(
             target.request_id,
@@ -227,6 +238,7 @@ class DraftModel:
         # and at most `max_num_seqs` sequences run.
         draft_sequence.row = self._free_rows.pop()
         if self._mtp is not None:
+            # Let the MTP layer use the hidden states of `target`.
             self._mtp.follow(draft_sequence, target)
         num_known = len(draft_sequence.token_ids)
         draft = SequenceDraft(target, draft_sequence, start_in_target, num_known)
@@ -246,8 +258,13 @@ class DraftModel:
     def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
         """Generate the draft tokens of all sequences, and store the draft tokens in `_proposals`.
 
-        Each pass adds one token to each incomplete draft. The time of the passes is measured,
-        because later steps choose the number of draft tokens by their cost.
+        Each forward pass of the draft model adds one token to each draft, until all drafts are
+        complete. The time of the passes is measured, because later steps choose the number of draft
+        tokens by their cost.
+
+        Args:
+            drafts: the drafts of the sequences. They contain no draft tokens yet.
+            num_sequences: the number of sequences in the step.
         """
         start = time.perf_counter()
         # Do not use the measured time if the draft model must first compute a long prompt, because
@@ -265,10 +282,15 @@ class DraftModel:
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Run one forward pass of the draft model, and sample a draft token for each sequence.
 
-        If the drafts exceed the token budget of a pass, some drafts are computed only partly or not
-        at all. They get no further token before the next step of the large model.
+        If the uncomputed tokens of the drafts exceed the token budget of a pass, some drafts are
+        computed only partly or not at all. Such a draft gets no further token before the next step
+        of the large model. It is continued before the step after that.
 
-        Return the drafts that got a token and need another pass.
+        Args:
+            drafts: the states of the sequences in the draft model. Mutated.
+
+        Returns:
+            The drafts that got a token and need more tokens, and therefore another pass.
         """
         planned = self._plan_pass(drafts)
         chunks = [chunk for _, chunk in planned]
@@ -287,6 +309,9 @@ class DraftModel:
 
         A pass computes at most `max_num_batched_tokens` tokens. Drafts with few uncomputed tokens
         come first, so that many drafts get their next token.
+
+        Returns:
+            The drafts that the pass computes, each with its chunk: the tokens to compute.
         """
         budget = self._sizes.max_num_batched_tokens
         planned: list[tuple[SequenceDraft, Chunk]] = []
@@ -310,7 +335,9 @@ class DraftModel:
         A draft needs no more tokens if it ends with a stop token or has its planned length. If the
         sampler reports an error for a draft, the draft gets no token and is not returned.
 
-        The shape of `logits` is [num_drafts, vocab_size].
+        Args:
+            logits: [num_drafts, vocab_size].
+            drafts: the drafts, in the order of the logits. Mutated.
 
         Raises:
             ModelError: if the logits contain NaN or infinity.

@@ -127,7 +127,11 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,  # noqa: ARG002 - the base class requires this parameter
     ) -> ModuleSpec | None:
-        """Return a specification with `_Loader` for `_MODULE`, and None for any other module."""
+        """If the module is `_MODULE`, return a specification with `_Loader` as the module's loader.
+
+        Python calls this method for each module that is imported. Return None for any other module,
+        so that Python imports that module as usual.
+        """
         if fullname != _MODULE:
             return None
         # `_Loader` reads a source file. Keep any other loader, such as the loader for zip files.
@@ -152,8 +156,14 @@ def _with_cache(compute_index: Callable[[Any], Any], package: Path) -> Callable[
     """Return a replacement for `compute_index` that stores the computed index in a file.
 
     The index maps each model file of transformers to the names that the file defines. Example: it
-    contains the class `LlamaModel` for the file `llama/modeling_llama.py`. Only the index of the
-    folder `models` in `package`, the folder of transformers, is stored.
+    contains the class `LlamaModel` for the file `llama/modeling_llama.py`. Computing the index
+    takes about a second, and reading the file is much faster. Only the index of the folder
+    `models` is stored. For any other folder, the returned function calls `compute_index`.
+
+    Args:
+        compute_index: returns the index of a folder of transformers. The argument is the path of
+            the folder or of a file in the folder.
+        package: the folder of the package transformers.
     """
     models_folder = str(package / "models")
     models_paths = {models_folder, f"{models_folder}{os.sep}__init__.py"}
@@ -178,7 +188,8 @@ def _fingerprint(package: Path) -> str:
     """Return a hash that changes whenever the stored index is no longer valid.
 
     The hash depends on the folder and the version of transformers, the time at which the folder of
-    the models was changed, and the version of Python.
+    the models was changed, and the version of Python. If one of them changes, the stored index is
+    not used.
     """
     version = getattr(sys.modules.get("transformers"), "__version__", "")
     changed = (package / "models").stat().st_mtime_ns

@@ -114,8 +114,9 @@ def _whole_pages(address: int, num_bytes: int) -> range:
 def _are_unchanged_file_pages(pages: range) -> bool:
     """Return whether all pages belong to mapped files and are unchanged by this process.
 
-    `pages` contains page numbers. If this process changes a page of a file, the operating system
-    replaces the page by a copy in memory or in the swap space, which does not belong to the file.
+    If this process changes a page of a file, the operating system replaces the page by a copy,
+    which does not belong to the file. Such a copy is in memory or in the swap space. `pages`
+    contains the numbers of the pages: the addresses divided by the size of a page.
     """
     try:
         # The file contains 8 bytes of flags for each page of this process.

@@ -112,8 +112,11 @@ def _tensors_by_storage(model: nn.Module) -> dict[int, list[Tensor]]:
 def _copy_storage(storage: torch.UntypedStorage, target: Tensor, *, can_discard: bool) -> None:
     """Copy the bytes of a storage (the memory of some tensors) to the beginning of `target`.
 
-    If `can_discard` is true, each page of the storage is returned to the operating system after it
-    was copied. The memory then never contains a large weight twice.
+    Args:
+        storage: the storage. Its contents are undefined after the call if `can_discard` is True.
+        target: the new memory, uint8. Mutated.
+        can_discard: whether each page of the storage is returned to the operating system after it
+            was copied. The memory then never contains a large weight twice.
     """
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
@@ -126,8 +129,10 @@ def _copy_storage(storage: torch.UntypedStorage, target: Tensor, *, can_discard:
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
     """Return a tensor that has the values of `tensor` and uses the memory of `mapped`.
 
-    The storage of `tensor` was copied to `mapped[start:]` (uint8), which begins at the start of a
-    memory page. `start` is a multiple of the item size.
+    Args:
+        tensor: a tensor whose storage was copied to `mapped[start:]`.
+        mapped: bytes, uint8. It begins at the start of a memory page.
+        start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
     storage = mapped.untyped_storage()
     # torch counts the offset of a tensor in its storage in items, not in bytes.

@@ -145,6 +145,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     architectures = getattr(config, "architectures", None) or [config.model_type]
     architecture = architectures[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
+    # `load` takes one argument: the name of the attention implementation.
     load = functools.partial(
         load_model,
         folder,
@@ -214,6 +215,10 @@ def _check_num_layers(file: Path, num_tensors: int) -> None:
     """Raise a ModelError if a config describes far more layers than the weight files contain.
 
     transformers would create all these layers, which can take hours and all memory.
+
+    Args:
+        file: the path of config.json.
+        num_tensors: the number of tensors in the weight files.
     """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -291,6 +296,12 @@ def _choose_dtype(
     "auto" selects the checkpoint's data type, or float32 if the config contains no data type or if
     the device is slow with this type; see `_automatic_dtype`. Any other setting is used as it is. A
     warning is logged if the setting is "bfloat16" on a CPU without a fast kernel for bfloat16.
+
+    Args:
+        setting: the setting `dtype`: "auto", "float32", "bfloat16" or "float16".
+        config: the config of the checkpoint.
+        text_config: the part of the config that describes the decoder.
+        device: the device of the weights.
     """
     if setting == "auto":
         # In the config, the data type is a torch.dtype or the name of a torch.dtype.
@@ -312,6 +323,10 @@ def _automatic_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.d
     - The data type is float16, and the device is a CPU.
     - The data type is bfloat16, and the device is a CPU without a fast kernel for bfloat16. A
       warning is logged, because the weights need twice the memory.
+
+    Args:
+        dtype: the checkpoint's data type; None if the config contains no data type.
+        device: the device of the weights.
     """
     if dtype is None or dtype not in _DTYPES.values():
         return torch.float32

@@ -193,6 +193,9 @@ class MtpPath:
     ) -> None:
         """Create a path without sequences.
 
+        An MTP layer predicts the next token from two inputs: the last token, and the hidden state
+        of the large model at the token before it. The predicted tokens are draft tokens.
+
         Args:
             mtp_model: an MtpModel of transformers.
             hook: Nereid's attention function, which transformers calls in each layer.
@@ -207,8 +210,10 @@ class MtpPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
+        # Maps each sequence of the MTP layer to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
-        # The output of this layer for the last token of each sequence, [hidden_size].
+        # Maps each sequence of the MTP layer to the output of this layer for the last token of the
+        # sequence, [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
@@ -292,6 +297,8 @@ class MtpPath:
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
     """Run the first MTP layer on consecutive tokens, and return a hidden state for each token.
+
+    An MTP (multi-token prediction) layer combines each token with a hidden state.
 
     Args:
         mtp_model: an MtpModel of transformers.

@@ -57,6 +57,8 @@ class SequenceDraft:
         Mutates: `num_known`, and the tokens and `num_computed_tokens` of `sequence`.
         """
         chosen_tokens = self._chosen_tokens()
+        # The number of tokens at the beginning of the sequence for which the draft model's KV cache
+        # stays valid.
         num_reusable = self.num_known
         if keeps_accepted:
             num_reusable += common_prefix_len(self.draft_tokens, chosen_tokens)

@@ -66,6 +66,7 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
     validated: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
     pydantic_init = validated.__init__
 
+    # The new __init__ converts pydantic's ValidationError to a ConfigError.
     @functools.wraps(pydantic_init)
     def init(self: object, *args: object, **values: object) -> None:
         with _config_errors(validated):
@@ -129,7 +130,10 @@ def _parse_adapters(value: object) -> object:
 
 
 def _parse_switch(value: object) -> object:
-    """Convert a value to True, False or "auto". Example: "1", "on" and "true" become True."""
+    """Convert a value to True, False or "auto".
+
+    Example: "1", "on" and "true" become True.
+    """
     if isinstance(value, bool) or value == "auto":
         return value
     try:
@@ -232,6 +236,7 @@ def _describe_problem(problem: ErrorDetails) -> str:
     # Remove the beginning and the end of pydantic's message, so that only a phrase such as "a valid
     # integer" remains.
     expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
+    # Replace phrases of pydantic by simpler ones. Example: "a valid integer" becomes "an integer".
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)
     return f"the value must be {expected}, but it is {problem['input']!r}."

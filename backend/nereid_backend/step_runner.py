@@ -284,15 +284,22 @@ def _with_all_tokens(logits: Tensor, num_token_ids: int) -> Tensor:
 def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
     """For each request that asks for prompt log-probabilities, start to compute them.
 
-    The shape of `logits` is [sum of the chunks' num_logits, vocab_size]. The keys of the result are
-    the indices of the chunks. There is one item for each slice of consecutive tokens, because
-    `rank_prompt` divides the tokens into slices to limit the memory.
+    Args:
+        logits: [sum of the chunks' num_logits, vocab_size].
+        plan: the plan of the step.
+
+    Returns:
+        Maps the index of a chunk to the log-probabilities of its prompt tokens, which are still
+        being copied to the host. There is one item for each slice of consecutive tokens, because
+        `rank_prompt` divides the tokens into slices to limit the memory. Chunks of other requests
+        are left out.
     """
     reports: dict[int, list[_Report]] = {}
     next_row = 0  # the index of the first row of `logits` that belongs to the next chunk
     for index, chunk in enumerate(plan.chunks):
         first_row = next_row
         next_row += chunk.num_logits
+        # The number of most likely tokens that are reported for each position of the prompt.
         num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue

@@ -132,7 +132,9 @@ class DecodeGroup:
         each. A decode with the block table [8, 3, 6] attends to the positions 7 to 10. The result
         is the blocks [3, 6] and the index 1, at which these blocks begin in the block table.
 
-        `first_visible` [num_decodes, 1] contains the first position to which each decode attends.
+        Args:
+            first_visible: [num_decodes, 1], the first position to which each decode attends.
+            window: the attention window.
 
         Returns:
             The block numbers, [num_decodes, n], and the index of the first returned block in the

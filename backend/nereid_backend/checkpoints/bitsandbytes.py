@@ -150,7 +150,10 @@ def _read_state(content: Tensor) -> dict[str, Any]:
 
 
 def _block_factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return one scale (a factor) for each block of weights, float32 [blocks]."""
+    """Return one scale (a factor) for each block of weights, float32 [blocks].
+
+    If the factors are quantised, dequantise them.
+    """
     absmax = tensors[_ABSMAX]
     if _NESTED_ABSMAX not in tensors:
         return absmax.float()

@@ -103,7 +103,9 @@ def compressed_tensors_format(settings: Settings) -> Format:
 def _packed_layout(group_size: int | None, bits: int) -> Layout:
     """Return the layout of weights whose integers are packed into 32-bit words.
 
-    `group_size` is None if the settings contain several sizes.
+    Args:
+        group_size: the number of inputs with one scale; None if the settings contain several sizes.
+        bits: the usual number of bits of an integer.
     """
     return Layout(
         main=".weight_packed",
@@ -137,8 +139,12 @@ def _int8_layout(group_size: int | None) -> Layout:
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
     """Raise an UnknownVariantError if the settings contain a variant that is not supported.
 
-    `schemes` contains one quantisation scheme for each group of layers. A scheme may have its own
-    format.
+    The unsupported variants are unknown formats, sparse weights, and rotated weights.
+
+    Args:
+        settings: the field quantization_config of config.json.
+        schemes: the quantisation schemes in the settings, one for each group of layers. A scheme
+            may have its own format.
     """
     for format_owner in (settings, *schemes):
         format_name = format_owner.get("format")

@@ -346,7 +346,8 @@ def _fits_half(numbers: Tensor) -> bool:
     rounding errors of small scales do not matter, because the weights of their groups are small,
     too. The errors are therefore compared with the largest number in the row.
 
-    Shapes: numbers [out_features, groups].
+    Args:
+        numbers: the scales or zeros, [out_features, groups].
     """
     numbers = numbers.float()
     rounding_errors = (numbers.half().float() - numbers).abs()

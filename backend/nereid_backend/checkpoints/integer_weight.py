@@ -149,7 +149,10 @@ def _check_num_blocks(
 
     Example: a weight of the shape (256, 300) with blocks of (128, 128) needs (2, 3) scales.
 
-    `num_blocks` is the shape of the matrix of scales.
+    Args:
+        shape: the number of rows and the number of columns of the weight.
+        block: the number of rows and the number of columns of a block.
+        num_blocks: the number of rows and the number of columns of the matrix of scales.
     """
     num_needed = _divided_up(shape, block)
     if tuple(num_blocks) != num_needed:
@@ -177,7 +180,11 @@ def _scales_of_matrices(scales: Tensor, num_matrices: int) -> Tensor:
 def _scale_matrix(values: Tensor, scales: Tensor, block: tuple[int, int], result: Tensor) -> None:
     """Multiply each block of a matrix by its scale, and write the products into `result`.
 
-    Shapes: values and result [rows, columns], scales float32 [row blocks, column blocks].
+    Args:
+        values: [rows, columns].
+        scales: float32 [row blocks, column blocks].
+        block: the rows and columns of a block.
+        result: [rows, columns]. Mutated.
     """
     height, width = block
     num_rows, num_columns = values.shape

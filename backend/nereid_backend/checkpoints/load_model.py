@@ -172,6 +172,12 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     """Return the model that transformers' `from_pretrained` loads with `arguments`.
 
+    Args:
+        folder: the folder of the checkpoint, for error messages.
+        config: the config of the checkpoint, which determines the class of the model.
+        arguments: the arguments of `from_pretrained`.
+        progress: called with one line of text every few seconds.
+
     Raises:
         _OwnAttentionError: if the class does not accept the attention implementation.
         ModelError: if the weights are damaged or incomplete. The message contains `folder`.
@@ -205,6 +211,12 @@ def _loading_error(
 
     If the model's class refuses the attention implementation, the result is an _OwnAttentionError.
     `load_with_attention` catches this error, and the model is loaded again with its own attention.
+
+    Args:
+        error: the exception of `from_pretrained`.
+        folder: the folder of the checkpoint.
+        config: the config of the checkpoint.
+        attention: the name of the attention implementation.
     """
     if not isinstance(error, ValueError | KeyError | ImportError):
         # A file is damaged or missing. A damaged file can cause many kinds of exceptions, and a
@@ -244,7 +256,10 @@ def _unsupported_reason(error: Exception, folder: Path) -> str:
 
 
 def _check_missing_weights(folder: Path, names: list[str]) -> None:
-    """Raise a ModelError if weights are missing from a checkpoint."""
+    """Raise a ModelError if weights are missing from a checkpoint.
+
+    `names` contains the names of the weights that the checkpoint in `folder` lacks.
+    """
     if names:
         raise ModelError(
             f"{_weights_path(folder)} lacks {len(names)} weights, such as {names[0]}, so the "
@@ -253,7 +268,11 @@ def _check_missing_weights(folder: Path, names: list[str]) -> None:
 
 
 def _weights_path(folder: Path) -> Path:
-    """Return the path of the weights. Error messages contain this path."""
+    """Return the path of the weights. Error messages contain this path.
+
+    If `folder` contains a link to a GGUF file, return the path of the GGUF file. Otherwise, return
+    `folder`.
+    """
     link = folder / GGUF_LINK
     return link.resolve() if link.is_file() else folder
 
@@ -373,7 +392,10 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """In the `with` block, let transformers call `progress` instead of showing progress bars."""
+    """In the `with` block, let transformers call `progress` instead of showing progress bars.
+
+    `progress` is called with one line of text every few seconds.
+    """
     previous_hook = transformers_logging.set_tqdm_hook(partial(_report_bar, progress))
     try:
         yield
@@ -392,6 +414,8 @@ def _report_bar(
     transformers calls this hook whenever it would create a progress bar. While it reads weights, it
     only iterates over the bar.
 
-    The first element of `args`, the positional arguments of the bar, contains the items.
+    Args:
+        progress: called with one line of text every few seconds.
+        args: the positional arguments of the bar. The first argument contains the items.
     """
     return report_items(args[0], "reading weights", progress)

@@ -189,6 +189,11 @@ def _quantised_weights(
 
     Example: for AWQ, the tensors "up_proj.qweight", "up_proj.qzeros" and "up_proj.scales" give the
     weight "up_proj.weight" and the set of these three names.
+
+    Args:
+        stored: maps the name of each tensor of the checkpoint to the tensor.
+        chosen_format: the layouts of the quantisation method.
+        dtype: the data type of dequantised weights.
     """
     weights: dict[str, LazyWeight] = {}
     used_names: set[str] = set()
@@ -229,6 +234,8 @@ def settings_in(fields: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON va
 
 def _choose_format(settings: Settings) -> Format:
     """Return the Format object of the quantisation method that is named in `settings`.
+
+    `settings` is the field quantization_config of config.json.
 
     Raises:
         UnsupportedModelError: if the method or its variant is not supported, or if the settings
@@ -294,6 +301,11 @@ def _find_layout(
     A quantised weight consists of several tensors. The main tensor contains its quantised numbers.
     Return None if `tensor` is not a main tensor. Example: the main tensor of an AWQ weight is
     qweight, so the result for qzeros is None.
+
+    Args:
+        tensor: the tensor of a checkpoint.
+        chosen_format: the layouts of the quantisation method.
+        stored: maps the name of each tensor of the checkpoint to the tensor.
     """
     for layout in chosen_format.layouts:
         has_name = tensor.name.endswith(layout.main)

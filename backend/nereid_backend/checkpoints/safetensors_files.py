@@ -183,6 +183,8 @@ def _check_indexed_files(index: Path, files: list[str]) -> None:
 def _files_without_index(folder: Path) -> list[Path]:
     """Return the weight files in a folder that contains no index file.
 
+    If the folder contains model.safetensors, the result is only this file.
+
     Raises:
         ModelError: if there is no weight file.
     """
@@ -197,7 +199,10 @@ def _files_without_index(folder: Path) -> list[Path]:
 
 
 def _describe_remedy(folder: Path) -> str:
-    """Return a text that explains how to get safetensors files for the folder."""
+    """Return a text that explains how to get safetensors files for the folder.
+
+    If the folder contains pickle files, the text contains a command that converts the checkpoint.
+    """
     pickle_files = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickle_files:
         return "Download the checkpoint's .safetensors files."

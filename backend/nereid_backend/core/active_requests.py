@@ -180,7 +180,10 @@ class ActiveRequests:
             assert not any(sequence.block_tables), "A waiting sequence has blocks."
 
     def _enqueue(self, request: Request) -> None:
-        """Put the leader, which computes the request's prompt, into the waiting queue."""
+        """Put the leader, the sequence that computes the request's prompt, into the waiting queue.
+
+        If sequences do not share prompts, put the followers into the queue, too.
+        """
         leader, *request.followers = request.sequences.values()
         self.waiting.add(leader)
         if not self._shares_prompts:
@@ -193,7 +196,10 @@ class ActiveRequests:
             self.waiting.add(follower)
 
     def _remove_from_followers(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from `request.followers`, the sequences that wait for a prompt."""
+        """Remove a sequence from `request.followers`, which lists sequences that wait for a prompt.
+
+        If no follower is left, release the blocks of the prompt.
+        """
         request.followers.remove(sequence)
         if not request.followers:
             self._tables.kept_prompts.drop(request)

@@ -173,6 +173,9 @@ def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
 
 
 def _remove_placeholders(sampling_sequences: list[Sequence]) -> None:
-    """Remove the placeholders that `_assume_step_ended` has appended."""
+    """Remove the placeholders that `_assume_step_ended` has appended.
+
+    `num_computed_tokens` is not reset, because the running step will compute all its tokens.
+    """
     for sequence in sampling_sequences:
         sequence.token_ids.pop()

@@ -111,7 +111,10 @@ class ThinkingSpec(NamedTuple):
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
-    """Convert a list or a tuple to a tuple. Convert any other value to a tuple with one item."""
+    """Convert a list or a tuple to a tuple. Convert any other value to a tuple with one item.
+
+    The value comes from another process and may be invalid. An error message can show the tuple.
+    """
     return tuple(fields) if isinstance(fields, list | tuple) else (fields,)
 
 

@@ -40,6 +40,8 @@ def _victim_of_largest_client(
 ) -> Sequence:
     """Find the client with the most blocks. Return its candidate that is cheapest to preempt.
 
+    The number of blocks of each client is divided by the client's weight.
+
     Example: the clients A and B have the weight 1. The running sequences of A have 30 blocks, and
     those of B have 20 blocks. The result is the cheapest candidate of A.
     """
@@ -112,6 +114,11 @@ def fair_victim(
 
 
 def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
-    """Return the sort key of a sequence. The sequence with the smallest key is preempted first."""
+    """Return the sort key of a sequence. The sequence with the smallest key is preempted first.
+
+    The sequence with the largest `priority` number is preempted first. If these numbers are equal,
+    the sequence with the fewest tokens to compute again is preempted first. If the numbers of these
+    tokens are equal, too, the sequence that arrived last is preempted first.
+    """
     num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
     return -sequence.params.priority, num_lost, -sequence.rank[2]

@@ -340,7 +340,10 @@ class Scheduler:
         self._requests.check(self.num_running)
 
     def _plan_step(self) -> StepPlan:
-        """Return the plan of the next step, and add 1 to the number of steps."""
+        """Return the plan of the next step, and add 1 to the number of steps.
+
+        The ranks of new requests depend on the number of steps.
+        """
         self._ranks.note_step()
         return self._planner.plan()
 
@@ -385,8 +388,11 @@ class Scheduler:
         Return None if the sequence was aborted while the step was running, because its last update
         has already been created.
 
-        `is_refused` is True if the parameters of the request forbid every token. It is False if the
-        step has failed, so that the blocks of the sequence may contain wrong values.
+        Args:
+            sequence: the sequence.
+            error: a sentence that describes the error.
+            is_refused: True if the parameters of the request forbid every token. False if the step
+                has failed, so that the blocks of the sequence may contain wrong values.
         """
         if not is_refused:
             # Other sequences may use the same blocks, so mark the blocks as invalid even if the

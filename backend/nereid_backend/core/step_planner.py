@@ -167,6 +167,8 @@ class StepPlanner:
     def _plan_chunks(self) -> list[Chunk]:
         """Select the tokens of the next step, first from running and then from waiting sequences.
 
+        Each chunk of the result contains the tokens of one sequence.
+
         A prompt is overdue if it must be computed in one step, but did not fit into the previous
         step. The step then computes only this prompt. If the prompt cannot be started, the step
         computes only the running sequences, which free rows and blocks when they end.
@@ -183,6 +185,8 @@ class StepPlanner:
 
     def _start_overdue_prompt(self) -> Chunk | None:
         """Start the first waiting sequence, and return its first chunk.
+
+        Return None if there are not enough rows or blocks.
 
         Mutates: `has_overdue_prompt`. It becomes False, so that the next step computes the running
             sequences first.
@@ -214,6 +218,9 @@ class StepPlanner:
         """Select the next tokens of each running sequence, until the budget is used up.
 
         The method also stops if there are not enough free blocks for a sequence.
+
+        Args:
+            budget: the number of tokens that the step may compute.
 
         Returns:
             The chunks and the rest of the budget. A chunk contains the tokens of one sequence.
@@ -407,7 +414,11 @@ class StepPlanner:
             self.preempt(victim)
 
     def _next_victim(self, sequence: Sequence, num_blocks: int) -> Sequence | None:
-        """Return the running sequence that must be preempted next for a waiting sequence."""
+        """Return the running sequence that must be preempted next for a waiting sequence.
+
+        The waiting sequence needs one row and `num_blocks` blocks. Return None if enough rows and
+        blocks are free, or if no sequence can be preempted fairly.
+        """
         ended_sequences = self.pending_plans.ended_sequences
         if not self.running.free_rows:
             return fair_victim(sequence, 1, self.running, ended_sequences, by_rows=True)

@@ -80,6 +80,9 @@ def report_tokens(
 def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
     """Add the fields about the prompt to the first update of a sequence.
 
+    These fields are the number of cached tokens and, for sequence 0 of a request, the requested
+    log-probabilities of the prompt. The caller calls this function only for the first update.
+
     Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
     """
     # The number is None if the sequence ended while it was still waiting.

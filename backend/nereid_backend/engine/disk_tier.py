@@ -88,6 +88,7 @@ class DiskTier:
         self._cache = cache
         self._prefixes = prefixes
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="prefix-disk")
+        # The unfinished reads, by request id.
         self._reads: dict[str, _PrefixRead] = {}
         # The cache calls `_save_block` before the content of an unsaved block is overwritten.
         cache.start_recording_new_blocks(before_reuse=self._save_block)
@@ -114,7 +115,11 @@ class DiskTier:
         return True
 
     def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
-        """Decide what to read from disk for a sequence. Return None if nothing must be read."""
+        """Decide what to read from disk for a sequence. Return None if nothing must be read.
+
+        The available prefix consists of the leading blocks that are in memory or on disk. Nothing
+        must be read if this prefix is empty, or is completely in memory.
+        """
         hashes = self._available_prefix(sequence)
         if not hashes:
             return None
@@ -125,6 +130,8 @@ class DiskTier:
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing_hashes and not needs_snapshot:
             return None
+        # The request waits at most until this deadline. It then starts with the blocks that were
+        # read before the deadline.
         deadline = time.monotonic() + _MAX_WAIT_S
         return _PrefixRead(hashes, missing_hashes, needs_snapshot, deadline)
 
@@ -181,6 +188,10 @@ class DiskTier:
 
         Example: the block "a" is in memory, and "b" and "d" were read from disk. For the hashes
         [a, b, c, d], only "b" is added, because the block "c" before "d" is not available.
+
+        Args:
+            hashes: the hashes of the blocks of a prefix, in the order of the tokens.
+            contents: the bytes of the blocks that were read, by the hash of the block.
         """
 
         def is_available(block_hash: bytes) -> bool:
@@ -189,6 +200,7 @@ class DiskTier:
         # The cache can use a block only if all earlier blocks are in the cache, too. Therefore,
         # only the blocks before the first missing block are added.
         usable_hashes = list(itertools.takewhile(is_available, hashes))
+        # `insert` returns the hash and the id of each block that was not in memory.
         new_blocks = self._cache.insert(usable_hashes)
         self._prefixes.write_blocks(
             [block for _, block in new_blocks],
@@ -265,8 +277,9 @@ class DiskTier:
     def _save_snapshot(self, block_hash: bytes) -> bool:
         """Pass the snapshot of a block to the writer thread.
 
-        Do nothing if the snapshot was evicted or is already on disk. Return False if the queue of
-        the thread is full, else True.
+        The snapshot is a copy of the recurrent state after the last token of the block. Do nothing
+        if the snapshot was evicted or is already on disk. Return False if the queue of the thread
+        is full, else True.
         """
         assert self._cache.snapshots is not None
         snapshot_id = self._cache.snapshots.id_of(block_hash)
@@ -307,9 +320,11 @@ class DiskTier:
 
 
 def _save_oldest_first(unsaved: dict[bytes, None], save: Callable[[bytes], bool]) -> bool:
-    """Save the hashes in `unsaved`, in order, until `save` returns False.
+    """Call `save` for the hashes in `unsaved`, in order, until `save` returns False.
 
-    Remove each saved hash from `unsaved`. Return whether all hashes were saved.
+    Return whether all hashes were saved.
+
+    Mutates: `unsaved`. Each hash for which `save` returned True is removed.
     """
     while unsaved:
         block_hash = next(iter(unsaved))

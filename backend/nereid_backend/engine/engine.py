@@ -119,10 +119,13 @@ class Engine:
                 are waiting to be compiled.
         """
         parts = self._parts
-        # The scheduler later copies the first sequence if the request has several.
+        # `create` validates the request, and returns the first of its n sequences. The scheduler
+        # creates the other sequences as copies of the first sequence.
         first_sequence = parts.new_sequences.create(
             request_id, prompt_token_ids, params or SamplingParams(), images
         )
+        # Pass the request to the scheduler. Start to compile the grammar of the request, if it has
+        # one, and start to read the cached prefix of the request from disk.
         parts.preparation.add(first_sequence)
 
     def load_lora(self, name: str, path: str) -> None:
@@ -195,6 +198,7 @@ class Engine:
         """
         parts = self._parts
         parts.scheduler.abort(request_id, index)
+        # The preparation of a request compiles its grammar and reads its cached prefix from disk.
         # Do not cancel the preparation while another sequence of the request still needs it.
         needs_preparation = parts.scheduler.is_preparing(request_id)
         if not needs_preparation:
@@ -235,6 +239,7 @@ class Engine:
             RequestError: if a prompt or a parameter is invalid, or if the engine has other
                 requests.
         """
+        # The function `decode` converts the token ids of an answer to the text of the answer.
         return generate(self, prompt_token_ids, params, self._parts.decode)
 
     def chat(

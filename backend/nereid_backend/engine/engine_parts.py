@@ -195,7 +195,13 @@ def _load(
 def _make_scheduler(
     config: EngineConfig, loaded: Loaded, pool: BlockPool, report: Report
 ) -> Scheduler:
-    """Create the scheduler for a loaded model."""
+    """Create the scheduler for a loaded model.
+
+    `report` is called with a line of text if speculative decoding was requested but is impossible.
+    """
+    # `shares_blocks` is true if sequences can share KV cache blocks. `whole_prefill` is true if the
+    # forward path must compute each prompt in one pass. `num_states` is the number of recurrent
+    # states that fit into the memory.
     return Scheduler(
         pool,
         block_size=loaded.info.block_size,
@@ -266,7 +272,10 @@ def _open_disk(
     path: ForwardPath,
     report: Report,
 ) -> DiskTier | None:
-    """Open the prefix cache on disk. Return None if the settings do not request this cache."""
+    """Open the prefix cache on disk. Return None if the settings do not request this cache.
+
+    If the settings request this cache but it is impossible, report the reason and return None.
+    """
     if config.prefix_cache_disk is None:
         return None
     message = "The prefix cache on disk (prefix_cache_disk) is off, because"

@@ -129,6 +129,7 @@ class NewSequences:
             seed=seed % 2**64,
         )
         if params.lora_name:
+            # `acquire` reads the adapter from disk if the adapter is not in memory.
             sequence.adapter = self._adapters.acquire(params.lora_name)
         return sequence
 
@@ -146,7 +147,10 @@ class NewSequences:
         return images
 
     def _check_kinds(self, images: ImageInputs) -> None:
-        """Raise a RequestError if the model does not accept a kind of media in `images`."""
+        """Raise a RequestError if `images` contains a kind of media that the model does not accept.
+
+        The kinds are images, videos and audio.
+        """
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
         for kind in images.kinds:
@@ -154,7 +158,11 @@ class NewSequences:
                 raise refuse_kind(kind, self._images.refused[kind])
 
     def _read_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt as a list of Python integers."""
+        """Return the token ids of a prompt as a list of Python integers.
+
+        Raises:
+            RequestError: if the prompt is empty or too long, or if it contains an invalid token id.
+        """
         try:
             token_ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:

@@ -70,7 +70,13 @@ def generate(
 def _add_requests(
     add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
-    """Move requests to the engine until its waiting queue is full. Mutates: `requests`."""
+    """Add requests to the engine until the engine's waiting queue is full.
+
+    Args:
+        add_request: adds one request to the engine.
+        requests: the id, the prompt's token ids and the parameters of each request. Mutated: the
+            requests that were added are removed.
+    """
     while requests:
         try:
             add_request(*requests[0])

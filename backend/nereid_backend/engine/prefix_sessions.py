@@ -135,6 +135,7 @@ class PrefixSessions:
             case "extend" if key is not None:
                 # The caller has checked that `seconds` is a valid number.
                 return {"num_sessions": self.extend(client_id, key, values["seconds"])}
+        # The operation is unknown, or it is "extend" without a key.
         raise RequestError(
             "cache: the value must be 'statistics', 'drop' or 'extend' ('extend' requires "
             f"prompt_cache_key), but it is {operation!r}."

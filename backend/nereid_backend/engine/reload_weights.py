@@ -43,8 +43,10 @@ class ReloadableModel:
 
         Mutates: `parts`, which is replaced by the objects of the new model.
         """
-        # The engine must keep the adapters that are loaded now.
+        # After the reload, the engine must have the adapters that are loaded now. These adapters
+        # may differ from the adapters with which the engine was started.
         old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
+        # The new model must accept prompts of the same length as the present model.
         max_model_len = self.parts.info.max_model_len
         new_config = replace(
             old_config, model=path or old_config.model, max_model_len=max_model_len
@@ -130,8 +132,17 @@ def _check_new_checkpoint(
 ) -> None:
     """Check that a new checkpoint has the same tensors and tokenizer as the loaded model.
 
-    `tokenizer_files` are the files of the first checkpoint, which the servers use.
+    `_check_can_reload` must be called first.
+
+    Args:
+        parts: the loaded model.
+        new_config: the settings with the path of the new checkpoint.
+        tokenizer_files: the tokenizer files of the first checkpoint, which the servers use.
+
+    Raises:
+        RequestError: if the new checkpoint cannot replace the loaded model.
     """
+    # The layout of a checkpoint is the name, the shape and the dtype of each of its tensors.
     assert parts.layout is not None, "`_check_can_reload` has checked this"
     try:
         check_same_layout(parts.layout, read_layout(new_config.model))
@@ -148,7 +159,12 @@ def _check_new_checkpoint(
 
 
 def _check_can_reload(parts: EngineParts, new_config: EngineConfig) -> None:
-    """Check that the engine can replace its weights now. Do not read the tensors of checkpoints."""
+    """Check that the engine can replace its weights now. Do not read the tensors of checkpoints.
+
+    Raises:
+        RequestError: if requests are running, if the engine uses tensor parallelism, or if one of
+            the checkpoints has no safetensors files.
+    """
     if parts.scheduler.has_work():
         raise RequestError(
             "path: the weights can be replaced only while no request runs. Wait until all "
@@ -160,6 +176,8 @@ def _check_can_reload(parts: EngineParts, new_config: EngineConfig) -> None:
             f"(tensor_parallel_size={new_config.tensor_parallel_size}) cannot be replaced. Restart "
             "the server."
         )
+    # `parts.layout` contains the tensor shapes of the present checkpoint. It is None if the
+    # checkpoint has no safetensors files.
     has_safetensors = parts.layout is not None
     if not has_safetensors or new_config.model.endswith(".gguf"):
         raise RequestError(

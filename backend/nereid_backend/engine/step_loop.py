@@ -86,8 +86,10 @@ class StepLoop:
         With async scheduling, the method also starts the next step before it finishes the current
         step. The next step is still running when the method returns, and the next call finishes it.
 
-        If a step fails, its sequences end with an error, and the loop can continue. Return the
-        updates of the sequences that got tokens or ended.
+        If a step fails, its sequences end with an error, and the loop can continue.
+
+        Returns:
+            The updates of the sequences that got tokens or ended.
 
         Raises:
             EngineError: the device is lost, or too many consecutive steps have failed.
@@ -165,6 +167,7 @@ class StepLoop:
         try:
             return _NextStep(plan, running=self._runner.start(plan, step))
         except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
+            # The error is handled later, because the running step must be committed first.
             return _NextStep(plan, error=error)
 
     def _sample_next(

@@ -190,6 +190,10 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
     A structural tag is a JSON value that describes an answer. It can contain JSON schemas, regular
     expressions and grammars. Example: if a schema in the tag contains `"maxLength": 2000`, one of
     the limits is 2000 repetitions.
+
+    Args:
+        node: the tag, or a part of the tag that this function has found in it.
+        path: the position of `node` in the tag, for error messages.
     """
     if isinstance(node, list):
         for index, part in enumerate(node):

@@ -98,7 +98,10 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     tag is simple if it contains nothing but one schema or one regular expression, which llguidance
     compiles much faster.
 
-    `limit_s` is the largest accepted estimate of xgrammar's compile time, in seconds.
+    Args:
+        libraries: the grammar libraries and the vocabulary.
+        source: the structural tag, as a JSON text.
+        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
 
     Raises:
         RequestError: if the tag is refused or not supported.

@@ -81,7 +81,14 @@ class CompilePool(Generic[T]):
     def _compile_after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if its trial was successful."""
+        """Compile a grammar in a thread if its trial was successful.
+
+        Args:
+            work: the function that compiles the grammar.
+            result: receives the compiled grammar. If the trial failed, `result` receives the error
+                of the trial. If the trial was cancelled, `result` is cancelled.
+            trial: the trial, which has ended.
+        """
         if trial.cancelled():
             result.cancel()
             return

@@ -206,6 +206,10 @@ class Guides:
         A guide determines which tokens may come next in a sequence. Equal grammars are compiled
         once: a request uses the cached grammar, or waits for the compilation that another request
         has started.
+
+        Args:
+            pending: the guide to create. Its future receives the guide, or an error.
+            libraries: the vocabulary and the grammar libraries.
         """
         spec = pending.params.grammar
         if spec is None:
@@ -262,8 +266,11 @@ class Guides:
 
         Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
 
-        `marker` is the text after which the grammar applies, such as "</think>". `special_ids` are
-        the special tokens that the grammar contains.
+        Args:
+            vocabulary: the tokens of the model, which are equal in every call.
+            stop_ids: the tokens that end the answer.
+            special_ids: the special tokens that the grammar contains.
+            marker: the text after which the grammar applies, such as "</think>".
         """
         key = (stop_ids, special_ids, marker)  # without `vocabulary`, which never changes
         rules = self._rules.get(key)
@@ -279,8 +286,12 @@ def _continue_with(
 ) -> None:
     """Call `use_result` with the result of `operation` as soon as `operation` is done.
 
-    `guide_future`, for which the request waits, receives the error if the operation or `use_result`
-    fails.
+    Args:
+        operation: the future of an operation that is needed to create a guide, such as the
+            compilation of the grammar.
+        guide_future: the future for which the request waits. It receives the error if the operation
+            or `use_result` fails.
+        use_result: starts the next operation, or creates the guide.
     """
 
     def on_done(done_operation: "Future[S]") -> None:

@@ -147,7 +147,12 @@ class LLGuidanceBackend:
         return RequestError(f"{kind}: the grammar is not valid: {problem}")
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:
-        """Return the RequestError for an invalid JSON schema."""
+        """Return the RequestError for an invalid JSON schema.
+
+        Args:
+            schema: the whole schema.
+            problem: the message with which llguidance rejects the schema.
+        """
         path = self._path_of_problem(schema, problem)
         # The library's message is, for example, 'Unimplemented keys: ["not", "if"]'.
         unsupported = re.match(r"Unimplemented keys: \[(.*)\]", problem)
@@ -335,6 +340,11 @@ def _with_definitions(
     If the part itself is in the definitions (its path begins with "$.$defs."), return it without
     the definitions. Otherwise, a definition that refers to an invalid definition would fail with
     the same error, and the search for the cause of the error would find the wrong definition.
+
+    Args:
+        part: the part.
+        path: the position of the part in the whole schema, such as "$.properties.b".
+        definitions: the definitions of the whole schema, such as {"$defs": {"a": {}}}.
     """
     is_definition = any(path.startswith(f"$.{keyword}.") for keyword in definitions)
     return dict(part) if is_definition else {**definitions, **part}

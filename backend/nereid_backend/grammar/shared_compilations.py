@@ -60,7 +60,15 @@ class SharedCompilations(Generic[T]):
     def _stop_waiting(
         self, spec: GrammarSpec, compilation: _Compilation[T], request_future: "Future[Any]"
     ) -> None:
-        """Reduce the number of requests that wait for a compilation by one."""
+        """Reduce the number of requests that wait for a compilation by one.
+
+        If the request was cancelled and no other request waits, stop the compilation.
+
+        Args:
+            spec: the grammar.
+            compilation: the compilation of the grammar. Its number of waiting requests is reduced.
+            request_future: the future of the request, which is done.
+        """
         with self._lock:
             compilation.num_waiting -= 1
             is_unwanted = request_future.cancelled() and compilation.num_waiting == 0
@@ -74,7 +82,10 @@ class SharedCompilations(Generic[T]):
     def _forget(
         self, spec: GrammarSpec, compilation: _Compilation[T], _future: "Future[T]"
     ) -> None:
-        """Remove a compilation that has ended. `_future` is the future of the compilation."""
+        """Remove a compilation that has ended. `_future` is the future of the compilation.
+
+        A later request with this grammar uses the cached grammar, or starts a new compilation.
+        """
         with self._lock:
             self._remove(spec, compilation)
 

@@ -167,12 +167,19 @@ class TokenGuide:
         return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
 
     def _allows_white_space_after_marker(self) -> bool:
-        """Return whether another token of white space may follow the marker."""
+        """Return whether another token of white space may follow the marker.
+
+        The answer must be in the phase WHITE_SPACE, and the white space after the marker must have
+        less than `_MAX_WHITE_SPACE` bytes so far.
+        """
         is_after_marker = self._phase is Phase.WHITE_SPACE
         return is_after_marker and self._num_white_space_after_marker < _MAX_WHITE_SPACE
 
     def _may_end(self, matcher: Matcher) -> bool:
-        """Return whether the answer may end here."""
+        """Return whether the answer may end here.
+
+        The answer may end if it is complete, or if the grammar allows no further token.
+        """
         if self._phase is Phase.BEFORE_MARKER:
             return False
         return self._phase is Phase.ENDED or matcher.is_complete() or self._is_stuck(matcher)
@@ -257,7 +264,11 @@ class TokenGuide:
         return are_limited
 
     def _deciding_matcher(self) -> Matcher | None:
-        """Return the matcher if the grammar alone decides about the next token, otherwise None."""
+        """Return the matcher if the grammar alone decides about the next token, otherwise None.
+
+        Return None if there is no grammar, before the marker, after a stop token, and while the
+        thinking budget forces tokens.
+        """
         if self._thinking is not None and self._thinking.forced:
             return None
         if self._phase is Phase.GRAMMAR or self._phase is Phase.WHITE_SPACE:
@@ -266,6 +277,9 @@ class TokenGuide:
 
     def _fill_outside_grammar(self, row: TokenMask) -> bool:
         """Write the token mask for a position to which the grammar does not apply.
+
+        The grammar does not apply if the thinking budget forces the next token, if the request has
+        no grammar, if the answer has ended, or if the marker before the grammar is not complete.
 
         Return whether any token is forbidden. If not, the row is unchanged.
 

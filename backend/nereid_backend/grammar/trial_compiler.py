@@ -106,7 +106,10 @@ class TrialCompiler:
         )
 
     def _send(self, job_id: int, message: tuple[object, ...]) -> None:
-        """Send a message about a job to the process, without blocking."""
+        """Send a message about a job to the process, without blocking.
+
+        trial_process.py describes the messages.
+        """
         with contextlib.suppress(RuntimeError):  # the sender is shut down
             self._sender.submit(self._send_message, job_id, message)
 
@@ -156,6 +159,9 @@ class TrialCompiler:
 
     def _start_process(self, child_fd: int) -> "subprocess.Popen[bytes]":
         """Start the process that compiles grammars, and store the process in `_process`.
+
+        Args:
+            child_fd: the file descriptor through which the process exchanges messages.
 
         Raises:
             OSError: if the process cannot be started, or if the compiler is closed.
@@ -228,8 +234,9 @@ class TrialCompiler:
     def _error_for_client(self, outcome: str, error_text: str) -> RequestError | None:
         """Return the error for a grammar, or None if the grammar could be compiled.
 
-        `outcome` is one of the values of `Outcome`. `error_text` is "" if the child sent no
-        message.
+        Args:
+            outcome: one of the values of `Outcome`.
+            error_text: the message of the child process; "" if the child sent no message.
         """
         if outcome == Outcome.DONE:
             return None

@@ -191,6 +191,12 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
 
     The child limits its own memory and time. A grammar that exceeds a limit therefore ends only
     this child, not the engine.
+
+    Args:
+        result: the connection that receives the outcome and an error text.
+        compile_grammar: raises a RequestError if the grammar is refused.
+        job: the grammar.
+        timeout_s: the limit of the processor time in seconds.
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)

@@ -315,8 +315,9 @@ def _bytes_function(decoder: object, ids: Mapping[str, int]) -> Callable[[str], 
     - SentencePiece: text. The token " a" has the entry "▁a".
     - byte fallback: SentencePiece, with one more entry for each byte, such as "<0x80>".
 
-    `decoder` is the value of "decoder" in tokenizer.json. `ids` maps the text of each token to its
-    id.
+    Args:
+        decoder: the value of "decoder" in tokenizer.json.
+        ids: maps the text of each token to its id.
 
     Raises:
         RequestError: if the text of a token depends on the token before it.

@@ -120,7 +120,10 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 
 
 def _is_accurate(product: Float8Product, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a small product of random matrices has almost the exact result."""
+    """Return whether a small product of random matrices has almost the exact result.
+
+    Return False if the device or this version of torch does not support the method.
+    """
     generator = torch.Generator().manual_seed(0)
     num_inputs, num_outputs = 4 * _MULTIPLE, 3 * _MULTIPLE
     rows = torch.randn(_NUM_TEST_ROWS, num_inputs, generator=generator).to(device, dtype)

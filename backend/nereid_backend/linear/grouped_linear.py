@@ -350,7 +350,9 @@ def _offset(dtype: torch.dtype, bits: int) -> int:
     A layer stores unsigned integers. Example: signed integers of 4 bits, from -8 to 7, are stored
     as the integers from 0 to 15, so the result is 8.
 
-    `dtype` is the data type of the integers of the checkpoint, uint8 or int8.
+    Args:
+        dtype: the dtype of the integers of the checkpoint, uint8 or int8.
+        bits: the number of bits of an integer.
     """
     return 2 ** (bits - 1) if dtype == torch.int8 else 0
 

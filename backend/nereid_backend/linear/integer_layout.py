@@ -107,7 +107,10 @@ def _unpack_4_bits(row_bytes: Tensor) -> Tensor:
 
 
 def _unpack_6_bits(row_bytes: Tensor) -> Tensor:
-    """Unpack integers of 6 bits: [..., 3 * inputs / 4] becomes [..., inputs]."""
+    """Unpack integers of 6 bits: [..., 3 * inputs / 4] becomes [..., inputs].
+
+    This function undoes `_pack_6_bits`.
+    """
     units = row_bytes.reshape(*row_bytes.shape[:-1], -1, 12)
     lower_bits = _unpack_4_bits(units[..., :8].flatten(-2))
     upper_bytes = units[..., 8:].flatten(-2)

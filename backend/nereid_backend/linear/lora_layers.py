@@ -185,8 +185,9 @@ class LoraLayers:
     ) -> Iterator[bool]:
         """In the `with` block, apply the adapter of each chunk. At least one chunk has an adapter.
 
-        An adapter of None means that the chunk has no adapter. `chunk_lengths` contains the number
-        of rows of each chunk.
+        Args:
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_lengths: the number of rows of each chunk.
 
         Yields:
             Whether forward hooks apply an adapter. If False, the CPU kernels add all products.
@@ -231,8 +232,9 @@ class LoraLayers:
     ) -> AdapterStep:
         """Return an `AdapterStep`, which contains the adapter of each input row and each sequence.
 
-        An adapter of None means that the chunk has no adapter. `chunk_lengths` contains the number
-        of rows of each chunk.
+        Args:
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_lengths: the number of rows of each chunk.
         """
         indices: dict[Adapter | None, int] = {None: -1}
         indices |= {adapter: index for index, adapter in enumerate(self._joined_adapters)}

@@ -306,6 +306,10 @@ def _call_recorder(
     """Return a forward hook that appends each call of a layer to `calls`.
 
     A call with only keyword arguments is not recorded, so its layer is not merged.
+
+    Args:
+        calls: the recorded calls. The hook mutates this list.
+        parent: the name of the module that contains the layer.
     """
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

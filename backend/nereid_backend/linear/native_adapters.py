@@ -222,8 +222,9 @@ class NativeAdapters:
         b] and the lengths [1, 1, 2]. The distinct adapters are [a, b]. The struct contains the
         indices [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
 
-        An adapter of None means that the chunk has no adapter. `chunk_lengths` contains the number
-        of rows of each chunk.
+        Args:
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_lengths: the number of rows of each chunk.
         """
         distinct = [adapter for adapter in dict.fromkeys(chunk_adapters) if adapter is not None]
         indices: dict[Adapter | None, int] = {None: -1}
@@ -286,6 +287,8 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
     Merged layers are computed by one product, so they form one group, in the order in which they
     were merged. Every other layer has its own group. A group maps the name of each layer to the
     layer. Example: `[{"q_proj": q, "k_proj": k, "v_proj": v}, {"o_proj": o}]`.
+
+    The list is empty if the kernels cannot be used.
     """
     device = next(model.parameters()).device
     if device.type != "cpu" or not native_linear.is_available():
@@ -302,7 +305,10 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _merge_position(item: tuple[str, nn.Module]) -> int:
-    """Return the position of a layer in its group of merged layers; 0 for an unmerged layer."""
+    """Return the position of a layer in its group of merged layers; 0 for an unmerged layer.
+
+    `item` is a pair: the name of the layer, and the layer.
+    """
     _name, layer = item
     return layer.position if isinstance(layer, MergedLayer) else 0
 
@@ -338,7 +344,10 @@ def _product_of_layers(
 ) -> NativeAdaptedProduct:
     """Return the C struct for the matrix product that computes `layers`.
 
-    The kernels find the struct under `key`. `first_layer` is the number of the first layer.
+    Args:
+        key: the key under which the kernels find the struct.
+        layers: the layers that the product computes, in the order of their numbers.
+        first_layer: the number of the first layer.
     """
     num_outputs = sum(map(_num_outputs, layers))
     return NativeAdaptedProduct(key, num_outputs, first_layer=first_layer, num_layers=len(layers))

@@ -162,7 +162,10 @@ def _packed_layer_for(
 
 
 def _read_rows_from(embedding: nn.Embedding, layer: NativeLinear | GroupedLinear) -> None:
-    """Let an embedding read its rows from the packed weight of a linear layer."""
+    """Let an embedding read its rows from the packed weight of a linear layer.
+
+    The embedding remains the same object, but its class changes. Mutates: embedding.
+    """
     packed_class = NativeEmbedding if isinstance(layer, NativeLinear) else GroupedEmbedding
     embedding.__class__ = _packed_class(type(embedding), packed_class)
     embedding.take_weight(layer)  # type: ignore[operator]

@@ -133,8 +133,9 @@ def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     """Convert the weight of one layer to the layout of the fastest CPU kernel.
 
-    Mutates: the class and the weight of `layer`. With `keep`, the weight stays in memory unchanged,
-    because other layers share it.
+    Args:
+        layer: the layer. Mutated: its class and its weight change.
+        keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
 
     Returns:
         Whether the weight was converted. False if no kernel supports the weight.

@@ -164,7 +164,10 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Quantise some rows of a float32 weight; see `quantise_weight`."""
+    """Quantise some rows of a float32 weight; see `quantise_weight`.
+
+    The rows are [num_rows, in_features].
+    """
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
     # The shape is [num_rows, groups, size]. The last group is padded with zeros. The padding does
@@ -219,7 +222,10 @@ def _as_positive_float16(scales: Tensor) -> Tensor:
 def _quantise(layer: nn.Linear, bits: int, *, keep_weight: bool) -> None:
     """Convert one layer to a GroupedLinear, whose weights are integers.
 
-    Mutates: `layer`. With `keep_weight`, the weight stays in memory, because other layers share it.
+    Args:
+        layer: the layer. Mutated.
+        bits: 4, 6 or 8.
+        keep_weight: whether the weight stays in memory, because other layers share it.
     """
     weight = layer.weight.detach()
 

@@ -148,6 +148,8 @@ class AdapterStore:
     def _move_into_memory(self, adapter: Adapter, weights: AdapterWeights) -> None:
         """Store the matrices of an adapter in memory, on the model's device.
 
+        If necessary, first remove adapters that no request uses.
+
         Raises:
             ModelError: if the adapter is larger than the memory for all adapters.
             CapacityError: if the adapters of unfinished requests leave too little memory.

@@ -222,6 +222,10 @@ class _PeftConfig:
 def _parse_config(file: Path, text: bytes) -> _PeftConfig:
     """Parse the content of adapter_config.json, and check that it describes a plain LoRA adapter.
 
+    Args:
+        file: the path of the file, for error messages.
+        text: the content of the file.
+
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
     """
@@ -239,7 +243,10 @@ def _parse_config(file: Path, text: bytes) -> _PeftConfig:
 
 
 def _parse_weights(file: Path, content: bytes) -> dict[str, Tensor]:
-    """Parse the content of adapter_model.safetensors. Return its tensors by name."""
+    """Parse the content of adapter_model.safetensors. Return a dict from tensor names to tensors.
+
+    Raise a ModelError with the name of the file if the content is not in the format safetensors.
+    """
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -248,7 +255,14 @@ def _parse_weights(file: Path, content: bytes) -> dict[str, Tensor]:
 
 
 def _check_changed_parts(file: Path, config: dict[str, Any]) -> None:
-    """Raise a ModelError if an adapter changes anything other than the outputs of linear layers."""
+    """Raise a ModelError if an adapter changes anything other than the outputs of linear layers.
+
+    Such an adapter replaces whole modules or biases, or also changes the weights of the model.
+
+    Args:
+        file: the path of adapter_config.json, for error messages.
+        config: the content of adapter_config.json.
+    """
     saved_modules = config.get("modules_to_save")
     if saved_modules:
         raise ModelError(
@@ -295,7 +309,12 @@ def _convert_weights(
     The matrix lora_B (up), [out_features, rank], converts these numbers into a change of the
     outputs. The scale of the adapter is multiplied into lora_B.
 
-    The matrices get the dtype and the device of `model_weight`.
+    Args:
+        file: the path of the weights, for error messages.
+        config: the content of adapter_config.json.
+        tensors: the tensors of the file by name.
+        layers: the linear layers of the model that an adapter can change.
+        model_weight: any weight of the model. The matrices get its dtype and its device.
 
     Raises:
         ModelError: if a tensor does not fit the model.
@@ -323,6 +342,12 @@ def _check_rank(file: Path, config: _PeftConfig, layer_name: str, rank: int) -> 
     """Raise a ModelError if the rank of a layer's weights differs from adapter_config.json.
 
     In this case, the two files do not belong to the same adapter.
+
+    Args:
+        file: the path of the weights.
+        config: the content of adapter_config.json.
+        layer_name: the name of the layer.
+        rank: the number of rows of the layer's matrix lora_A.
     """
     config_rank = config.rank(layer_name)
     if config_rank is not None and config_rank != rank:
@@ -339,6 +364,10 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
     The result maps the name of a layer to its matrices by letter. Example: the tensors
     `base_model.model.layers.0.q_proj.lora_A.weight` and
     `base_model.model.layers.0.q_proj.lora_B.weight` give {"layers.0.q_proj": {"A": ..., "B": ...}}.
+
+    Args:
+        file: the path of the weights, for error messages.
+        tensors: the tensors of the file by name.
 
     Raises:
         ModelError: if a tensor is neither a matrix lora_A nor a matrix lora_B, if a layer has two
@@ -373,7 +402,9 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
 def _describe_misfit(matrices: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
     """Return the reason why the matrices of an adapter do not fit a layer; None if they fit.
 
-    The keys of `matrices` are "A" and "B". `sizes` is None if an adapter cannot change this layer.
+    Args:
+        matrices: the matrices lora_A (key "A") and lora_B (key "B") of the layer.
+        sizes: the sizes of the model's layer; None if an adapter cannot change this layer.
     """
     if sizes is None:
         return (

@@ -79,7 +79,12 @@ def _compile_and_check(
 
     The check runs a separate path, which computes test sequences with the compiled code.
 
-    Mutates: path, but only after a successful check.
+    Args:
+        path: the engine's forward path. Mutated only after a successful check.
+        checkpoint: the model.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        chosen: the test sequences, and the logits of the unmodified model for these sequences.
+        progress: called with one line for each slow operation.
 
     Raises:
         Exception: of any class, if the compilation fails or the logits are wrong.
@@ -233,8 +238,12 @@ def _raise_if_device_is_lost(
 
     Example: an invalid memory access of a CUDA graph makes the GPU unusable for this process.
 
-    The message recommends the value false for `setting`. `problem` is a clause for the message,
-    such as "replaying a captured step failed".
+    Args:
+        device: the device.
+        error: the error of the attempt.
+        setting: the name of the setting that turns the attempt on. The message recommends the value
+            false for this setting.
+        problem: a clause for the message, such as "replaying a captured step failed".
     """
     if is_lost(device):
         raise ConfigError(
@@ -288,7 +297,12 @@ def _check_piecewise_graphs(
 
     A prefill step computes tokens of prompts. The step is replayed from several graphs (pieces).
 
-    The check uses the data type of the KV cache in `sizes`.
+    Args:
+        checkpoint: the model.
+        chosen: the test sequences, and the logits of the unmodified model for these sequences.
+        compiled: the compiled forward pass that the engine's path uses.
+        sizes: the sizes of the engine's path. The check uses the same data type of the KV cache.
+        capture: captures the graphs on the GPU.
 
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
@@ -321,8 +335,12 @@ def _check_graphs(
 
     The check builds a separate path for the test sequences, and captures and replays its steps.
 
-    The check uses the data type of the KV cache in `sizes`. `capture` is None if the device is not
-    a GPU.
+    Args:
+        checkpoint: the model.
+        chosen: the chosen forward path, with the test sequences and the expected logits.
+        compiled: the compiled forward pass that the path uses; None if it uses none.
+        sizes: the sizes of the engine's path. The check uses the same data type of the KV cache.
+        capture: captures graphs on the device; None if the device is not a GPU.
 
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.

@@ -117,6 +117,8 @@ def _reset_peak() -> int | None:
 def _status_bytes(name: str) -> int | None:
     """Read a memory size of this process from /proc/self/status, and return the size in bytes.
 
+    Return None if the file does not contain the size `name`.
+
     Example: `_status_bytes("VmRSS")` returns the size of the memory that this process uses now.
     """
     try:

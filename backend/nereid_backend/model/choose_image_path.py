@@ -150,7 +150,10 @@ def choose_image_path(
 
 
 def _reason_against_images(config: PretrainedConfig, folder: Path) -> str | None:
-    """Return a sentence that says why a checkpoint does not support images, or None."""
+    """Return a sentence that says why a checkpoint does not support images, or None.
+
+    `folder` is the folder of the checkpoint.
+    """
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.sub_configs:
         return "the served model reads only text."
     if not has_processor(folder):

@@ -115,6 +115,8 @@ def _check_weights_are_finite(checkpoint: Checkpoint, folder: str) -> None:
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
     """Return a log line that names the chosen way to run the model (the forward path).
 
+    The line also contains the reasons why the earlier paths were not chosen.
+
     Example: "path: padded (packed: it does not use transformers' attention interface)."
     """
     detail = f"; {spec.detail}" if spec.detail else ""
@@ -263,8 +265,12 @@ def _with_state_measurements(
     The results are the size of a state, and whether snapshots work. A snapshot is a copy of the
     recurrent state, from which a sequence can continue.
 
-    `path` has computed the test sequences of `trial`, and `difference` is the relative difference
-    of its logits.
+    Args:
+        spec: the description of the path.
+        path: the path, which has computed the test sequences of `trial`.
+        trial: the test sequences.
+        difference: the relative difference of the logits of `path`.
+        dtype: the data type of the model.
     """
     spec = replace(spec, bytes_per_sequence=path.state_bytes())
     if spec.whole_prefill:

@@ -67,7 +67,10 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
 
 
 def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
-    """Return a module with torch's fused function that can replace an RMSNorm module, or None."""
+    """Return a module with torch's fused function that can replace an RMSNorm module, or None.
+
+    Only an RMSNorm whose single parameter is a vector of weights can be replaced.
+    """
     if not type(module).__name__.endswith("RMSNorm"):
         return None
     weight_and_eps = _weight_and_eps(module)

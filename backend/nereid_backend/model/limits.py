@@ -185,6 +185,12 @@ def _longest_request(
     This is the setting max_model_len. If it is not set, it is the largest length that the model and
     the memory for blocks allow.
 
+    Args:
+        config: the settings.
+        limit: the length limit of the model.
+        num_bytes: the memory for blocks.
+        block: the memory of a block, and the blocks that a sequence needs.
+
     Raises:
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
             too small for one block.
@@ -224,6 +230,12 @@ def _plan_without_blocks(
     The blocks of such a model need no memory, but the scheduler still assigns blocks to sequences.
     The number of blocks is enough for `max_num_seqs` sequences of the largest length, but at most
     `_MAX_EMPTY_BLOCKS`. If one sequence needs more blocks, the number is enough for one sequence.
+
+    Args:
+        config: the settings.
+        limit: the length limit of the model.
+        max_num_seqs: the largest number of running sequences.
+        num_states: the number of recurrent states that fit into the memory.
     """
     max_model_len = _checked_max_model_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)

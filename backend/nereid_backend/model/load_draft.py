@@ -207,7 +207,10 @@ def _check_can_remove_draft_tokens(checkpoint: Checkpoint, spec: PathSpec) -> No
 
 
 def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoint) -> None:
-    """Raise a ConfigError if the two models have different vocabularies."""
+    """Raise a ConfigError if the two models have different vocabularies.
+
+    The tokens are compared only if both checkpoints contain a file tokenizer.json.
+    """
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft_model: the draft model has a vocabulary of {draft.vocab_size} tokens, but the "
@@ -228,7 +231,10 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return the vocabulary (token to id) of tokenizer.json. Added tokens are not included."""
+    """Return the vocabulary (token to id) of tokenizer.json. Added tokens are not included.
+
+    Return None if the checkpoint has no file tokenizer.json.
+    """
     file = Path(checkpoint_folder(model)) / "tokenizer.json"
     if not file.is_file():
         return None

@@ -88,7 +88,14 @@ def _choose_loader(
 def _load_rounded(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """Load the weights. To save memory, round each weight to 4 or 8 bits as soon as it is read."""
+    """Load the weights. To save memory, round each weight to 4 or 8 bits as soon as it is read.
+
+    Args:
+        config: the settings. weight_dtype is int4 or int8.
+        device: the device for the weights.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line for each slow operation.
+    """
     rounded_bits = 4 if config.weight_dtype == "int4" else 8
     checkpoint = _read_checkpoint(config, device, hook, progress, rounded_bits=rounded_bits)
     # Round the embedding, and the linear layers that could not be rounded while their weights were
@@ -105,7 +112,14 @@ def _load_rounded(
 def _load_prepacked(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """Load the weights, and rearrange them for fast matrix products if the model permits this."""
+    """Load the weights, and rearrange them for fast matrix products if the model permits this.
+
+    Args:
+        config: the settings.
+        device: the device for the weights.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line for each slow operation.
+    """
     checkpoint = _read_checkpoint(config, device, hook, progress)
     if device.type == "cpu":
         try:
@@ -140,7 +154,11 @@ def _read_checkpoint(
     *,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
-    """Read the checkpoint of a model with the engine's settings, and return the model."""
+    """Read the checkpoint of a model with the engine's settings, and return the model.
+
+    If `rounded_bits` is not None, the weights of linear layers are rounded to integers with this
+    number of bits while they are read.
+    """
     # A panel is a block of a weight matrix. If quantised weights are stored in panels, the CPU
     # kernels compute directly with the integers of the weights. Other devices have no such kernels.
     # If `rounded_bits` is set, the panels are required, because no other layout supports integers.
@@ -165,7 +183,9 @@ class _LogitsChangedError(Exception):
 def _prepack(checkpoint: Checkpoint, progress: Progress) -> None:
     """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
 
-    Mutates: the model.
+    Args:
+        checkpoint: the model. Mutated.
+        progress: called with one line every few seconds.
 
     Raises:
         _LogitsChangedError: the model must be loaded again, because prepacking cannot be undone.
@@ -222,6 +242,12 @@ def _load_quantised(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
     """Load the weights, and then round the weights of the linear layers.
+
+    Args:
+        config: the settings. weight_dtype is int8, int4 or fp8.
+        device: the device for the weights.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line about the result, and for each slow operation.
 
     Raises:
         ConfigError: if the model or the device does not support such weights.

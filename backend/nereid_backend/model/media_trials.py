@@ -108,6 +108,11 @@ def _generate_answers(
     The later prompts contain several images. If transformers cannot answer a later prompt, it is
     left out, because some models accept only one image.
 
+    Args:
+        checkpoint: the model.
+        processor: prepares the prompts.
+        contents: the media of each prompt.
+
     Raises:
         Exception: of any class, if transformers cannot answer the first prompt.
     """

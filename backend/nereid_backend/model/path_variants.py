@@ -267,8 +267,12 @@ def _make_rows_variants(
     pass. The third variant also computes a preempted sequence again in the same passes as before
     the preemption: first the prompt, then each output token.
 
-    A `hook` of None means the model's own attention. `detail` is a note about all variants for the
-    log.
+    Args:
+        checkpoint: the model.
+        make_keys: creates the storage of the keys and values.
+        layers: the attention layers whose keys and values are stored in blocks.
+        hook: Nereid's attention function; None for the model's own attention.
+        detail: a note about all variants for the log; "" if there is none.
     """
 
     def build(
@@ -314,7 +318,11 @@ def _padded_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 
 
 def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
-    """Yield the variants of the forward path `single`, from the fastest to the slowest."""
+    """Yield the variants of the forward path `single`, from the fastest to the slowest.
+
+    The first variant stores keys and values in blocks. The second variant uses the cache of the
+    model's own code. The third variant has no cache.
+    """
     # If the data in the model's cache cannot be stored in blocks, there is no first variant.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         set_attention(checkpoint, None)
@@ -347,8 +355,10 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool) 
     A `PaddedPath` passes a cache object to the model. This object copies keys and values from the
     blocks of a KV cache.
 
-    The model must use its own attention. `batches_sequences` states whether a pass computes several
-    sequences.
+    Args:
+        checkpoint: the model, which must use its own attention.
+        name: the name of the path.
+        batches_sequences: whether a pass computes several sequences.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.

@@ -208,6 +208,8 @@ def _step_budget(trial: Trial) -> int:
 def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
     """Append the next test token to `chunk.sequence`. Generation would append a sampled token.
 
+    Do nothing after the last token of the test sequence.
+
     Mutates: `chunk.sequence`.
     """
     next_index = chunk.start + chunk.num_tokens

@@ -162,6 +162,8 @@ def _choose_paths(
 ) -> tuple[ChosenPath, ImageSupport]:
     """Choose how the model processes texts and how it processes prompts with images.
 
+    The arguments are those of `open_model`, and `checkpoint` is the loaded model.
+
     Raises:
         UnsupportedModelError: if the model can process neither texts nor prompts with images.
     """
@@ -350,7 +352,11 @@ def _make_runner(
     cpu_threads: CpuThreads,
     progress: Progress,
 ) -> Runner:
-    """Return a `Runner` object, which runs the forward passes of a model and samples tokens."""
+    """Return a `Runner` object, which runs the forward passes of a model and samples tokens.
+
+    The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
+    works on the device. The number of CPU threads is adjusted only if the model runs on the CPU.
+    """
     device = checkpoint.device
     make_runner = partial(Runner, path, num_token_ids=checkpoint.vocab_size)
     if device.type == "cpu":
@@ -370,7 +376,15 @@ def _engine_info(
     seconds: dict[str, float],
     num_tokens: int,
 ) -> EngineInfo:
-    """Return the description of the loaded model, which the server logs and reports to clients."""
+    """Return the description of the loaded model, which the server logs and reports to clients.
+
+    Args:
+        config: the settings.
+        opened: the model and its forward path.
+        memory: the size of the KV cache, and the limits that follow from this size.
+        seconds: the duration of each stage of loading, by name.
+        num_tokens: the largest number of tokens in one step.
+    """
     checkpoint = opened.checkpoint
     chosen = opened.chosen
     return EngineInfo(

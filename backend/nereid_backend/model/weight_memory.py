@@ -78,7 +78,12 @@ def _remedy(
     Example: "With dtype=bfloat16, they need 64.0 GiB." The sentence follows a sentence about the
     weights. If there is no such setting, the sentence recommends another checkpoint.
 
-    `number_bytes` is the size of an unquantised weight with these settings.
+    Args:
+        config: the settings.
+        counts: the numbers of the checkpoint's weights.
+        number_bytes: the size of an unquantised weight with these settings.
+        free_bytes: the free memory.
+        device: the device of the model.
     """
     is_on_cpu = device.type == "cpu"
     # The keys are settings that may reduce the memory of the weights. Each value is the number of
@@ -139,7 +144,10 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bo
 
 
 def _bytes_per_number(folder: Path, dtype_setting: str, device: torch.device) -> int:
-    """Return the size of one floating-point number of the weights in bytes: 2 or 4."""
+    """Return the size of one floating-point number of the weights in bytes: 2 or 4.
+
+    `dtype_setting` is the name of a data type, such as "bfloat16", or "auto".
+    """
     dtype_name = _automatic_dtype(folder, device) if dtype_setting == "auto" else dtype_setting
     return _HALF_BYTES if dtype_name in ("bfloat16", "float16") else _FULL_BYTES
 

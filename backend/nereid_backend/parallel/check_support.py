@@ -202,7 +202,9 @@ def _check_kv_heads(numbers: list[int], size: int) -> None:
     Example: 8 KV heads can be divided among 4 ranks (two heads each) or 16 ranks (two ranks compute
     the same head), but not among 6 ranks.
 
-    `numbers` contains the different numbers of KV heads of the attention layers.
+    Args:
+        numbers: the different numbers of KV heads that the attention layers have.
+        size: the number of ranks.
     """
     for num_kv_heads in numbers:
         is_divisible = num_kv_heads % size == 0 or size % num_kv_heads == 0

@@ -142,6 +142,13 @@ def _open_sharded(
 ) -> OpenedModel:
     """Load rank 0's part of the model, and check the logits that the ranks compute together.
 
+    Args:
+        ranks: the processes of the other ranks. These processes load their parts at the same time.
+        config: the settings of a rank, with its share of the CPUs and of the memory.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line of text at the start of each slow operation.
+        clock: measures the stages of the start.
+
     Returns:
         Rank 0's part of the model and its forward path.
     """
@@ -171,6 +178,13 @@ def _check_logits(
 
     Only one way to run a divided model exists: the forward path `packed` on every rank. Return this
     path with the results of the check.
+
+    Args:
+        ranks: the other processes that compute the divided model.
+        shard: the part of the model that this process computes.
+        config: the settings of a rank.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line about the check and about its result.
 
     Raises:
         UnsupportedModelError: if the logits differ.
@@ -246,8 +260,10 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
     A rank is one of the processes that compute the model together. All ranks need the same number
     of blocks, so the rank with the least free memory determines the size.
 
-    Each of the other ranks receives a message, and computes its own budget. `activations` is the
-    memory in bytes that one step needs.
+    Args:
+        ranks: the other ranks. Each of them receives a message, and computes its own budget.
+        config: the settings of a rank.
+        activations: the memory that one step needs, in bytes.
     """
     own_rank = ranks.rank
     # After this message, the other ranks compute their budgets and call `smallest`, too. The method

@@ -74,7 +74,10 @@ class RankService:
         self._decoder = PlanDecoder()
 
     def _send_budget(self, activations: int) -> None:
-        """Compute the size of this rank's KV cache, and send the size to all ranks."""
+        """Compute the size of this rank's KV cache, and send the size to all ranks.
+
+        `activations` is the memory that one step needs, in bytes.
+        """
         self._rank.smallest(kv_cache_budget(self._config, self._rank.device, activations))
 
     def _compute(self, message: StepMessage) -> None:

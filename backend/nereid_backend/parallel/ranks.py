@@ -202,7 +202,10 @@ class Ranks:
             dist.destroy_process_group()
 
     def _start_process(self, config: EngineConfig, rank: Rank) -> None:
-        """Start the process of a rank, and send the settings to the new process."""
+        """Start the process of a rank, and send the settings to the new process.
+
+        The two processes exchange messages through a pair of connected sockets.
+        """
         parent_end, child_end = socket.socketpair()
         # sys.executable can be empty if Python is embedded in another program.
         python = sys.executable or shutil.which("python3") or "python3"
@@ -282,6 +285,10 @@ def _is_same_error(failure: str, error: Exception) -> bool:
 
     Example: the failure "rank 1 of the model failed: ValueError: a tensor is missing" and the error
     ValueError("a tensor is missing") return True.
+
+    Args:
+        failure: the description of the failure of the other rank.
+        error: the error of rank 0.
     """
     # A description ends with the message of the error. If the message is empty, the description
     # ends with the class of the error, such as "MemoryError: ".

@@ -348,7 +348,10 @@ class GatheredLayer(BlockCacheLayer):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values in blocks, and return the keys and values of all tokens.
 
-        Shapes: key and value [num_seqs, num_heads, num_tokens, dim].
+        Args:
+            layer_index: the index of the layer in the KV cache.
+            key: [num_seqs, num_heads, num_tokens, dim], the new keys.
+            value: [num_seqs, num_heads, num_tokens, dim], the new values.
 
         Returns:
             Keys and values, [num_seqs, num_heads, longest, dim]. Padding contains a copy of the

@@ -80,6 +80,8 @@ class ModelCall:
     ) -> Tensor:
         """Run the model and return the logits of the last tokens, [batch, num_logits, vocab_size].
 
+        Arguments that the model's forward method does not accept are left out.
+
         Args:
             input_ids: [batch, num_tokens] int64.
             num_logits: the number of last tokens whose logits are returned, at least 1.

@@ -161,7 +161,10 @@ class PackedPath:
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
-        """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size]."""
+        """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size].
+
+        `attention` is the function that the model calls as the attention of each layer.
+        """
         optional = {"logits_to_keep": batch.logits_index} if self._selects_logits else {}
         # Some embedding layers ignore the argument `position_ids`, and derive the positions from
         # the length of a cache. `_position_embeddings.using` passes the correct positions to these

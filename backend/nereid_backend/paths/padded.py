@@ -98,6 +98,8 @@ class PaddedPath:
     def _compute_group(self, chunks: list[Chunk]) -> Tensor:
         """Compute the logits of one group of chunks in one forward pass.
 
+        All chunks of a group have the same number of tokens.
+
         Returns:
             Logits, [num_chunks, n, vocab_size], where n is the largest num_logits of the chunks,
             but at least 1.
@@ -119,7 +121,10 @@ class PaddedPath:
             )
 
     def _paged_cache(self, step: "GatheredStep") -> DynamicCache:
-        """Return a transformers cache for one forward pass."""
+        """Return a transformers cache for one forward pass.
+
+        The layers of this cache store keys and values in the blocks of the KV cache.
+        """
         cache: Any = DynamicCache()
         # This setting prevents DynamicCache from adding further layers during the forward pass.
         cache.layer_class_to_replicate = None

@@ -60,7 +60,12 @@ def _replace_positions(
     positions_index=2: the arguments (shape, length, positions) become the positional arguments
     (shape, length) and the keyword argument position_ids.
 
-    `positions_index` is the index of the module's last parameter, `position_ids`.
+    Args:
+        position_ids: [batch, num_tokens] int64, the new positions.
+        positions_index: the index of the module's last parameter, `position_ids`.
+        module: the module.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     args_without_positions = args[:positions_index]
     flat_positions = position_ids.flatten()  # the module accepts only one dimension

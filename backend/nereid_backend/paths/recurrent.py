@@ -158,7 +158,10 @@ class RowsPath:
             del self._sequences[row]
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Load states of new sequences from snapshots. Delete snapshots that are not needed."""
+        """Load states of new sequences from snapshots. Delete snapshots that are no longer needed.
+
+        `snapshots` lists the snapshots to load and the snapshots to delete.
+        """
         for chunk_index, snapshot_id in snapshots.loads:
             chunk = plan.chunks[chunk_index]
             state = copy_state(self._snapshots[snapshot_id])
@@ -168,6 +171,8 @@ class RowsPath:
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Compute one token for each of several sequences, in a single forward pass.
+
+        The sequence of each chunk must already have a state.
 
         Returns:
             Logits, [num_chunks, 1, vocab_size].
@@ -205,7 +210,11 @@ class RowsPath:
         return self._computes_from_start and has_later_chunk and chunk.num_logits == 0
 
     def _can_continue(self, chunk: Chunk) -> bool:
-        """Return whether the tokens of `chunk` can be computed from the sequence's stored state."""
+        """Return whether the tokens of `chunk` can be computed from the sequence's stored state.
+
+        The state must cover exactly the tokens before the chunk. Some models can continue a state
+        only by one token; see the argument `computes_from_start` of the constructor.
+        """
         is_exact = chunk.num_tokens == 1 or not self._computes_from_start
         return is_exact and self._has_state(chunk)
 
@@ -237,7 +246,9 @@ class RowsPath:
         gives different logits. Example: a sequence with 20 prompt tokens and 2 output tokens is
         computed in three passes, for the tokens 0 to 19, the token 20, and the token 21.
 
-        `chunk` must contain all tokens of the sequence and need at least one logit.
+        Args:
+            chunk: all tokens of the sequence. At least one logit must be needed.
+            prompt_len: the number of prompt tokens.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -269,6 +280,9 @@ class RowsPath:
     def _continue_state(self, chunk: Chunk) -> Tensor:
         """Compute the tokens of a chunk in one pass, and update the state of the sequence.
 
+        The pass starts from the stored state, or from an empty state if the chunk contains the
+        first token.
+
         Returns:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.
         """
@@ -291,7 +305,10 @@ class RowsPath:
     ) -> Tensor:
         """Run the model on the tokens of `chunks`, and store the new states of the sequences.
 
-        All chunks have the same number of tokens. Mutates: cache.
+        Args:
+            chunks: the chunks, one for each row. All chunks have the same number of tokens.
+            cache: the cache with the states of the rows. Mutated.
+            num_logits: the number of last tokens whose logits are returned.
 
         Returns:
             Logits, [num_chunks, num_logits, vocab_size].

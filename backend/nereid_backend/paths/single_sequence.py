@@ -108,6 +108,8 @@ class SinglePath:
         a whole prompt. Example: a prompt is divided into the tokens 0 to 5 and 6 to 9. For the
         first chunk, nothing is computed, and the result is None. For the second chunk, one call
         computes all tokens from 0 to 9. The next chunk, token 10, continues the cache.
+
+        `state_key` is the key of the sequence's state in `_states`.
         """
         if chunk.num_logits == 0:
             return None  # A later chunk of the prompt computes these tokens, too.
@@ -201,8 +203,9 @@ class SinglePath:
     def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
         """Return the arguments for the next call of the model, as `generate` prepares them.
 
-        `state` contains the arguments of the previous call. `token_ids` contains the tokens that
-        the decoder has already read, followed by the new tokens.
+        Args:
+            state: the arguments from the previous call, such as the cache.
+            token_ids: the tokens that the decoder has already read, followed by the new tokens.
         """
         is_first_call = state.num_tokens == 0
         has_empty_cache = is_first_call and state.arguments.get(self._cache_name) is not None
@@ -243,6 +246,8 @@ class SinglePath:
 
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
         """Return the arguments of the model's first call for a sequence.
+
+        The arguments are those that transformers' `generate` would prepare.
 
         Args:
             ids: the tokens of the sequence, [1, num_tokens]. In an encoder-decoder model, `ids`

@@ -214,6 +214,11 @@ class BatchBuilder:
         In some models, a sequence has other blocks in each group of layers. Example for two length
         groups and one prefill: [slots of all tokens, block tables of length group 0, block tables
         of length group 1, block table of the prefill].
+
+        Args:
+            step: the tokens of the step.
+            length_groups: the decodes of the step, in groups of similar lengths.
+            layer_group: the number of the group of layers.
         """
         slots = self._tables.slots(step.positions, step.token_rows, layer_group)
         decode_blocks = [
@@ -231,7 +236,13 @@ class BatchBuilder:
     def _attention_of_layer_group(
         self, step: _PackedChunks, decodes: list[_Decodes], tensors: Iterator[Tensor]
     ) -> AttentionBatch:
-        """Build the attention metadata of a step for one group of attention layers."""
+        """Build the attention metadata of a step for one group of attention layers.
+
+        Args:
+            step: the tokens of the step.
+            decodes: the decodes of each length group. They are equal in all groups of layers.
+            tensors: yields the arrays that `_layer_group_arrays` returned, on the device.
+        """
         return AttentionBatch(
             slots=next(tensors),
             num_decodes=step.num_decodes,
@@ -252,7 +263,9 @@ class BatchBuilder:
         of the prefills are, and how the prefills are divided into tiles. `StepLayout.arrays`
         computes them, and `PackedRows` reads them in the same order.
 
-        The decodes come before the prefills in `chunks`.
+        Args:
+            chunks: the chunks of the step. The decodes come before the prefills.
+            length_groups: the decodes of the step, in groups of similar lengths.
         """
         if self._layout is None:
             return []
@@ -332,7 +345,10 @@ def _arrays_of_group(group: LengthGroup) -> list[Integers]:
 
 
 def _read_group(group: LengthGroup, tensors: Iterator[Tensor]) -> _Decodes:
-    """Return the decodes of a group."""
+    """Return the decodes of a group.
+
+    `tensors` yields the arrays that `_arrays_of_group` returned for this group, on the device.
+    """
     lens = next(tensors)
     tokens = None if isinstance(group.indices, slice) else next(tensors)
     return _Decodes(lens, tokens)

@@ -36,7 +36,10 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
 
 
 def _own_limit(spec: CheckpointSpec, encoder: Encoder) -> LengthLimit:
-    """Return the largest length for which the model computes correct outputs."""
+    """Return the largest length for which the model computes correct outputs.
+
+    The length is limited by the config, and by the number of position embeddings.
+    """
     limit = model_limit(spec.config.get_text_config())
     num_embeddings = _num_position_embeddings(encoder)
     if num_embeddings is not None and num_embeddings < limit.num_tokens:

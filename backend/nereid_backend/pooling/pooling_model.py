@@ -300,7 +300,10 @@ class PoolingModel:
     ) -> list[Value | None]:
         """Convert the token vectors of each item to its dense, sparse or multi-vector output.
 
-        Shapes: hidden [num_tokens, hidden_size].
+        Args:
+            hidden: the token vectors, [num_tokens, hidden_size].
+            batch: the texts.
+            items: the items of the texts.
         """
         layers = self._loaded.layers
         for layer in layers.tokens:  # the layers that convert token vectors to token vectors
@@ -330,8 +333,10 @@ class PoolingModel:
         Example: the second of two items is dense, `starts` is [0, 4, 9], and the prompt of the item
         has 2 tokens. The result maps 1 to a vector that is pooled from the tokens 6 to 8.
 
-        `starts` contains the index of each item's first token, followed by the number of all
-        tokens. Shapes: hidden [num_tokens, size].
+        Args:
+            hidden: the outputs of the token layers, [num_tokens, size].
+            starts: the index of each item's first token, followed by the number of all tokens.
+            items: all items of the batch.
         """
         indices = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
         if not indices:

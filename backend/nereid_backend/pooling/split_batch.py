@@ -71,8 +71,9 @@ def _padded_batches(indices: list[int], lens: list[int]) -> list[list[int]]:
 
     Example: the indices [2, 1, 0] of texts with 5, 6 and 50 tokens return [[2, 1], [0]].
 
-    `indices` are sorted by length. `lens` contains the number of tokens of each text, in the order
-    of `indices`.
+    Args:
+        indices: the indices of the texts, sorted by length.
+        lens: the number of tokens of each text, in the order of `indices`.
     """
     batches: list[list[int]] = []
     longest_allowed = 0.0

@@ -71,7 +71,11 @@ def _read_sequence(
 
 
 def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether every sampled token is the only new token of its sequence in this step."""
+    """Return whether every sampled token is the only new token of its sequence in this step.
+
+    The tokens then need no further processing. This is the case if no chunk has draft tokens, no
+    sequence has a grammar, no request asks for log-probabilities, and no position has an error.
+    """
     positions = sampling.positions
     # `counts` has one item for each sequence. If there are more positions than sequences, at least
     # one sequence has draft tokens.
@@ -148,7 +152,10 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
     first stop token, which is left out if the output would be shorter than min_tokens. If the
     request asks for log-probabilities or forbids tokens itself, the result is empty.
 
-    `num_new` is the number of tokens that this step has already added to the sequence.
+    Args:
+        sequence: the sequence.
+        forced: the tokens that the grammar forces next.
+        num_new: the number of tokens that this step has already added to the sequence.
     """
     params = sequence.params
     # Only a forward pass computes the log-probabilities of the tokens.

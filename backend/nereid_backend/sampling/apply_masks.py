@@ -52,7 +52,10 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
     A bias of 0 or -inf is added to each logit. The addition takes the same time for any mask,
     because it has no branches. It is several times as fast as `masked_fill_`.
 
-    Shapes: logits [n, vocab_size] float32, packed [len(rows), ceil(vocab_size / 32)] int32.
+    Args:
+        logits: [n, vocab_size] float32. Not changed.
+        rows: the rows with a mask.
+        packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
     biases = torch.from_numpy(_biases(packed, logits.shape[1]))
     if len(rows) == len(logits):  # Every row has a mask, so the logits need not be copied.
@@ -69,8 +72,9 @@ def _biases(packed: TokenMasks, vocab_size: int) -> NDArray[np.float32]:
     Example: a mask with the bits 1, 0 and 1 for the three tokens of a vocabulary gives
     [0, -inf, 0].
 
-    Shapes: packed [n, ceil(vocab_size / 32)] int32. The last word of a mask can have bits for
-    tokens beyond `vocab_size`.
+    Args:
+        packed: [n, ceil(vocab_size / 32)] int32, the masks.
+        vocab_size: the number of tokens. The last word of a mask can have bits for further tokens.
 
     Returns:
         [n, vocab_size] float32.
@@ -85,7 +89,10 @@ def _biases(packed: TokenMasks, vocab_size: int) -> NDArray[np.float32]:
 def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
     """Compute the result of `with_masks` for logits on a GPU.
 
-    Shapes: logits [n, vocab_size] float32, packed [len(rows), ceil(vocab_size / 32)] int32.
+    Args:
+        logits: [n, vocab_size] float32. Not changed.
+        rows: the rows with a mask.
+        packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
     device = logits.device
     vocab_size = logits.shape[1]

@@ -62,8 +62,10 @@ def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> Filte
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. min_p=0.5 alone gives the threshold
     0.5 * 0.5 = 0.25, and top_k=3 alone gives 0.15. With both filters, the threshold is 0.25.
 
-    The value 0 turns a filter off. Shapes: probs [n, width] in descending order, min_p and top_k
-    [n, 1].
+    Args:
+        probs: [n, width], the largest probabilities of each row in descending order.
+        min_p: [n, 1]; 0 turns the filter off.
+        top_k: [n, 1]; 0 turns the filter off.
     """
     largest = probs[:, :1]
     # The threshold of top_k is 0 if top_k is off or exceeds the number of tokens in `probs`. The

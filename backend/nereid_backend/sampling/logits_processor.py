@@ -190,7 +190,12 @@ class LogitsProcessor:
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
         """Return the `LogitsParams` of the request to which a position belongs.
 
-        `index` is the index of the position in the step; see `_cache_row`.
+        The first call for a request creates the arrays and stores them in the cache.
+
+        Args:
+            position: the position.
+            index: the index of the position in the step; see `_cache_row`.
+            vocab_size: the size of the vocabulary.
         """
         row = _cache_row(position, index)
         logits_params = self._logits_params.get(row)
@@ -217,8 +222,10 @@ class LogitsProcessor:
     ) -> None:
         """Apply the repetition, frequency and presence penalties of requests to the logits.
 
-        Mutates: logits [n, vocab_size] float32. `rows` are the rows whose requests have a penalty.
-        Other rows are unchanged.
+        Args:
+            logits: [n, vocab_size] float32. Mutated.
+            positions: the position of each row of `logits`.
+            rows: the rows of `logits` whose requests have a penalty. Other rows are unchanged.
         """
         penalised = [positions[row] for row in rows]
         # The rows in which `_counts` stores the tokens of the requests.
@@ -318,7 +325,10 @@ def _forbid_tokens(
     All rows are changed with one call of torch. Example: row 0 forbids the tokens 4 and 7, and row
     2 forbids the token 9. The changed logits have the rows [0, 0, 2] and the columns [4, 7, 9].
 
-    Mutates: logits [n, vocab_size] float32. The keys of `params` are indices of rows.
+    Args:
+        logits: [n, vocab_size] float32. Mutated.
+        positions: the position of each row.
+        params: maps the index of a row to the logits parameters of the request.
     """
     rows: list[Integers] = []
     columns: list[Integers] = []
@@ -338,7 +348,13 @@ def _forbid_tokens(
 def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
     """Add the biases of logit_bias to the logits.
 
-    Mutates: logits [n, vocab_size] float32. The keys of `params` are indices of rows.
+    All rows are changed with one call of torch. Example: row 0 has a bias for the tokens 4 and 7,
+    and row 2 has a bias for the token 9. The changed logits have the rows [0, 0, 2] and the columns
+    [4, 7, 9].
+
+    Args:
+        logits: [n, vocab_size] float32. Mutated.
+        params: maps the index of a row to the logits parameters of the request.
     """
     rows: list[Integers] = []
     columns: list[Integers] = []

@@ -110,7 +110,10 @@ class TokenCounts:
         return ids, counts
 
     def _count_new_tokens(self, row: int, sequence: Sequence) -> None:
-        """Count the output tokens of a request that were sampled since the previous call."""
+        """Count the output tokens of a request that were sampled since the previous call.
+
+        `row` is the row in which the counts of the request are stored.
+        """
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
             # The row is unused, or contains the counts of an ended request. Count all output

@@ -190,8 +190,11 @@ def _sample_separately(
 ) -> tuple[Tensor, UncertainRows | None]:
     """Sample the rows with filters (top_k, top_p, min_p) and the rows without filters separately.
 
-    Shapes: logits [n, vocab_size], is_filtered [n] bool. Some rows have a filter, and others do
-    not.
+    Args:
+        logits: [n, vocab_size].
+        batch: the sampling parameters and random numbers of the rows.
+        is_filtered: [n] bool, whether each row has a filter. Some rows have one, and others do not.
+        sample_filtered: samples the rows with filters: `_sample_once` or `_sample_until_certain`.
 
     Returns:
         The token ids of all rows, [n] int64, and the uncertain rows that `sample_filtered` returns.

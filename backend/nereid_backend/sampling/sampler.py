@@ -155,7 +155,11 @@ class PendingTokens:
         return sampled_tokens, device_token_ids
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample rows again if their tokens may be wrong, and replace them in `sampled_tokens`."""
+        """Sample a row again if its token may be wrong, and replace the token in `sampled_tokens`.
+
+        An uncertain row was sampled from only some of its tokens. The device has computed whether
+        these tokens were sufficient. If they were not, the row must be sampled again.
+        """
         for part, rows, is_certain_copy in self._uncertain_copies:
             (is_certain,) = is_certain_copy.wait()
             wrong_rows = rows[~is_certain.numpy()].tolist()
@@ -283,7 +287,10 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
-        """Use torch or CPU kernels to sample a token for each row of `model_logits`."""
+        """Use torch or CPU kernels to sample a token for each row of `model_logits`.
+
+        `defers` states whether uncertain rows are sampled again only when the result is read.
+        """
         # `processed` contains the logits after masks, penalties and similar parameters are applied.
         # If nothing applies to a row of this slice, `_process` returns `model_logits` itself.
         processed = self._process(model_logits, inputs)
@@ -385,6 +392,8 @@ def _sample_non_greedy_rows(
     likeliest_ids: Tensor, logits: Tensor, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
     """Sample a random token for each row that is not greedy.
+
+    A greedy row keeps its likeliest token.
 
     Args:
         likeliest_ids: [n] int64, the likeliest token of each row. Not changed.

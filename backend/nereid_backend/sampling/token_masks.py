@@ -187,8 +187,10 @@ class _MaskFillJob:
 
         If the grammar of a sequence fails, store an error in `masks` instead of its mask.
 
-        `indices` contains the index in `positions` of each sequence's first position. Mutates:
-        masks.
+        Args:
+            guide_class: the class of the sequences' guides. A guide is the state of a grammar.
+            indices: for each sequence, the index of its first position in `positions`.
+            masks: the result. Mutated.
         """
         try:
             self._fill_together(guide_class, indices, masks)
@@ -203,7 +205,10 @@ class _MaskFillJob:
     ) -> None:
         """Fill the masks of the positions `indices`. Each position is the first of its sequence.
 
-        Mutates: masks. Positions at which every token is allowed get no entry.
+        Args:
+            guide_class: the class of the guides at these positions.
+            indices: the indices of the positions.
+            masks: the result. Mutated. Positions at which every token is allowed get no entry.
         """
         guides = [self._guide_at(index) for index in indices]
         rows = [self.rows[index] for index in indices]
@@ -338,7 +343,9 @@ def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -
     The first position of a sequence has no draft tokens. Example: four positions have 0, 1, 2 and 0
     draft tokens. The result is [[0, 1, 2], [3]].
 
-    `positions` contains all positions of the step. The positions of a sequence are adjacent.
+    Args:
+        guided: the indices of all positions whose sequences have a guide.
+        positions: all positions of the step. The positions of a sequence are adjacent.
     """
     groups: list[list[int]] = []
     for index in guided:

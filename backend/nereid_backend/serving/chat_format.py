@@ -92,8 +92,12 @@ def _derive_format(
     the result at each start. The first process locks the file, computes the result, and writes the
     result to the file. The other process waits for the lock, and then reads the result.
 
-    `template` replaces the checkpoint's template unless it is None. The name "" for `reasoning` or
-    `tools` means the derived format.
+    Args:
+        model: the folder of the checkpoint.
+        template: the chat template that replaces the checkpoint's template; None if the
+            checkpoint's template is used.
+        reasoning: the name of the chat format for reasoning. "" means the derived format.
+        tools: the name of the chat format for tool calls. "" means the derived format.
     """
     try:
         file = _open_locked(_fingerprint(model, template, reasoning, tools))
@@ -148,7 +152,18 @@ def _load_result(file: FileIO) -> tuple[Format, str] | None:
 def _derive_without_cache(
     model: Path, template: str | None, reasoning: str, tools: str
 ) -> tuple[Format, str]:
-    """Derive the chat format from the checkpoint's files; see `_derive_format`."""
+    """Derive the chat format from the checkpoint's files. The cache folder is not used.
+
+    Args:
+        model: the folder of the checkpoint.
+        template: the chat template that replaces the checkpoint's template; None if the
+            checkpoint's template is used.
+        reasoning: the name of the chat format for reasoning. "" means the derived format.
+        tools: the name of the chat format for tool calls. "" means the derived format.
+
+    Returns:
+        The chat format, and a text for the log that states why this format was chosen.
+    """
     # The module is imported only here, because it is rarely needed: the cache usually contains the
     # chat format.
     from nereid_parsers.template import format_for_checkpoint
@@ -162,7 +177,8 @@ def _derive_without_cache(
 def _fingerprint(model: Path, *settings: str | None) -> str:
     """Return one hash of the checkpoint's files, of the settings, and of the analysis code.
 
-    The hash contains the sizes and modification times of the code's files.
+    If a file, a setting or the code changes, the hash changes, and the cached format is no longer
+    used. The hash contains the sizes and modification times of the code's files.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:

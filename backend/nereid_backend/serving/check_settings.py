@@ -139,7 +139,8 @@ def _group_shares(
 def _read_initialize_arguments(path: Path) -> dict[str, str]:
     """Read a config.pbtxt, and return the arguments that Triton passes to the model's `initialize`.
 
-    Only the arguments from which settings are read are returned.
+    Only those two arguments are returned from which settings are read: the parameters of the model
+    as JSON text, and the folder of the model.
 
     Example: the line `parameters { key: "dtype" value: { string_value: "float32" } }` returns
     {"model_config": '{"parameters": {"dtype": {"string_value": "float32"}}}', ...}.

@@ -65,7 +65,11 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Create the memory, with one slot for each of `num_slots` sequences."""
+        """Create the memory, with one slot for each of `num_slots` sequences.
+
+        The memory begins with a random key. The executor signs its messages with the key, and the
+        postprocessor reads the key to check the signatures.
+        """
         # The name contains a random part, so that clients cannot guess the name. The kernel reports
         # the real name of each open file in /proc. The postprocessor accepts only a file whose real
         # name begins with `nereid-feedback-`.
@@ -77,7 +81,9 @@ class FeedbackReader:
         self._map[:_KEY_BYTES] = self._key
         # The memory as unsigned integers of 64 bits (words). Each slot consists of two words.
         self._words = memoryview(self._map).cast("Q")
-        # Released slots are added at the end, so that they stay unused for as long as possible.
+        # A queue of the numbers of the free slots. Slots are taken from the beginning of the queue,
+        # and released slots are added at the end. So a released slot stays unused for as long as
+        # possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
@@ -105,13 +111,21 @@ class FeedbackReader:
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
-        """Return the address, a line feed, a signature of 16 bytes, and the packed StepState."""
+        """Add the memory's address and a signature to a packed message, and return the result.
+
+        Args:
+            state: the packed StepState.
+
+        Returns:
+            The address, a line feed, the signature of 16 bytes, and `state`.
+        """
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
         """Return the number that the word `index` stores for the stream `serial`, otherwise 0.
 
-        The upper half of the word is a serial number, and the lower half is the stored number.
+        The upper half of the word at `index` contains the serial number of a stream, and the lower
+        half contains the number that is stored for this stream.
         """
         word: int = self._words[index]
         return word & _LOW_32_BITS if word >> 32 == serial else 0
@@ -237,8 +251,10 @@ def _map_memory(address: str) -> memoryview:
 def _open_memory_file(path: str, name: str) -> int:
     """Open the file of the shared memory at `path`, and return the file descriptor.
 
-    A client may have chosen the path, such as "/proc/4711/fd/12", so the file is checked before it
-    is opened. `name` is the name that the memory must have.
+    Args:
+        path: a path such as "/proc/4711/fd/12", which names a file of the process 4711. A client
+            may have chosen the path, so the file is checked before it is opened.
+        name: the name that the memory must have.
 
     Raises:
         OSError: the process or its file does not exist, or is not accessible.

@@ -165,6 +165,9 @@ def read_settings(
 ) -> tuple[ServingSettings, EngineConfig]:
     """Return the settings for serving the language model, and the settings of its engine.
 
+    The settings are the parameters in config.pbtxt. An environment variable overrides the
+    parameter of the same name.
+
     Args:
         args: the arguments of the model's `initialize`. "model_config" is JSON text, and
             "model_repository" is the folder of this model.
@@ -178,7 +181,8 @@ def read_settings(
     # `_variables` checks the names of the variables itself.
     texts = parameters | _variables(_NEREID, environ)
     _check_ascii(texts, _LANGUAGE_MODEL_NAMES)
-    # `from_texts` ignores the names that do not belong to the given class.
+    # `texts` contains the settings of several classes. `from_texts` ignores the names that do not
+    # belong to the given class.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
@@ -240,7 +244,10 @@ def _check_ascii(texts: Mapping[str, str], names: Collection[str], prefix: str =
     In a Python model of the Triton server, Python's encoding of file names is ASCII, whatever the
     locale is. Such a model therefore cannot open a folder whose name contains "é".
 
-    Only the settings in `names` are checked. In the error message, `prefix` precedes the name.
+    Args:
+        texts: the settings. The settings whose names are not in `names` are ignored.
+        names: the names of the settings of a model.
+        prefix: the prefix of the names in the error message, such as "embedding_".
     """
     for name in names:
         text = texts.get(name, "")
@@ -279,8 +286,13 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
 
     The keys of the result are the names without the prefix, in lower case. Example: with the prefix
     "NEREID_EMBEDDING_", the variable `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype":
-    "float32"}`. With the prefix "NEREID_", it returns `{"embedding_dtype": "float32"}`, which the
-    caller ignores.
+    "float32"}`. With the prefix "NEREID_" of the language model, the same variable returns
+    `{"embedding_dtype": "float32"}`. The caller ignores this name, because the language model has
+    no such setting.
+
+    Args:
+        prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
+        environ: all environment variables.
 
     Raises:
         ConfigError: the name of a variable begins with "NEREID_", but neither a model nor the

@@ -241,7 +241,10 @@ class SequenceDelta:
     ending: Ending | None = None
 
     def row(self) -> tuple[Any, ...]:
-        """Return the fields as a tuple of values that msgpack can pack; see `of`."""
+        """Return the fields as a tuple of values that msgpack can pack.
+
+        The class method `of` converts such a tuple back to a SequenceDelta.
+        """
         ending = None
         if self.ending is not None:
             ending = (self.ending.finish_reason, self.ending.stop_reason)
@@ -306,7 +309,10 @@ class StepState:
 
 
 def pack_update(update: RequestUpdate) -> list[Any]:
-    """Convert a RequestUpdate to a list of its fields, which msgpack can convert to bytes."""
+    """Convert a RequestUpdate to a list of values that msgpack can convert to bytes.
+
+    The list contains the fields in the order in which RequestUpdate declares them.
+    """
     return [getattr(update, name) for name in _UPDATE_FIELDS]
 
 

@@ -132,7 +132,8 @@ class Detokenizer:
         without the last four tokens, its bytes are invalid, and the text is returned with U+FFFD.
         Call this method only if more than four tokens wait.
 
-        `returned_text` is the text of the tokens in the window that was returned earlier.
+        Args:
+            returned_text: the text of the tokens in the window whose text was returned earlier.
         """
         for num_left_out in range(1, _MAX_CHARACTER_TOKENS + 1):
             num_decoded = len(self._window) - num_left_out

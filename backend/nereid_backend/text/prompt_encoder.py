@@ -109,7 +109,12 @@ class PromptEncoder:
 
 
 def _max_token_bytes(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
-    """Return an upper bound for the number of bytes in one token of a tokenizer."""
+    """Return an upper bound for the number of bytes in one token of a tokenizer.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        backend: the object of the library tokenizers that `tokenizer` calls, or None.
+    """
     from tokenizers.decoders import ByteLevel
 
     token_texts = tokenizer.get_vocab()

@@ -95,6 +95,9 @@ class StopStrings:
 
 
 def _end_of_match(match: tuple[int, str]) -> int:
-    """Return the position at which a stop string ends in a text."""
+    """Return the position at which a stop string ends in a text.
+
+    `match` contains the position at which the stop string starts, and the stop string.
+    """
     start, stop = match
     return start + len(stop)

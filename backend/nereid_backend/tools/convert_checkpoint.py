@@ -118,8 +118,12 @@ def _converted_tensors(
     Example: with 8 bits, the weight "up_proj.weight" gives the integers "up_proj.weight" and the
     scales "up_proj.weight_scale".
 
-    The weights in `integer_names` become integers of `bits` bits. A weight is read from disk when
-    it is indexed.
+    Args:
+        weights: the weights of the source by name. A weight is read from disk when it is indexed.
+        integer_names: the names of the weights of linear layers, which become integers of `bits`
+            bits.
+        bits: 4 or 8; None if no weight becomes integers.
+        dtype: the data type of the other weights.
     """
     for name, lazy_weight in weights.items():
         weight = lazy_weight[...]  # read from disk
@@ -241,9 +245,13 @@ def _copy_modules(folder: Path, new_folder: Path, modules: list[ModuleSpec]) -> 
 def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -> dict[str, Any]:
     """Return the quantization_config of the new checkpoint.
 
-    `layers` contains the names of the weights of all linear layers except the output layer. The
-    weights in `integer_names` become integers. The layers of the other weights are listed as not
-    converted.
+    This part of config.json describes the integers in the format of the compressed-tensors library.
+
+    Args:
+        bits: 4 or 8.
+        layers: the names of the weights of all linear layers except the output layer.
+        integer_names: the names in `layers` whose weights become integers. The checkpoint does not
+            contain the other names, so their layers are listed as not converted.
     """
     # `quantise_weight` returns zero points only for 4-bit integers. 8-bit integers are symmetric,
     # so the integer 0 always represents the weight 0.
@@ -270,7 +278,14 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
 def _write_config(
     folder: Path, new_folder: Path, dtype_name: str, quantization_config: dict[str, Any] | None
 ) -> None:
-    """Write a copy of config.json that describes the new data type of the weights."""
+    """Write a copy of a checkpoint's config.json that describes the new data type of the weights.
+
+    Args:
+        folder: the folder of the source.
+        new_folder: the folder of the copy.
+        dtype_name: the data type of the floating point weights, such as "bfloat16".
+        quantization_config: describes the integers; None if no weight is an integer.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
     # If a model accepts images, its config has a second section, `text_config`. From both sections,

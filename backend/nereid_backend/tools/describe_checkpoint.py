@@ -65,7 +65,10 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
 
 
 def _run_check(check: str, describe_part: Callable[[], str]) -> Finding:
-    """Run one check of a checkpoint, and return a dictionary that describes the result."""
+    """Run one check of a checkpoint, and return a dictionary that describes the result.
+
+    If the check raises an error, `ok` is False.
+    """
     try:
         return {"check": check, "ok": True, "finding": describe_part()}
     except NereidError as error:

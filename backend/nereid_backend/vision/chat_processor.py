@@ -288,6 +288,8 @@ class ChatProcessor:
     ) -> dict[str, Any]:
         """Pass a text and its media to the processor. Return the processor's outputs.
 
+        For the arguments, see `prepare_rendered`.
+
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 

@@ -238,8 +238,10 @@ def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tenso
 
     With one row for each token, the engine can divide the features into chunks.
 
-    Shapes: features [num_image_tokens, hidden_size], mask [num_tokens] bool (True means an image
-    token), embeddings [num_tokens, hidden_size], which has the data type of the result.
+    Args:
+        features: [num_image_tokens, hidden_size].
+        mask: [num_tokens] bool. True means an image token.
+        embeddings: [num_tokens, hidden_size], which determines the shape and the data type.
     """
     rows = torch.zeros_like(embeddings)
     rows[mask] = features.to(rows)

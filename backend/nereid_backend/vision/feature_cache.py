@@ -128,7 +128,10 @@ class FeatureCache:
         return features
 
     def _store(self, key: _Key, features: Any) -> None:  # noqa: ANN401
-        """Store features, unless they are larger than the whole cache."""
+        """Store features, unless they are larger than the whole cache.
+
+        If the cache becomes too large, remove the least recently used features.
+        """
         num_bytes = _num_bytes(features)
         if num_bytes > self._max_bytes:  # Storing them would remove all other features.
             return

@@ -32,6 +32,8 @@ def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
 def _add_to_hash(hasher: hashlib.blake2b, value: Any) -> None:  # noqa: ANN401 - a model's argument
     """Add the content of a value to a hash.
 
+    The value is a tensor, an array, a plain value such as a number, or a nested list of these.
+
     Mutates: hasher.
     """
     if isinstance(value, list | tuple):

@@ -136,8 +136,12 @@ class ImageSources:
     ) -> bytes:
         """Return the content of the file at a remote URL or a file URL.
 
-        Mutates: budget. The size of the file is subtracted. `field` is the name of the image in
-        error messages, such as "messages: image 1".
+        Args:
+            url_bytes: the URL.
+            field: the name of the image in error messages, such as "messages: image 1".
+            limits: the limits of the images.
+            budget: the bytes and the time that remain for all images of the request. Mutated: the
+                size of the file is subtracted.
         """
         url = _parse(url_bytes, field)
         limit = min(limits.max_bytes, budget.num_bytes)
@@ -149,7 +153,14 @@ class ImageSources:
         return content
 
     def _download(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
-        """Download the file at a remote URL, and return its content."""
+        """Download the file at a remote URL, and return its content.
+
+        Args:
+            url: the URL.
+            field: the name of the image in error messages.
+            limit: the largest number of bytes of the file.
+            budget: the time that remains for all downloads of the request.
+        """
         # Check the host before httpx2 is imported. Otherwise, the error for a forbidden host would
         # depend on whether httpx2 is installed. `_download_with_redirects` checks the host of each
         # URL again.
@@ -325,8 +336,10 @@ def _parse(url: bytes, field: str) -> SplitResult:
 def _parse_redirect(url: SplitResult, location: str, field: str) -> SplitResult:
     """Return the target of a redirect, split into its components.
 
-    `location` is a URL, or a path on the host of `url`. `field` is the name of the image in error
-    messages.
+    Args:
+        url: the URL that redirects to the target.
+        location: the target: a URL, or a path on the host of `url`.
+        field: the name of the image in error messages.
 
     Raises:
         RequestError: the target is not valid, or contains a user name or a password.
@@ -344,8 +357,11 @@ def _allows(allowed: str, host: str, port: int, *, is_default_port: bool) -> boo
     Examples: "*.example.org" allows "a.example.org" but not "example.org". "*" allows every host on
     the default port. "example.org:8443" allows only the port 8443 of this host.
 
-    `allowed` is the entry. `is_default_port` states whether `port` is the default port of the URL's
-    scheme.
+    Args:
+        allowed: the entry.
+        host: the host.
+        port: the port.
+        is_default_port: whether the port is the default port of the URL's scheme.
     """
     allowed_host, colon, allowed_port = allowed.partition(":")
     has_right_port = allowed_port == str(port) if colon else is_default_port

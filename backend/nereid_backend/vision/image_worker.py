@@ -226,6 +226,8 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
 def _answer(prepare: Prepare, connection: Connection) -> Message:
     """Receive a request, and prepare its images. Return the answer: the result, or a refusal.
 
+    The request and the answer are packed with msgpack.
+
     Raises:
         EOFError, OSError: the parent process has closed the connection.
         MemoryError: the images need more memory than this process may use.

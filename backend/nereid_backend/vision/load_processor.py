@@ -152,7 +152,10 @@ class _NoVideo:
 
 
 def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401
-    """Return the class of a checkpoint's processor."""
+    """Return the class of a checkpoint's processor.
+
+    If processor_config.json does not name the class, the model type determines the class.
+    """
     try:
         settings = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -183,7 +186,10 @@ def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa:
 
 
 def _load_components(folder: Path, names: Sequence[str]) -> list[Any]:
-    """Load the components of a processor, and return them in the order of `names`."""
+    """Load the components of a processor, and return them in the order of `names`.
+
+    A `_NoVideo` takes the place of the component "video_processor".
+    """
     # The backend "pil" needs only Pillow, not torchvision.
     image_processor = _from_pretrained(AutoImageProcessor, folder, backend="pil")
     components: list[Any] = []

@@ -126,8 +126,12 @@ def _split_part(
 
     Example: {"type": "image_url", "image_url": {"url": "data:..."}} returns {"type": "image"}.
 
-    Mutates: media. An image, a video or audio in `part` is appended. `field` is the name of the
-    part in error messages, such as "messages[0].content[1]".
+    Args:
+        part: one part of the content of a message.
+        field: the name of the part in error messages, such as "messages[0].content[1]".
+        media: the images, videos and audio files that precede the part. Mutated: if the part
+            contains an image, a video or audio, this medium is appended.
+        limits: the limits of the request.
 
     Raises:
         RequestError: the part is invalid, or is a file of another type.

@@ -184,7 +184,10 @@ class PackedImages:
 def _with_recorded_embeddings(embeddings: Tensor, prompt_chunks: list[_ImageChunk]) -> Tensor:
     """Return a copy of `embeddings` that contains the recorded embeddings of `prompt_chunks`.
 
-    Shapes: embeddings [1, num_tokens, hidden_size], for all tokens of the step.
+    Args:
+        embeddings: [1, num_tokens, hidden_size], the embeddings of all tokens of the step.
+        prompt_chunks: the parts of prompts with images that this step computes. Their recorded
+            embeddings contain the image features.
     """
     replaced = embeddings.clone()
     for chunk in prompt_chunks:
@@ -218,8 +221,10 @@ def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> 
     Otherwise, the arguments are the mask of the image tokens, [1, num_tokens] bool, and a list with
     one tensor for each layer: the features of the image tokens, [num_image_tokens, hidden_size].
 
-    `prompt_chunks` must be in the order of their tokens in the batch, because the decoder needs the
-    features in this order.
+    Args:
+        batch: the inputs of the step.
+        prompt_chunks: the parts of prompts with images that this step computes, in the order of
+            their tokens in the batch. The decoder needs the features in this order.
     """
     mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
     # Each item belongs to one chunk. The item is a list with one feature tensor for each layer.

@@ -90,7 +90,10 @@ def _damage_error(problem: str) -> RequestError:
 
 
 def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain value
-    """Convert a value to a value that msgpack can pack."""
+    """Convert a value to a value that msgpack can pack.
+
+    A tensor is converted to a map that contains its type, its shape and its bytes.
+    """
     if isinstance(value, Tensor):
         all_bytes = value.contiguous().reshape(-1).view(torch.uint8)
         content = all_bytes.numpy().data  # msgpack packs this memoryview without a copy.

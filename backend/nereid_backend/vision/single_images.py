@@ -184,7 +184,12 @@ def _join_rows(parts: list[Tensor]) -> Tensor:
 
 
 def _split_plan(plan: StepPlan, has_images: list[bool]) -> tuple[StepPlan, StepPlan]:
-    """Split a plan into the sequences without images and the sequences with images."""
+    """Split a plan into the sequences without images and the sequences with images.
+
+    Args:
+        plan: the plan of a step. Each chunk in `plan.chunks` belongs to one sequence.
+        has_images: for each chunk, whether its sequence has images.
+    """
     text_chunks: list[Chunk] = []
     image_chunks: list[Chunk] = []
     for chunk, is_image_chunk in zip(plan.chunks, has_images, strict=True):
@@ -239,8 +244,11 @@ def _interleave(
 ) -> Tensor:
     """Merge the logits of sequences with and without images, in the order of `plan.chunks`.
 
-    `has_images` states for each chunk whether its sequence has images. `text_logits` is None if no
-    sequence is without images.
+    Args:
+        plan: the plan of the step.
+        has_images: for each chunk, whether its sequence has images.
+        text_logits: the logits of the sequences without images; None if there are none.
+        image_logits: the logits of the sequences with images.
     """
     text_row, image_row = 0, 0  # the first row of the next chunk in each tensor
     parts = []

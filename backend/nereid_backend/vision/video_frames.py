@@ -116,6 +116,8 @@ def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) ->
 def _source_and_fps(part: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the video of a content part and its field `fps`. A missing value is None.
 
+    The video is a data URL or a list of frames.
+
     Example: {"video_url": {"url": "data:video/jpeg;base64,AA=="}, "fps": 2} returns
     ("data:video/jpeg;base64,AA==", 2).
     """

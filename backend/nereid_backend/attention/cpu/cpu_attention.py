@@ -81,7 +81,10 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 def _why_unusable(block_size: int, dtype: torch.dtype) -> str | None:
-    """Return the reason why the CPU kernels cannot be used; None if they can be used."""
+    """Return the reason why the CPU kernels cannot be used; None if they can be used.
+
+    The reason is a clause without a final period.
+    """
     if block_size % _LANES:
         return f"block_size is {block_size}, which is not a multiple of {_LANES}"
     if dtype not in _DTYPES:
@@ -367,7 +370,10 @@ def native_rows(tensor: Tensor) -> NativeRows:
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """Return C structs that describe the tokens and sequences of a step to the CPU kernels."""
+    """Return C structs that describe the tokens and sequences of a step to the CPU kernels.
+
+    The first call builds the structs and stores them in `batch.kernel_metadata`.
+    """
     step = batch.kernel_metadata
     if not isinstance(step, _NativeStep):
         step = batch.kernel_metadata = _make_native_step(batch)

@@ -206,7 +206,10 @@ def _openmp_path() -> str | None:
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
-    """Return one hash of all inputs of a build. The hash is part of the library's file name."""
+    """Return one hash of all inputs of a build. The hash becomes part of the library's file name.
+
+    If any input changes, the library is therefore built again under another name.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
     openmp_path = _openmp_path() or ""  # empty if torch does not use the OpenMP library libgomp

@@ -131,7 +131,10 @@ def _is_usable(backend: AttentionBackend, situation: Situation, layer: TrialLaye
 
 
 def _why_wrong(backend: AttentionBackend, situation: Situation, layer: TrialLayer) -> str | None:
-    """Test a library. Return an error message, or None if its results are correct."""
+    """Test a library. Return an error message, or None if the results of the library are correct.
+
+    If the library raises an exception, the error message is the message of the exception.
+    """
     trial = layer.make_trial(_CHECKED[situation])
     try:
         gpu_check.compare(trial, trial.attend({(layer.spec, situation): backend}))
@@ -149,6 +152,12 @@ def _fastest(
     The libraries and the kernels compute a typical step of the situation. A library is returned
     only if it needs at most 95 % of the kernels' time (`_MAX_SHARE`), because a smaller advantage
     could be a measurement error.
+
+    Args:
+        backends: the libraries. If there is none, the result is None.
+        situation: the situation.
+        layer: the layer that is computed.
+        timer: the function that measures a call.
     """
     if not backends:
         return None

@@ -182,8 +182,11 @@ def _attention_call(
 def _launch_kernels(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
     """Compute the decodes or the prefills of a step with the project's kernels.
 
-    DECODE selects the sequences with one new token. Any other situation selects the sequences with
-    several new tokens. Mutates: out [num_tokens, num_heads, value_dim].
+    Args:
+        situation: DECODE selects the decodes (sequences with one new token). Any other value
+            selects the prefills (sequences with several new tokens).
+        inputs: the arguments of the layer, and the metadata of the step.
+        out: [num_tokens, num_heads, value_dim]. Mutated.
     """
     call = inputs.call
     rows = inputs.rows
@@ -260,5 +263,8 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as the kernels require."""
+    """Return a tensor whose last dimension is contiguous, as the kernels require.
+
+    Only a tensor that is not contiguous in this dimension is copied.
+    """
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

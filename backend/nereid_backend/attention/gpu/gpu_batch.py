@@ -297,8 +297,11 @@ def _decode_rows(groups: list[DecodeGroup], block_size: int, table_starts: Tenso
     The decodes are grouped by length, because the block tables of a group are padded to the same
     length.
 
-    `table_starts` [num_decodes] int64 contains the index at which each decode's block table starts
-    in the concatenated block tables.
+    Args:
+        groups: the groups of decodes.
+        block_size: the number of tokens in one block.
+        table_starts: [num_decodes] int64, the index at which each decode's block table starts in
+            the concatenated block tables.
     """
     shapes = [group.blocks.shape for group in groups]
     return DecodeRows(

@@ -268,8 +268,11 @@ def _make_batch(
 ) -> AttentionBatch:
     """Build the metadata of a test step.
 
-    `tables` contains the block table of each sequence. The tables of the decodes (one new token)
-    come before the tables of the prefills (several new tokens).
+    Args:
+        step: the lengths of the step's decodes (one new token) and prefills (several new tokens).
+        tables: the block table of each sequence. The tables of the decodes come first.
+        block_size: the number of tokens in one block.
+        device: the device of the tensors.
     """
     slots: list[int] = []  # the place of each new token in the cache
     prefills: list[Prefill] = []
@@ -334,6 +337,11 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 
     The reference implementation computes with the copy, so that its results contain only the
     rounding errors of the stored numbers, and no rounding errors of its own arithmetic.
+
+    Args:
+        cache: the cache, which contains only this layer.
+        spec: the properties of the layer.
+        block_size: the number of tokens in one block.
     """
     # The null block has the highest id of all blocks, so its id equals the number of other blocks.
     num_blocks = cache.null_block
@@ -358,8 +366,9 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 def _read_step_vectors(cache: KVCache, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
     """Read the keys and values that the kernels have stored for the step's new tokens.
 
-    `cache` is a float32 copy of a cache with one layer. `batch.slots` contains the place of each
-    token in the cache.
+    Args:
+        cache: a float32 copy of the cache, with one layer.
+        batch: the metadata of the step. `slots` contains the place of each token in the cache.
 
     Returns:
         The keys, [num_kv_heads, num_tokens, key_dim] float32, and the values, [num_kv_heads,
@@ -387,7 +396,10 @@ def _check_rounding_errors(
 
 
 def _allowed_rounding_error(cache: KVCache, vectors: Tensor) -> Tensor:
-    """Return the largest accepted rounding error of each number in the vectors [..., dim]."""
+    """Return the largest accepted rounding error of each number in the vectors [..., dim].
+
+    If the cache does not store 8-bit numbers, no number may be rounded.
+    """
     largest = vectors.abs().amax(-1, keepdim=True)
     if isinstance(cache, Float8KVCache):
         return vectors.abs() * _FLOAT8_ERROR + largest * _FLOAT8_SMALLEST

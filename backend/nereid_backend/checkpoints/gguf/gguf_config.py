@@ -228,6 +228,11 @@ def _architecture_values(file: GgufFile) -> dict[str, Any]:
 def _check_metadata_keys(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
     """Check that a file contains all required values, and only metadata keys that are supported.
 
+    Args:
+        file: the header of the file.
+        values: the metadata of the architecture; see `_architecture_values`.
+        allowed: the allowed keys of `values`.
+
     Raises:
         UnsupportedModelError: if a key is not in `allowed`.
         ModelError: if a required value or the tensor of the embeddings is missing.
@@ -250,6 +255,8 @@ def _check_numbers(file: GgufFile, values: Mapping[str, Any]) -> None:
     """Raise a ModelError if a value that must be a positive number is something else.
 
     Also raise a ModelError if the number of layers is larger than the number of tensors.
+
+    `values` is the metadata of the architecture; see `_architecture_values`.
     """
     for name, value in values.items():
         if name in _INTEGERS:

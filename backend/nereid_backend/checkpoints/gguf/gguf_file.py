@@ -293,7 +293,9 @@ def _locate_tensor(entry: _TensorEntry, data_start: int) -> GgufTensor:
     The numbers of a tensor are stored in blocks. Example: a block of the type Q4_0 contains 32
     numbers in 18 bytes.
 
-    `data_start` is the position of the first tensor in the file.
+    Args:
+        entry: the description of the tensor in the header.
+        data_start: the position of the first tensor in the file.
 
     Raises:
         ValueError: if the type is unknown, or if a row cannot be divided into whole blocks.
@@ -340,6 +342,10 @@ def _type_of(entry: _TensorEntry) -> GGMLQuantizationType:
 
 def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
     """Check that each tensor is inside the file, and that no two tensors overlap.
+
+    Args:
+        tensors: the tensors of the file, in any order.
+        file_bytes: the size of the file in bytes.
 
     Raises:
         ValueError: if a tensor ends after the end of the file, or overlaps another tensor.

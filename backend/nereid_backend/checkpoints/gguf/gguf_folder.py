@@ -156,6 +156,8 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Create the tokenizer files and the chat template of a GGUF file's model in a folder.
 
+    The tokenizer is converted to the format of transformers.
+
     Raises:
         UnsupportedModelError: if transformers cannot build an equivalent tokenizer.
         ModelError: if the vocabulary is damaged.
@@ -248,12 +250,15 @@ def _create_fast_tokenizer(file: GgufFile, values: dict[str, Any]) -> object:
 
 
 def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:  # noqa: ANN401 - as below
-    """Return a copy of a `tokenizers.Tokenizer` without tokens that are not in the file.
+    """Return a copy of a tokenizer without the tokens that are not in the vocabulary of the file.
 
-    The GGUF file contains `num_tokens` tokens. transformers adds the default special tokens of its
-    tokenizer class to the vocabulary. Example: "<|endoftext|>" gets the token id 128256 in a file
-    of Llama 3, whose largest id is 128255. The model has no such token, so the server would refuse
-    each prompt that contains this text.
+    transformers adds the default special tokens of its tokenizer class to the vocabulary. Example:
+    "<|endoftext|>" gets the token id 128256 in a file of Llama 3, whose largest id is 128255. The
+    model has no such token, so the server would refuse each prompt that contains this text.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        num_tokens: the number of tokens in the file.
     """
     from tokenizers import Tokenizer
 

@@ -149,7 +149,10 @@ class BlockTables:
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
-        """Store how many tokens of a sequence were found in the prefix cache."""
+        """Store how many tokens of a sequence were found in the prefix cache.
+
+        Do nothing if the number was already recorded. This happens if the sequence was preempted.
+        """
         if sequence.num_cached_tokens is not None:
             return
         sequence.num_cached_tokens = sequence.num_reused_tokens
@@ -209,7 +212,10 @@ class BlockTables:
                     self._free_leading_blocks(sequence, group, first_needed_block)
 
     def _free_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
-        """Free the first `num_blocks` blocks of a sequence in one group of layers."""
+        """Free the first `num_blocks` blocks of a sequence in one group of layers.
+
+        The null block replaces each freed block in the block table of the group.
+        """
         table = sequence.block_tables[group]
         # Start after the blocks that earlier calls have freed and replaced by null blocks.
         start = sequence.num_null_blocks[group]
@@ -352,9 +358,11 @@ class BlockTables:
     def _record_new_tables(self, sequence: Sequence, num_reused: int) -> None:
         """Update the counters of a sequence after `sequence.block_tables` was replaced.
 
-        The keys and values of the first `num_reused` tokens are already in the blocks, because they
-        were computed earlier, for example for another sequence. The number is 0 if the sequence has
-        released its blocks.
+        Args:
+            sequence: the sequence.
+            num_reused: the number of leading tokens whose keys and values are already in the
+                blocks, because they were computed earlier, for example for another sequence; 0 if
+                the sequence has released its blocks.
         """
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
@@ -389,7 +397,10 @@ class BlockTables:
         window has 64 tokens, and a step has at most 100 tokens. The sequence needs entries for 164
         tokens, which are 11 entries.
 
-        The first `num_cached` tokens are in cached blocks. A `window` of None means full attention.
+        Args:
+            sequence: the waiting sequence.
+            num_cached: the number of leading tokens that are in cached blocks.
+            window: the attention window of the group; None for full attention.
         """
         num_tokens = len(sequence.token_ids)
         if window is None or self._max_step_tokens is None:  # One step may compute all tokens.

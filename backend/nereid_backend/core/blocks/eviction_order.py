@@ -202,7 +202,11 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)  # The session is empty if no item was moved to a new session.
 
     def _mark_used(self, key: SessionKey, min_expires: float) -> _Session[Item]:
-        """Mark a session as the most recently used session, and return the session."""
+        """Mark a session as the most recently used session, and return the session.
+
+        Create the session if it does not exist. The session expires at `min_expires`, or at its
+        present expiry time if that time is later.
+        """
         self._logical_time += 1
         session = self._sessions.get(key)
         if session is None:
@@ -276,7 +280,11 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether the next eviction must remove an item that a session retains."""
+        """Return whether the next eviction must remove an item that a session retains.
+
+        This is the case if the sessions retain more items than allowed, and the session that loses
+        the next item was used before the oldest item without a session became idle.
+        """
         if self._num_retained <= self._max_retained:
             return False
         return self._next_evicted_session().last_use < next(

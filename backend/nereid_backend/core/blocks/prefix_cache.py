@@ -268,6 +268,9 @@ class PrefixCache:
     def _add_computed(self, cached_blocks: dict[bytes, int], block_hash: bytes, block: int) -> None:
         """Add a computed block to the cache, and record that it must be written to disk.
 
+        Do nothing if the cache already contains a block with the same tokens, which another request
+        has computed.
+
         Mutates: `cached_blocks`, the dict of the block's group of layers.
         """
         if block_hash in cached_blocks:
@@ -373,7 +376,10 @@ class PrefixCache:
         return self._window_search.longest_prefix(tables, can_end_after)
 
     def _drop(self, block: int) -> None:
-        """Remove a block from the cache. Do nothing if the cache does not contain the block."""
+        """Remove a block from the cache. Do nothing if the cache does not contain the block.
+
+        If a recurrent state was saved at the end of the block, delete this state, too.
+        """
         block_hash = self._hashes.pop(block, None)
         if block_hash is None:
             return
@@ -403,7 +409,10 @@ class PrefixCache:
         return hashes[:count]
 
     def _hash_block(self, previous_hash: bytes, sequence: Sequence, index: int) -> bytes:
-        """Return the hash of block number `index` of a sequence."""
+        """Return the hash of block number `index` of a sequence.
+
+        If the keys and values of the block depend on images, the hash depends on the images, too.
+        """
         end = (index + 1) * self._block_size
         token_ids = sequence.token_ids[index * self._block_size : end]
         content = previous_hash + array("q", token_ids).tobytes()

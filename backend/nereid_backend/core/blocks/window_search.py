@@ -109,6 +109,10 @@ class WindowSearch:
 
         Example: the prefix has 6 blocks, and the window starts in block 4. The blocks 4 and 5 must
         be cached, so at least 2 consecutive cached blocks must end with block 5.
+
+        Args:
+            cached_runs: the result of `_cached_runs_by_window`.
+            num_blocks: the number of blocks in the prefix.
         """
         for window, runs in cached_runs.items():
             num_needed = max(1, num_blocks - self._first_visible_block(window, num_blocks))

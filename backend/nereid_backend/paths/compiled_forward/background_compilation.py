@@ -63,7 +63,10 @@ class BackgroundCompilation:
         self._thread.join()
 
     def _exchange_messages(self, message: bytes, timeout_s: float) -> None:
-        """Send the model, wait at most `timeout_s` seconds for the result, and end the process."""
+        """Send the model, wait at most `timeout_s` seconds for the result, and end the process.
+
+        A separate thread runs this method. The result is stored in `_outcome`; see `outcome`.
+        """
         try:
             self._connection.send_bytes(message)
             if self._connection.poll(timeout_s):
@@ -87,7 +90,12 @@ class BackgroundCompilation:
 
 
 def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the process that compiles the model, and return the process."""
+    """Start the process that compiles the model, and return the process.
+
+    Args:
+        connection_fd: the file descriptor through which the process exchanges messages.
+        folder: the folder for the compiled library.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection_fd), str(folder)],
         pass_fds=[connection_fd],

@@ -81,6 +81,9 @@ def _compile_or_reason(message: bytes, folder: Path) -> str:
 def _compile(message: bytes, folder: Path) -> None:
     """Compile the model in `message`, and store the library in `folder`.
 
+    The message is the result of `pack_skeleton`: the model without large weights. The caller has a
+    lock, so only one process of this machine compiles at a time.
+
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """

@@ -163,7 +163,10 @@ def confirm_check(folder: Path) -> None:
 
 
 def _end_check(folder: Path) -> None:
-    """Close and unlock the file in which this process has recorded its check of a library."""
+    """Close and unlock the file in which this process has recorded its check of a library.
+
+    Another process can then lock the file, and record another check of the library.
+    """
     if (records := _running_checks.pop(folder, None)) is not None:
         records.close()
 

@@ -61,7 +61,10 @@ class GraphCapture:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        """Capture one call of `work` as a graph, and return a function that replays the graph."""
+        """Capture one call of `work` as a graph, and return a function that replays the graph.
+
+        `capture_pieces` describes the requirements for `work`, and the possible exceptions.
+        """
         return self.capture_pieces(lambda _: work())
 
     def capture_pieces(self, work: Callable[[Cut], None]) -> Replay:

@@ -157,6 +157,10 @@ class DecodeGraphs:
         Return None if too little memory is free, or if this capture or an earlier capture has
         failed. After a failed capture, no graph is used, so the kernels of decode steps are
         launched one by one. If only the memory is too small, the existing graphs are still used.
+
+        Args:
+            num_rows: the number of sequences.
+            batch: the inputs of the captured step; None for a step of padding.
         """
         if not self._can_capture:
             return None

@@ -65,8 +65,11 @@ def choose_head(
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
     """Run the whole model with its own attention on one text at a time, and return the logits.
 
-    If the method `chosen` uses Nereid's attention, the model is switched to its own attention for
-    these runs, and then switched back.
+    Args:
+        encoder: the model.
+        chosen: the method of computing token vectors. If this method uses Nereid's attention, the
+            model is switched to its own attention for these runs, and then switched back.
+        batch: the texts.
 
     Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
     classifies single tokens.
@@ -94,7 +97,11 @@ def _find_output_error(
     Return the reason why the output is wrong, or None if the output is correct. Example: "its
     output has the shape (2, 3)".
 
-    Shapes: hidden [num_tokens, hidden_size]; see Head.logits for the shape of the logits.
+    Args:
+        head: the head.
+        hidden: the token vectors of the texts, [num_tokens, hidden_size].
+        batch: the texts.
+        expected: the correct logits, float32 (see Head.logits for the shape).
     """
     try:
         output = head.logits(hidden, batch).float()

@@ -114,7 +114,11 @@ class GroupAttention:
         True means that the query can attend to the key. Example: with causal attention, first_query
         1, two queries and three keys, the mask is [[True, True, False], [True, True, True]].
 
-        `first_query` is the position of the first query relative to the position of the first key.
+        Args:
+            first_query: the position of the first query, relative to the position of the first key.
+            num_queries: the number of queries in the block.
+            num_keys: the number of keys.
+            device: the device of the mask.
         """
         # The device is no part of the key, because a cache is used for one forward pass only.
         cache_key = (first_query, num_queries, num_keys, self.options.window)

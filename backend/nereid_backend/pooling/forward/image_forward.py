@@ -55,6 +55,10 @@ class ImageForward:
 
         If the prompt has images, the features that the image encoder computes are cached under the
         hash of the images.
+
+        Args:
+            prepared: the prompt.
+            options: further arguments of the model, such as `logits_to_keep`.
         """
         encoder = self._encoder
         model: Any = encoder.model

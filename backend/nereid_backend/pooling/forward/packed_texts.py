@@ -141,7 +141,10 @@ class TokenBatch:
         return self._mask_of(self.attended_lens or self.lens)
 
     def _mask_of(self, lens: tuple[int, ...]) -> Tensor:
-        """Return a mask [num_texts, longest]. True marks the first `lens[i]` tokens of text i."""
+        """Return a mask [num_texts, longest]. True marks the first `lens[i]` tokens of text i.
+
+        `longest` is the number of tokens of the longest text.
+        """
         ends = torch.tensor(lens, device=self.token_ids.device)
         return torch.arange(max(self.lens), device=ends.device) < ends[:, None]
 
@@ -229,8 +232,11 @@ class PackedAttention:
     ) -> TextAttention:
         """Return a layer's attention options, such as the size of its sliding window.
 
-        If the layer sets no scale for the scores, the scale is computed from the last dimension of
-        `query`, [1, num_heads, num_tokens, key_dim].
+        Args:
+            module: the attention layer of transformers.
+            query: the queries, [1, num_heads, num_tokens, key_dim]. If the layer sets no scale for
+                the scores, the scale is computed from `key_dim`.
+            kwargs: the options that transformers passes to the attention of a layer.
 
         Raises:
             ValueError: the layer uses an option that is not supported.

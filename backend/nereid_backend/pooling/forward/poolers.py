@@ -38,7 +38,10 @@ def _rows(index: list[int], hidden: Tensor) -> Tensor:
 
 
 def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tensor:
-    """For each range of tokens, return the sum of the token vectors in this range."""
+    """For each range of tokens, return the sum of the token vectors in this range.
+
+    If `weights` is given, the sum is weighted.
+    """
     parts = []
     for number, (start, end, _) in enumerate(ranges):
         rows = hidden[start:end].float()

@@ -163,6 +163,9 @@ class Head:
     def _token_indices(self, batch: TokenBatch) -> list[int]:
         """For each text, return the index of the one token that the classification head needs.
 
+        If the attribute `method` is "first", this token is the first token of the text. Otherwise,
+        `method` is "last", and this token is the last token that is not the padding token.
+
         Example: for the texts [5, 6] and [7, 8, 9], which are packed as [5, 6, 7, 8, 9], the result
         is [0, 2] for the first tokens, and [1, 4] for the last tokens.
         """
@@ -239,7 +242,10 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
     """Return the arguments for a call of `model`. Leave out arguments that `model` does not accept.
 
-    Shapes: ids and types [num_texts, length].
+    Args:
+        model: the model.
+        ids: the token ids, [num_texts, length].
+        types: the type ids of the tokens, [num_texts, length]; None for the model's default.
     """
     arguments: dict[str, Any] = {"input_ids": ids}
     if types is not None and accepts(model.forward, "token_type_ids"):

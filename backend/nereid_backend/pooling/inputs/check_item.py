@@ -168,7 +168,10 @@ class ItemChecker:
         return name
 
     def _limit_texts(self, item: PoolingItem) -> PoolingItem:
-        """Truncate the texts of an item to the size limit, and return the item."""
+        """Truncate the texts of an item to the size limit, and return the item.
+
+        If a text exceeds the limit, but the item does not permit truncation, raise a RequestError.
+        """
         if item.text is not None:
             return replace(item, text=self._limit_text(item.text, truncate=item.truncate))
         if item.pair is not None:

@@ -143,8 +143,12 @@ class GenerativeReranker:
         Example: the limit is 80, and the prompt without the document has 20 tokens. The first
         attempt keeps 60 tokens of the document.
 
-        An `instruction` of None means the default sentence. `limit` is the largest number of tokens
-        of the prompt.
+        Args:
+            query: the query.
+            document: the document, which is too long.
+            instruction: a sentence that describes which documents are relevant; None means the
+                default sentence.
+            limit: the largest number of tokens of the prompt.
 
         Raises:
             RequestError: no token of the document fits, or the prompt of each attempt is too long.
@@ -209,7 +213,11 @@ class GenerativeReranker:
         return messages, {"add_generation_prompt": True, "enable_thinking": False}
 
     def _renders_roles(self) -> bool:
-        """Return whether the template renders messages with the roles "query" and "document"."""
+        """Return whether the template renders messages with the roles "query" and "document".
+
+        The template is rendered with test texts as the query and the document. The roles are
+        rendered if the result contains both texts.
+        """
         text = self._render_roles(_QUERY_PROBE, _DOCUMENT_PROBE)
         return _QUERY_PROBE in text and _DOCUMENT_PROBE in text
 

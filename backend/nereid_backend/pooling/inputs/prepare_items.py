@@ -191,6 +191,8 @@ class ItemPreparer:
     def _with_token_ids(self, item: PoolingItem, ids: Sequence[int]) -> Prepared:
         """Prepare an item that is a list of token ids.
 
+        A list that is too long is truncated if the item permits this.
+
         Raises:
             RequestError: a token id is wrong, or the list is too long and must not be truncated.
         """
@@ -220,7 +222,11 @@ class ItemPreparer:
                 )
 
     def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
-        """Tokenise texts and pairs, and yield the tokens of each item."""
+        """Tokenise texts and pairs, and yield the tokens of each item.
+
+        Args:
+            items: the items by their index in the request. Each item has a text or a pair.
+        """
         if self._reranker is not None:
             yield from self._rerank_tokens(self._reranker, items)
             return
@@ -235,7 +241,9 @@ class ItemPreparer:
     def _tokenise_uniform(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
         """Tokenise items in one call. Yield the index, the token ids and the type ids of each item.
 
-        All items are single texts, or all items are pairs. There is at least one item.
+        Args:
+            items: the items by their index in the request. All items are single texts, or all items
+                are pairs. There is at least one item.
         """
         # For single texts, the tokenizer gets one list. For pairs, the tokenizer gets two lists:
         # the first text of each pair, and the second text of each pair.
@@ -253,7 +261,14 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Tokenise prompts for a generative reranker. Yield the index and tokens of each item."""
+        """Tokenise prompts for a generative reranker. Yield the index and the tokens of each item.
+
+        The tokens are those of the prompt, which contains the query and the document.
+
+        Args:
+            reranker: builds the prompt that contains the query, the document and an instruction.
+            items: the items by their index in the request. Each item has a pair.
+        """
         for index, item in items.items():
             assert item.pair is not None
             query, document = item.pair
@@ -273,6 +288,11 @@ class ItemPreparer:
 
         A text that is too long is truncated. If the item is a short query of a model such as
         ColBERT, mask tokens are then appended (see TextRules.expand).
+
+        Args:
+            item: the item.
+            ids: the tokens of the text.
+            types: the type ids of the tokens (see Prepared.type_ids).
 
         Raises:
             RequestError: the text has no tokens, or is too long and must not be truncated.
@@ -338,7 +358,10 @@ class ItemPreparer:
     def _check_truncation(
         item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError if truncation is turned off for an item that is too long."""
+        """Raise a RequestError if truncation is turned off for an item that is too long.
+
+        The item has `length` tokens, which is more than `limit`.
+        """
         if not item.truncate:
             raise RequestError(
                 f"input: the input has {length} tokens, but the limit is {limit} ({limit_name}). "

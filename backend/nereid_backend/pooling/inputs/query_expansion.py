@@ -121,6 +121,9 @@ class TextRules:
 def _mask_id(expansion: QueryExpansion, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the token that is appended to short queries.
 
+    The token is named in the checkpoint's files. Otherwise, it is the tokenizer's mask token, or
+    the end-of-sequence token if the tokenizer has no mask token.
+
     Raises:
         ModelError: the vocabulary does not contain the token.
     """

@@ -108,8 +108,10 @@ class ChatPrompts:
         If there is an image, a separate process decodes and prepares the image, because a damaged
         file can crash the decoder.
 
-        The messages contain a placeholder for the image. `image` is None if the messages contain no
-        image.
+        Args:
+            messages: the messages, with a placeholder for the image.
+            image: the content of an image file; None if the messages contain no image.
+            variables: the variables of the chat template.
 
         Raises:
             RequestError: the image or the text is invalid. The message begins with "image: " or

@@ -57,7 +57,11 @@ def choose_task(
 
 
 def _check_reranks(architecture: str, config: PretrainedConfig, folder: Path) -> None:
-    """Raise a ConfigError if a checkpoint cannot be used as a reranker."""
+    """Raise a ConfigError if a checkpoint cannot be used as a reranker.
+
+    A reranker has a head with one label, or is a generative model that answers "yes" or "no". The
+    docstring of `choose_task` describes the arguments.
+    """
     has_head = architecture.endswith(SEQUENCE_HEAD)
     if has_head and config.num_labels != 1:
         raise ConfigError(

@@ -78,7 +78,12 @@ def describe_embedding(
 
 
 def _check_tower_modules(root: Path, later_modules: list[ModuleSpec]) -> None:
-    """Raise an UnsupportedModelError if a module converts the vectors of two towers."""
+    """Raise an UnsupportedModelError if a module converts the vectors of a model with two towers.
+
+    Args:
+        root: the folder of the checkpoint.
+        later_modules: the modules that follow the transformers model.
+    """
     for module in later_modules:
         if module.kind in ("Dense", "LayerNorm"):
             raise UnsupportedModelError(
@@ -182,8 +187,11 @@ def _check_multi_vector_modules(
     Without pooling, the output must be one vector for each token. This is the case for ColBERT, and
     for a checkpoint with a module that converts or removes token vectors.
 
-    `is_colbert` is True for the formats of PyLate and Stanford's ColBERT, in which all checkpoints
-    return one vector for each token.
+    Args:
+        root: the folder of the checkpoint.
+        later_modules: the modules that follow the transformers model.
+        is_colbert: whether the checkpoint has a format in which all checkpoints return one vector
+            for each token: the format of PyLate or of Stanford's ColBERT.
 
     Raises:
         UnsupportedModelError: the output is unknown, or a module is not supported.
@@ -266,6 +274,9 @@ def _kinds_of_files(root: Path) -> tuple[str, ...]:
 
 def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
     """Return the pooling methods that are set in the config of the module `pooling`.
+
+    If `pooling` is None, the result is empty, and the model determines the method. If the config of
+    the module contains other fields, but no method, the result is ("mean",).
 
     Example: {"pooling_mode": "cls"} returns ("cls",). In an older checkpoint,
     {"pooling_mode_cls_token": true} returns ("cls",).

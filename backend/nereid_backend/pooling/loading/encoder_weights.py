@@ -94,7 +94,10 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
 
 
 def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
-    """Return the error message for a damaged checkpoint, which transformers cannot load."""
+    """Return the error message for a damaged checkpoint, which transformers cannot load.
+
+    `error` is the exception of transformers' `from_pretrained`.
+    """
     loading_class = getattr(transformers, spec.architecture, None)
     wrong_shape = describe_wrong_shape(error, spec.folder, spec.config, loading_class)
     return wrong_shape or (

@@ -184,6 +184,10 @@ def _sentence_transformers_values(
 
     The result contains only the rules that these files set, because it overrides the rules of other
     files. Example: the settings {"query_length": 32} return {"query_length": 32}.
+
+    Args:
+        settings: the content of the settings file of the transformers model.
+        modules: the modules in modules.json.
     """
     values = {name: settings[name] for name in _KEYS_OF_SETTINGS if settings.get(name) is not None}
     # The module MultiVectorMask lists the tokens that get no vector. The module has priority over
@@ -226,7 +230,10 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pylate_skip_words(saved: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
-    """Return the words that get no vectors, such as ["!", "?"]; None if the file lists no words."""
+    """Return the words that get no vectors, such as ["!", "?"]; None if the file lists no words.
+
+    If the file has PyLate's model type, the default is a list of all punctuation.
+    """
     words = saved.get("skiplist_words")
     if words is None and has_pylate_model_type(saved):
         return list(string.punctuation)
@@ -344,7 +351,10 @@ def _skip_roles(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
 
 
 def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON
-    """Validate a length in tokens from the checkpoint's files, and return the length."""
+    """Validate a length in tokens from the checkpoint's files, and return the length.
+
+    If the files do not contain the number, return None.
+    """
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

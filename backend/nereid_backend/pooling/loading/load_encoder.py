@@ -136,7 +136,10 @@ def accepts(function: Callable[..., object], name: str) -> bool:
 
 
 def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: str) -> bool:
-    """Return whether the model accepts the attention implementation named `attention`."""
+    """Return whether the model accepts the attention implementation named `attention`.
+
+    The attention implementation `own_attention` is set again before the function returns.
+    """
     with quiet():
         try:
             model.set_attn_implementation(attention)

@@ -113,6 +113,10 @@ def _read_config(folder: Path) -> PretrainedConfig:
 def _add_input_rules(spec: CheckpointSpec, sentence_config: dict[str, Any]) -> CheckpointSpec:
     """Return a copy of `spec` that also describes how inputs are converted to tokens.
 
+    Examples of the fields that this function sets are the prompts, the length limit and the
+    variables of the chat template. `sentence_config` is the content of the file
+    config_sentence_transformers.json.
+
     Raises:
         UnsupportedModelError: the checkpoint embeds chat messages, but is not a supported
             vision-language model.
@@ -225,6 +229,8 @@ def _describe_generative_reranker(
 def _activation(config: PretrainedConfig, sentence_config: dict[str, Any]) -> str | None:
     """Return the activation that the checkpoint's files specify: "none", "sigmoid" or "softmax".
 
+    Return None if the files name no activation.
+
     Raises:
         UnsupportedModelError: the files name another activation.
     """
@@ -250,7 +256,11 @@ def _activation(config: PretrainedConfig, sentence_config: dict[str, Any]) -> st
 
 
 def _takes_messages(spec: CheckpointSpec, settings: dict[str, Any]) -> bool:
-    """Return whether a checkpoint is a vision-language model whose inputs are chat messages."""
+    """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
+
+    Such a checkpoint is a generative model for images with a processor and a chat template. Its
+    settings for sentence-transformers must not exclude chat messages.
+    """
     if _excludes_messages(settings):
         return False
     has_images = getattr(spec.config, "vision_config", None) is not None

@@ -151,7 +151,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
-    """Raise an UnsupportedModelError if a module is not supported."""
+    """Raise an UnsupportedModelError if a module is not supported.
+
+    The first module must be a transformers model. The output of a module Dense or Normalize must
+    replace the input, so the names of the input and the output must be equal.
+
+    Args:
+        path: the path of modules.json, for error messages.
+        modules: the modules in the file.
+    """
     if not modules or modules[0].kind not in _FIRST_MODULES:
         first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(

@@ -58,7 +58,8 @@ class AdapterCalls(ReplicaCalls):
     @property
     def is_replacing_weights(self) -> bool:
         """Whether an engine process still has to replace the weights. Any thread may read this."""
-        # The loop's thread may change the dict during the iteration, so the iteration uses a copy.
+        # The loop's thread may change the dict during the iteration. Therefore the iteration uses a
+        # copy. No other thread can change the dict while `list` creates the copy.
         return any(change.message[0] == _RELOAD for change in list(self._waiting.values()))
 
     def record_answer(self, call_id: str, replica: int, answer: list[str]) -> Answer | None:
@@ -155,8 +156,9 @@ class AdapterCalls(ReplicaCalls):
         """
         kind, *values = message
         if kind == _RELOAD:
-            # An empty `folder` means the current folder, which a restarted engine process reads in
-            # any case.
+            # A message with an empty `folder` means: read the weights again from the current
+            # folder. Such a message is not stored, because a restarted engine process reads the
+            # weights from the current folder in any case.
             folder = values[0]
             if folder:
                 self._history[_WEIGHTS_KEY] = message
@@ -168,7 +170,11 @@ class AdapterCalls(ReplicaCalls):
 def _read_treatment_of_running_requests(parameters: Mapping[str, Any]) -> str:
     """Return what happens to running requests when weights are replaced: "finish" or "refuse".
 
-    "finish" lets the requests continue. "refuse" ends them with an error. The default is "finish".
+    "finish" means that the requests continue until they end. "refuse" means that the requests are
+    ended with an error. The default is "finish".
+
+    Raises:
+        RequestError: the parameter `running_requests` has another value.
     """
     mode = parameters.get(_RUNNING, "finish")
     if mode not in ("finish", "refuse"):

@@ -67,9 +67,11 @@ class EngineService:
         self._engine = engine
         self._send = send
         self._stats_due = 0.0
+        # The number of unfinished sequences of each request, by request id.
         self._num_unfinished_sequences: dict[str, int] = {}
-        # A replacement that waits until all running requests have ended. Meanwhile, new messages
-        # are added to `_held_messages` as pairs of a kind and a list of values.
+        # A replacement of the weights that was requested, but must wait until all running requests
+        # have ended; None if there is none. While a replacement waits, new messages are added to
+        # `_held_messages` as pairs of a kind and a list of values.
         self._pending_reload: _Reload | None = None
         self._held_messages: list[tuple[str, list[Any]]] = []
 
@@ -117,7 +119,9 @@ class EngineService:
     def _pass_to_engine(self, kind: str, values: list[Any]) -> None:
         """Call the engine's method for a message of the kind `kind`, and send the result.
 
-        The message "add" has no result, because `advance` sends updates for the new request.
+        The message "add" has no result, because `advance` sends updates for the new request. A
+        message "cache" calls one of the operations "statistics", "extend" and "drop", which report,
+        extend or delete the cached prefixes of a client's sessions (conversations).
 
         Raises:
             RequestError, CapacityError: the engine refuses the request.
@@ -147,8 +151,12 @@ class EngineService:
     ) -> None:
         """Add a request to the engine; see `Engine.add_request` for the errors.
 
-        `num_sequences` is the number of sequences for which the executor has reserved memory.
-        `packed_images` is b"" if the prompt has no images.
+        Args:
+            request_id: the id of the request in the engine.
+            token_ids: the prompt's token ids as int32 numbers.
+            packed_params: the packed SamplingParams.
+            num_sequences: the number of sequences for which the executor has reserved memory.
+            packed_images: the packed ImageInputs; b"" if the prompt has no images.
         """
         prompt = memoryview(token_ids).cast("i")
         params = unpack_params(packed_params)

@@ -89,7 +89,9 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def _init_shared_state(self, config: EngineConfig) -> None:
         """Create the attributes that both the server's thread and the loop's thread use."""
+        # Decides whether a request may start.
         self._admission = StreamAdmission(self._settings, config.max_num_waiting, self._feedback)
+        # Chooses the engine process of a request.
         self._selector = ReplicaSelector(len(self.processes))
         # Handles the requests about adapters, weights and the prefix cache.
         self._engine_calls = EngineCalls(
@@ -134,7 +136,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Send a request for text to an engine process, or queue an operation for all processes.
 
-        An operation is a request about adapters, weights or the prefix cache.
+        An operation is a request about adapters, weights or the prefix cache. Its envelope is only
+        a placeholder.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -157,7 +160,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _open_stream(self, envelope: RequestEnvelope, token_ids: bytes, sender: Any) -> None:  # noqa: ANN401
         """Create the stream of a request, and send the request to one of the engine processes.
 
-        `token_ids` contains the prompt, 4 bytes for each token.
+        A stream is the state of one request in the executor. `token_ids` contains the prompt, 4
+        bytes for each token, and `sender` is the server's object that sends the responses.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -175,6 +179,9 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
         """Select an engine process for a new request, and return the number of the process.
+
+        A process is preferred if its cache probably contains a prefix of the prompt, unless another
+        process has much less work.
 
         Raises:
             CapacityError: no engine process runs.
@@ -206,14 +213,17 @@ class ExecutorModel(SupervisedModel[Stream]):
     def do_periodic_work(self) -> float:
         """Send the messages that are due now, and return the seconds until the next call.
 
-        Each call checks only the streams with unsent tokens. All streams are inspected only from
-        time to time, because the inspection of 256 streams takes as long as sending ten steps.
+        A stream is the state of one request. A step is a message to the postprocessor with the new
+        tokens of a stream. Each call checks only the streams with unsent tokens. All streams are
+        inspected only from time to time, because the inspection of 256 streams takes as long as
+        sending ten steps.
         """
         self._engine_calls.send_new()
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect_all_streams(now)
         next_call = min(now + _IDLE_POLL_S, self._inspection_deadline)
+        # Check a stream with unsent tokens when the time `stream.next_check` is reached.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
@@ -240,8 +250,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _send_if_due(self, stream: Stream, now: float) -> float:
         """If the next step of a stream is due, send this step to the postprocessor.
 
-        A step contains the unsent tokens. A step without tokens is a heartbeat, which makes the
-        postprocessor check whether the client is still connected.
+        A step is a message that contains the unsent tokens. A step without tokens is a heartbeat.
+        When the postprocessor gets a heartbeat, it checks whether the client is still connected.
 
         Returns:
             The time of the next call, as a value of time.monotonic():
@@ -250,8 +260,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             - If the step was sent: the time of the next heartbeat. New output causes an earlier
               call.
         """
-        # These times grow with the number of streams, because the server can send only a limited
-        # number of messages per second.
+        # The shortest times between two steps with output and between two heartbeats. These times
+        # grow with the number of streams, because the server can send only a limited number of
+        # messages per second.
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
@@ -387,32 +398,48 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, error)
 
     def _note_start(self, stream: Stream, started: float) -> None:
-        """Record when the engine started a request. Only the first call has an effect."""
+        """Record the time at which the engine started a request.
+
+        Only the first call has an effect.
+        """
         if stream.timing.started is None:
             self._admission.note_start(stream, started)
             self._statistics.note_start(stream, started)
 
     def _note_started(self, started: list[tuple[str, float]]) -> None:
-        """Record when requests left the engine's waiting queue; see StepEngine.started."""
+        """Record the times at which requests left the engine's waiting queue.
+
+        The argument `started` has the form of StepEngine.started.
+        """
         for request_id, start_time in started:
             if stream := self.requests.get(request_id):
                 self._note_start(stream, start_time)
 
     def _note_compiled(self, compiled: list[tuple[str, float, float]]) -> None:
-        """Record when the grammars of requests were compiled; see StepEngine.compiled."""
+        """Record when the compilation of each request's grammar began and ended.
+
+        The argument `compiled` has the form of StepEngine.compiled.
+        """
         for request_id, requested, finished in compiled:
             if stream := self.requests.get(request_id):
                 stream.timing.compilation = (requested, finished)
 
     def _end_if_overdue(self, stream: Stream, now: float) -> bool:
-        """End a request that has exceeded a time limit. Return whether it was ended."""
+        """End a request that has exceeded its queue_timeout or its timeout.
+
+        The engine stops computing the request, and the client gets an error.
+
+        Returns:
+            Whether the request was ended.
+        """
         if stream.has_ended:
             return False  # The output is complete. Only the last step must still be sent.
         error = stream.timing.deadline_error(now)
         if error is None:
             return False
         if isinstance(error, CapacityError):
-            # Add to the message the time after which the client should try again.
+            # The request has waited too long in the queue. Add to the error message the time after
+            # which the client should try again.
             error = self._admission.with_retry_time(error, stream.timing.client_id)
         self._aborts.abort(stream)
         self._statistics.counts["requests_timed_out_total"] += 1

@@ -47,6 +47,7 @@ class LostClientDetector:
         # This counter numbers the messages to the postprocessor in the order in which they are
         # sent. All streams share the counter.
         self._step_numbers = itertools.count(1)
+        # The number of the newest message that the postprocessor has processed so far.
         self._newest_consumed = 0
         self._last_observed = 0.0
 
@@ -68,7 +69,9 @@ class LostClientDetector:
     def detect_lost_client(self, stream: Stream) -> bool:
         """Return whether the server has dropped a step of `stream`. If so, the client is gone.
 
-        An unprocessed step of `stream` counts as dropped in two cases:
+        A step is a message to the postprocessor. The steps of all streams are numbered together,
+        and the server delivers the steps in this order. An unprocessed step of `stream` counts as
+        dropped in two cases:
         - The postprocessor has processed no step of `stream` for more than `patience_s` seconds.
         - The postprocessor has processed a later step of any stream, and has processed no step of
           `stream` for at least `_OVERTAKING_S` seconds. Example: step 7 belongs to `stream`, and
@@ -76,6 +79,7 @@ class LostClientDetector:
 
         Mutates: removes processed steps from `stream.unconsumed_steps`.
         """
+        # `stalled_s` is the time since the postprocessor last processed a step of the stream.
         if stream.unconsumed_steps and stream.stalled_s > self._patience_s:
             return True
         if stream.stalled_s < _OVERTAKING_S or not self._has_dropped_step(stream):
@@ -88,12 +92,15 @@ class LostClientDetector:
     def _has_dropped_step(self, stream: Stream) -> bool:
         """Return whether a step of `stream` was dropped before it reached the postprocessor.
 
-        A step was dropped if the postprocessor has processed a later step of any stream instead.
+        This is so if the postprocessor has processed a step with a higher number, of any stream,
+        but not the oldest unconsumed step of this stream.
         """
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 
     def remove_consumed_steps(self, stream: Stream) -> None:
         """Remove the consumed steps from `stream.unconsumed_steps`.
+
+        A step is consumed if the postprocessor has processed the step.
 
         Example: 5 steps were sent, and `unconsumed_steps` contains the numbers of the last 3 steps.
         If the postprocessor has processed 4 steps, the two oldest of these numbers are removed.

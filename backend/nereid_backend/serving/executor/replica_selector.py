@@ -71,6 +71,10 @@ class ReplicaSelector:
     def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
         """Select an engine process for a request, and return the number of the process.
 
+        Prefer the process that has received the longest prefix of the prompt, because the process
+        probably still has this prefix in its cache. If this process has many more sequences than
+        another process, select the process with the fewest sequences instead.
+
         Mutates: the request and its sequences now count for the selected process, and the prefixes
         of the prompt are recorded for this process.
 
@@ -79,17 +83,25 @@ class ReplicaSelector:
             num_sequences: the number of sequences of the request.
             running: the processes that accept requests. At least one process must be running.
         """
+        # If there is only one process, the hashes are not needed.
         hashes = chunk_hashes(token_ids) if len(self._num_sequences) > 1 else []
         with self._lock:
             selected = self._choose(hashes, set(running))
             self._num_sequences[selected] += num_sequences
+            # Store the number of the process's last request. If several processes have equally few
+            # sequences, `_choose` selects the process whose last request is the oldest.
             self._num_requests += 1
             self._last_request[selected] = self._num_requests
             self._store(hashes, selected)
             return selected
 
     def _choose(self, hashes: Sequence[bytes], running: set[int]) -> int:
-        """Choose a running process for a prompt; see `select`."""
+        """Choose an engine process for a prompt. The docstring of `select` describes the choice.
+
+        Args:
+            hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
+            running: the numbers of the running processes.
+        """
         least_loaded = self._least_loaded(running)
         preferred = self._least_loaded(self._with_longest_prefix(hashes, running))
         num_extra = self._num_sequences[preferred] - self._num_sequences[least_loaded]
@@ -116,6 +128,10 @@ class ReplicaSelector:
         """Return the processes in `running` that have received the longest prefix of a prompt.
 
         If no running process received the first chunk of the prompt, return all running processes.
+
+        Args:
+            hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
+            running: the numbers of the running processes.
         """
         replicas = running
         for chunk_hash in hashes:

@@ -53,7 +53,8 @@ class RequestStatistics:
     def note_unfinished(self, stream: Stream, reason: str) -> None:
         """Record that all unfinished sequences of a stream have ended.
 
-        Later updates from the engine for these sequences are ignored.
+        This method is called when the whole stream ends. Later updates from the engine for these
+        sequences are ignored.
 
         Args:
             stream: the stream.

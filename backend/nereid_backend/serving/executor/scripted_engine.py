@@ -194,8 +194,10 @@ class ScriptedEngine:
         self._start_waiting(now)
         updates = []
         for request_id, request in self._requests.items():
-            # `_next_update` deletes ended sequences, so iterate over a copy.
+            # When a sequence has ended, `_next_update` deletes it from `request.sequences`.
+            # Therefore iterate over a copy of the values.
             for sequence in list(request.sequences.values()):
+                # An aborted sequence ends immediately.
                 if sequence.is_aborted or sequence.due <= now:
                     updates.append(self._next_update(request_id, request, sequence, now))
         self._requests = {
@@ -232,15 +234,26 @@ class ScriptedEngine:
     def _next_update(
         self, request_id: str, request: ScriptedRequest, sequence: ScriptedSequence, now: float
     ) -> RequestUpdate:
-        """Return the next tokens of a sequence. If the sequence ends, remove it from the request.
+        """Return an update that contains the next tokens of a sequence.
+
+        If the sequence ends, remove the sequence from the request.
+
+        Args:
+            request_id: the id of the request.
+            request: the request.
+            sequence: one sequence of the request.
+            now: the current time. The next update is due after the delay of the script's rule.
 
         Raises:
             EngineError: the rule has a fault.
         """
         rule = sequence.rule
         num_top = request.params.logprobs
+        # If the rule contains a fault, cause this fault. The fault "busy 2" uses the CPU for 2
+        # seconds, and raises no error. All other faults raise an error.
         cause_fault(sequence)
-        # This must be done before `next_tokens` adds tokens to the sequence.
+        # Only the first update of a sequence contains `prompt_logprobs`. An update is the first if
+        # the sequence has no tokens yet. This must be checked before `next_tokens` adds tokens.
         prompt_logprobs = self._prompt_logprobs(request, sequence)
         token_ids, finish_reason = next_tokens(request, sequence)
         sequence.due = now + rule.delay_ms / 1000
@@ -265,8 +278,9 @@ class ScriptedEngine:
     ) -> list[TokenLogprobs | None] | None:
         """Return the log-probabilities of the prompt tokens, for the next update of a sequence.
 
-        Return None if the request does not ask for them. Only the first update of the first
-        sequence contains them. The first token of a prompt has no log-probability.
+        Return None if the request does not ask for them, or if an update has already contained
+        them: only the first update of the first sequence contains them. The first token of a prompt
+        has no log-probability.
         """
         num_top = request.params.prompt_logprobs
         is_first_update = sequence.index == 0 and sequence.num_tokens == 0
@@ -305,7 +319,10 @@ def _eos_token(model: str) -> str:
 
 
 def _info(config: EngineConfig, tokenizer: Tokenizer) -> EngineInfo:
-    """Return the description of the scripted engine. Facts about a model are fictitious."""
+    """Return the description of the scripted engine.
+
+    Fields that describe a model, such as its weights, have fictitious values.
+    """
     eos_id = tokenizer.token_to_id(_eos_token(config.model))
     return EngineInfo(
         model=config.model,

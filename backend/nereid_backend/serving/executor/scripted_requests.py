@@ -27,7 +27,13 @@ class ScriptedSequence:
     """
 
     def __init__(self, rule: Rule, index: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Create a sequence without tokens. `eos_token_ids` may be empty."""
+        """Create a sequence without tokens.
+
+        Args:
+            rule: the rule of the script that matches the prompt.
+            index: the index of the sequence in its request.
+            eos_token_ids: the end-of-sequence token; empty if the checkpoint has no such token.
+        """
         self.index = index
         self.rule = rule
         # A rule contains either one output for all sequences of a request, or one output for each
@@ -35,6 +41,8 @@ class ScriptedSequence:
         output = rule.token_ids[index % len(rule.token_ids)]
         self._tokens = output + eos_token_ids if rule.ends else output
         self.num_tokens = 0
+        # The time at which the next update is due, as a value of time.monotonic(). The first update
+        # is due immediately.
         self.due = 0.0
         self.is_aborted = False
 

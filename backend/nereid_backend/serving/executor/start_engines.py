@@ -14,7 +14,8 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     """Start the engine processes, and wait until their models are loaded.
 
     The first process is started alone, so that only one process reports a wrong checkpoint or a
-    wrong setting. The other processes are then started in parallel.
+    wrong setting. When the first process has loaded its model, all other processes are started in
+    parallel. The other processes read the weights from the kernel's page cache.
 
     Raises:
         EngineError: loading failed or took too long. The message gives the reason.
@@ -30,6 +31,8 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     started = [start.result() for start in starts if start.exception() is None]
     processes = [first_process, *started]
     if errors:
+        # The model needs all its processes. If one of them has failed to start, stop all others, so
+        # that no process continues to run.
         for process in processes:
             process.stop()
         raise errors[0]

@@ -42,8 +42,10 @@ class StreamAborts:
     def abort_unwanted(self, stream: Stream) -> None:
         """Abort a stream if its client has disconnected.
 
-        Otherwise, abort the sequences that have reached a stop string. The postprocessor signals
-        both through the shared memory (see feedback.py).
+        Otherwise, abort the sequences that have reached a stop string. The postprocessor finds stop
+        strings and disconnected clients, and writes a signal into the slot of the sequence in the
+        shared memory. The serial number of the stream distinguishes its signals from those of
+        earlier streams in the same slot.
         """
         if stream.is_aborting or stream.has_ended:
             return

@@ -125,6 +125,7 @@ class Sequence:
             self.logprobs += update.logprobs
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
+        # Only the first update of a sequence contains this number. Later updates contain 0.
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         if update.finish_reason is not None:
             self.ending = Ending(update.finish_reason, update.stop_reason)
@@ -277,7 +278,12 @@ class Stream:
     def take_step(self, now: float) -> StepState:
         """Move the unsent output of all sequences into a new StepState, and return this object.
 
-        The StepState is the next message to the postprocessor. `now` is the current time.
+        A StepState is the next message to the postprocessor. Its slot and its serial number
+        identify the stream, and `step` numbers the messages of the stream from 1. Only the first
+        message has an `opening`, which contains the data of the request.
+
+        Args:
+            now: the current time, as a value of time.monotonic().
         """
         with_output = [sequence for sequence in self.sequences if sequence.has_output]
         self.num_sent_steps += 1

@@ -173,7 +173,8 @@ class WaitingLimits:
     def _count_of_client(self, client: str) -> str:
         """Return the part of an error message that says how many waiting requests a client has.
 
-        Example: " (3 of them from this client)". The result is "" if the client is unknown.
+        Only waiting requests are counted. Example: " (3 of them from this client)". If the client
+        is unknown, `client` is "", and the result is "", too.
         """
         if not client:
             return ""
@@ -209,6 +210,9 @@ class WaitingLimits:
 
 
 def _retry_sentence(wait_s: float | None) -> str:
-    """Return a sentence such as "Try again in 3 s."; 1 s if the waiting time is unknown."""
+    """Return a sentence such as "Try again in 3 s." that contains the rounded waiting time.
+
+    If the waiting time is unknown, the sentence contains 1 s.
+    """
     seconds = 1 if wait_s is None else min(max(math.ceil(wait_s), 1), _LONGEST_RETRY_S)
     return f"Try again in {seconds} s."

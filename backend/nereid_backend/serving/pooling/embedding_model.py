@@ -66,7 +66,8 @@ class EmbeddingModel(PoolingStub):
     def _read_token_ids(self, request: Any, options: Mapping[str, Any]) -> list[list[int]]:  # noqa: ANN401
         """Return one list of token ids for each input.
 
-        Without the tensor `input_lengths`, the tensor `input_ids` contains one input.
+        The tensor `input_ids` contains the token ids of all inputs, and the tensor `input_lengths`
+        contains the number of token ids of each input. Without lengths, there is one input.
         """
         # `read_array` is not used for `input_ids`. It limits the number of elements to the largest
         # number of inputs, but `input_ids` contains several elements for each input.

@@ -123,10 +123,12 @@ class _JobProgress:
     def next_slice(self) -> list[PoolingItem]:
         """Return the next slice (a group of inputs), and record that these inputs are sent.
 
-        Example: the first slice of a job with 300 short texts contains 256 texts, and the second
-        slice contains 44 texts.
+        A slice ends when the number of its inputs, or their total size, reaches a limit. Example:
+        the first slice of a job with 300 short texts contains 256 texts, and the second slice
+        contains 44 texts.
         """
         items: list[PoolingItem] = []
+        # The total size of the slice's inputs, in characters, token ids or bytes of images.
         slice_size = 0
         first = self.num_sent  # the index of the slice's first input
         for name, value in itertools.islice(self.job.inputs, first, None):
@@ -135,6 +137,7 @@ class _JobProgress:
             slice_size += _size_of_item(fields)
             if len(items) == _SLICE_INPUTS or slice_size >= _SLICE_SIZE:
                 break
+        # None of the inputs of this slice has a result yet.
         self.num_left_by_slice[first] = len(items)
         self.num_sent += len(items)
         return items
@@ -174,6 +177,7 @@ class _JobProgress:
 
     def outcome(self) -> Outcome:
         """Return the outcome of the complete job."""
+        # The job is complete, so no value is None.
         values = [value for value in self.values if value is not None]
         # The kind of the values, such as "dense". All values of a job have the same kind.
         kind = self.job.options.get("kind") or _kind_of(values[0])
@@ -218,7 +222,8 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The incomplete jobs, by request id, in the order of their turns.
+        # The incomplete jobs, by request id. The next inputs for the engine come from the first job
+        # in this dict for which `can_send_slice` is true.
         self._jobs: dict[str, _JobProgress] = {}
 
     @property
@@ -241,7 +246,8 @@ class WorkerJobs:
     def advance(self) -> None:
         """Send inputs of all jobs to the engine for at most 10 ms. Then compute one batch.
 
-        The time limit prevents that the preparation of inputs delays the computation.
+        Inputs are sent in slices: groups of inputs of one job. The time limit prevents that the
+        preparation of many inputs delays the computation.
 
         Raises:
             EngineError: the GPU is lost, so this process must end.
@@ -260,7 +266,8 @@ class WorkerJobs:
     def _next_job(self) -> _JobProgress | None:
         """Return the next job whose inputs can be sent to the engine; None if there is no such job.
 
-        Mutates: `_jobs`. The returned job is moved to the end, so that the jobs take turns.
+        Mutates: `_jobs`. The returned job is moved to the end, so that each of the other jobs sends
+        a slice before this job sends another slice.
         """
         for request_id, progress in self._jobs.items():
             if progress.can_send_slice:
@@ -275,6 +282,8 @@ class WorkerJobs:
             items = progress.next_slice()
             self._engine.add(progress.slice_id(first), items)
         except RequestError as error:
+            # The engine's message contains an index within this slice. `job_message` converts it to
+            # an index within the whole job: "input 3" becomes "element 259".
             self._refuse(progress, RequestError(progress.job_message(error, first)))
         except NereidError as error:
             self._refuse(progress, error)
@@ -322,7 +331,8 @@ class WorkerJobs:
             EngineError: the computation has failed because the GPU is lost.
         """
         if is_lost_device(problem):
-            # This worker process ends, and the Triton model starts a new worker process.
+            # The device is lost, so every later computation would fail. Therefore this worker
+            # process ends. The Triton model then starts a new worker process.
             raise EngineError(f"the device is lost: {problem}")
         where = f"{progress.job.field}: element {index}: "
         self._refuse(progress, EngineError(where + problem))
@@ -360,7 +370,10 @@ def _num_value_bytes(value: Value | None) -> int:
 
 
 def _kind_of(value: Value) -> str:
-    """Return the kind of the result for one input, such as "dense"; see Outcome.kind."""
+    """Return the kind of a result, such as "dense". `value` is the result for one input.
+
+    Outcome.kind describes the kinds.
+    """
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return "sparse" if isinstance(value, dict) else "score"

@@ -84,9 +84,11 @@ class Outcome:
             offsets: for token_classify, one array for each input: the range of characters of each
                 token.
         """
+        # Only a multi-vector embedding has a different number of vectors for each input.
         is_multi_vector = kind == "multi_vector"
         arrays = [value for value in values if isinstance(value, np.ndarray)]
         counts = [len(array) for array in arrays] if is_multi_vector else []
+        # A value is a dict only if `kind` is "sparse".
         weights = [_weights(value) for value in values if isinstance(value, dict)]
         return cls(
             kind=kind,
@@ -151,10 +153,17 @@ def _integers(data: bytes) -> npt.NDArray[np.int32]:
 
 
 def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
-    """Return `Outcome.values`: the values of all inputs, or an empty array for "sparse"."""
+    """Combine the values of all inputs into one array.
+
+    If `kind` is "sparse", return an empty array.
+
+    The shape is [n, dim] for dense, [sum of the numbers of vectors, dim] for multi_vector, [n] for
+    score, [n, num_labels] for classify, and [sum of num_tokens, num_labels] for token_classify.
+    """
     if kind == "sparse":
         return np.zeros((0, 0), dtype=np.float32)
     if kind in ("multi_vector", "token_classify"):
+        # The value of each input is an array with one row for each token of the input.
         return np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
     return np.array(values, dtype=np.float32)
 

@@ -137,7 +137,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self.title = f"model {self.kind}"
         self.log_prefix = f"{self.kind}: "
         super().__init__()
+        # The id of each job is the next number of this counter.
         self._ids = itertools.count(1)
+        # The names of all environment variables of this model begin with this prefix.
         self._variable_prefix = f"NEREID_{self.kind.upper()}_"
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -260,12 +262,13 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def _record_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
         """Record the metrics and the spans of a successful request.
 
-        Call this method before the outputs are sent, because the recorded computation ends at the
-        time of the call. The time for sending the outputs must not count.
+        Call this method before the outputs are sent, because the time of the computation ends at
+        the call. The time for sending the outputs must not count.
 
         Args:
             pending: the request.
-            started: the time at which the computation of the first input started.
+            started: the time at which the computation of the request's first input started, by
+                time.monotonic().
             num_tokens: the number of tokens of all inputs.
         """
         self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
@@ -373,7 +376,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             )
 
     def _info(self) -> Tensors:
-        """Return the output `info`, a JSON text that describes the served checkpoint."""
+        """Return the output `info`.
+
+        The output contains a JSON text that describes the served checkpoint.
+        """
         if self.child is None:
             info = {"task": "none", "reason": self._not_served_message()}
         else:

@@ -68,7 +68,11 @@ class RerankModel(PoolingStub):
         tensor_name: str,
         options: dict[str, Any],
     ) -> Sequence[str | bytes]:
-        """Return the documents of a request. A text is a str, and an image is bytes."""
+        """Return the documents of a request. A text is a str, and an image is bytes.
+
+        The tensor `documents` contains texts. Each element of the tensor `parts` is JSON with a
+        text or an image.
+        """
         if tensor_name == names.DOCUMENTS:
             return self.read_texts(request, names.DOCUMENTS, options)
         parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)

@@ -135,8 +135,9 @@ class Choice:
     def add(self, delta: SequenceDelta) -> None:
         """Add the tokens of one step (a message of the executor) to this choice.
 
-        After a stop string was found, the tokens of `delta` do not belong to the output and are
-        ignored.
+        After a stop string was found, the tokens of `delta` are ignored, because they do not belong
+        to the output. The other fields of `delta` still count, such as the reason why the sequence
+        ended.
         """
         # A delta that does not report the number of cached tokens contains the number 0. Therefore
         # keep the larger of the old and the new number.
@@ -265,7 +266,10 @@ class Choice:
         self._message_parser.feed(text)
 
     def _record_tokens(self, num_output_tokens: int, delta: SequenceDelta) -> None:
-        """Record the first `num_output_tokens` tokens of `delta` and their log-probabilities."""
+        """Record the first `num_output_tokens` tokens of `delta` and their log-probabilities.
+
+        The remaining tokens of the step do not belong to the output.
+        """
         self._totals.num_tokens += num_output_tokens
         self._unsent.token_ids += delta.token_ids[:num_output_tokens]
         if num_output_tokens:
@@ -313,7 +317,11 @@ class Choice:
         }
 
     def _take_message(self) -> dict[str, Any]:
-        """Return the new part of the parsed message. Validate the message if it is now complete."""
+        """Return the new part of the parsed message. Validate the message if it is now complete.
+
+        Raises:
+            EngineError: the message is complete, and does not match a strict schema of the request.
+        """
         new_part = self._message_parser.take()
         if self._checked_message is not None:
             # Store each part, because only the complete message can be validated. A message that

@@ -42,10 +42,14 @@ class Choices:
         self.context = context
         self._slots = slots
         self._choices = list(choices)
+        # Both values are times of `time.monotonic()`. Before the first response, `last_response_at`
+        # is the time at which the stream was opened.
         self.opened_at = time.monotonic()
         self.last_response_at = self.opened_at
+        # The value 0 makes the first check for a disconnected client due immediately.
         self.last_cancel_check_at = 0.0
         self.is_cancelled = False
+        # The time in seconds that was spent so far on decoding and parsing the output.
         self.parsing_s = 0.0
 
     def add(self, state: StepState) -> None:

@@ -151,7 +151,10 @@ class ParsedMessage:
         self._copied_marker = ""
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the next delta's entry for the tool call `index`. Create a missing entry."""
+        """Return the entry of the next delta for the tool call with the index `index`.
+
+        Create the entry if it is missing.
+        """
         return self._new_calls.setdefault(index, {"index": index, "arguments": ""})
 
 

@@ -170,8 +170,9 @@ class PostprocessorModel:
     def _keepalive_response(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
         """Return an empty response if a keepalive is due, otherwise None.
 
-        A keepalive is due if a stream has sent no response for `keepalive_ms`. It is needed because
-        Triton's HTTP endpoint detects a disconnected client only when it sends a response.
+        A keepalive is due if a stream has sent no response in the last `keepalive_ms` milliseconds.
+        It is needed because Triton's HTTP endpoint detects a disconnected client only when it sends
+        a response. The value 0 of the setting turns keepalives off.
 
         Mutates: `choices.last_response_at`, if a response is returned.
         """
@@ -254,7 +255,9 @@ class PostprocessorModel:
     def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return the response that contains the outputs of one or several choices.
 
-        `context.returns` contains the names of the requested optional tensors.
+        The tensors with the text and with the JSON object (`delta`) have one element for each
+        element of `outputs`. `context.returns` contains the names of the optional tensors that the
+        client has requested, such as the finish reasons.
         """
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),

@@ -34,6 +34,8 @@ class Inbox:
             ChannelClosedError: the other end is closed, and all messages have already been
                 returned.
         """
+        # Another thread reads the channel, and puts lists of messages into `_batches`. None means
+        # that the channel is closed.
         can_wait = timeout_s != 0
         try:
             batch = self._batches.get(block=can_wait, timeout=timeout_s)

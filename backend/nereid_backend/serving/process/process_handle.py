@@ -101,6 +101,7 @@ class ChildProcess:
         self.load_s = 0.0
         self._channel = Channel(connection)
         self._outbox = Outbox(self._channel)
+        # Detects a hang: the process has work, but the process sends no message.
         self._hang_watch = HangWatch(
             program.hang_timeout.value, functools.partial(cpu_seconds, process.pid)
         )
@@ -197,7 +198,8 @@ class ChildProcess:
         Raises:
             EngineDiedError: the process hung and was killed.
         """
-        # On a CPU, the time limit is longer. `info` is empty before the model is loaded.
+        # On a CPU, a step of a large model can take minutes, so the time limit is longer. `info`
+        # describes the loaded model. Before the model is loaded, `info` is empty.
         is_on_cpu = self.info.get("device") == "cpu"
         self._hang_watch.measure(is_working=is_working)
         if not self._hang_watch.is_hanging(is_on_cpu=is_on_cpu):
@@ -241,13 +243,16 @@ class ChildProcess:
     ) -> None:
         """Wait until the process has loaded its model and sends the message "ready".
 
-        Call `progress` with each line that the process reports, and `while_loading` every
-        `_START_POLL_S` seconds.
+        Args:
+            progress: called with each line that the process reports while it loads the model.
+            while_loading: called every `_START_POLL_S` seconds. The function can raise a
+                NereidError to end the wait.
 
         Raises:
             EngineError: loading failed or took longer than `start_timeout`.
 
-        Mutates: `info` and `load_s`.
+        Mutates: `info`, the description of the model in the message "ready", and `load_s`, the
+            seconds that loading took.
         """
         started_at = time.monotonic()
         limit = self._program.start_timeout  # the value and the name of a setting

@@ -86,11 +86,12 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Initialise the state of a model without requests. `start_loop` starts the thread."""
         self.processes: list[SupervisedProcess] = []
         self.requests: dict[str, RequestT] = {}
-        # The process that computes each request, by request id.
+        # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # New requests from the server's thread.
+        # The server's thread puts new requests into this queue. The loop's thread takes them.
         self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
-        # Responses from the server's thread that need no child process, such as errors.
+        # The server's thread puts responses that need no child process, such as errors, into this
+        # queue. The loop's thread sends each response through the sender beside the response.
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._server_pid = os.getppid()  # Triton server has started this process.
@@ -118,7 +119,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Read a request, and call `add_request` or `respond_later`.
 
-        Call `add_request` if the child process must handle the request, else `respond_later`.
+        Call `add_request` if the child process must handle the request. If the response is already
+        known, call `respond_later`.
 
         Raises:
             NereidError: the request is refused.

@@ -57,6 +57,7 @@ class SupervisedProcess:
         self._restart_thread: threading.Thread | None = None
         # The new process from its start until the call of `finish_restart`; otherwise None.
         self._replacement: ChildProcess | None = None
+        # This event is set when the server shuts down, so that the thread ends early.
         self._stopping = threading.Event()
 
     @classmethod
@@ -71,11 +72,16 @@ class SupervisedProcess:
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
+        # `tensors.progress` writes the progress of loading to the server's log.
         child = ChildProcess.start(program, tensors.progress)
         return cls(program, child, index, log_prefix)
 
     def restart(self, error: EngineError) -> None:
-        """Start a thread that replaces the process. `error` is the reason of the death."""
+        """Start a thread that replaces the process.
+
+        Args:
+            error: the reason of the death.
+        """
         self.is_running = False
         self.error = error
         tensors.log.error("%s%s", self._log_prefix, error)
@@ -112,7 +118,8 @@ class SupervisedProcess:
         """Start a new process. If this fails, try again, up to `max_restarts` attempts in total.
 
         The limit applies to all attempts since the process last worked, even if they belong to
-        several deaths.
+        several deaths. This method runs in the restart thread. `error`, the reason of the death,
+        does not change.
 
         Mutates: `_replacement` is the new process. Each attempt increases `num_attempts`.
         """
@@ -128,7 +135,10 @@ class SupervisedProcess:
                 return
 
     def _start_replacement(self) -> ChildProcess | None:
-        """Stop the old process, and start a new one. Log a failure, and return None."""
+        """Stop the old process, start a new process, and return the new process.
+
+        If the start fails, log the reason and return None.
+        """
         try:
             self.child.stop()
             return ChildProcess.start(self._program, tensors.progress, self._check_stopping)

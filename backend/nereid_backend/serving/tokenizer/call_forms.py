@@ -48,7 +48,11 @@ class CallForm:
         return [converted for message in messages for converted in self._convert(message)]
 
     def _convert(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Convert one message to this form, and return the resulting messages."""
+        """Convert one message to this form, and return the resulting messages.
+
+        If `joins_reasoning` is true, the text of the message is appended to the reasoning. If
+        `are_separate` is true, a message with text and tool calls becomes two messages.
+        """
         if not message.get("tool_calls"):
             return [message]
         calls = [self._convert_call(call) for call in message["tool_calls"]]
@@ -85,9 +89,12 @@ _SHORT_ID_LENGTH = 9
 def _with_ids(
     messages: Iterable[dict[str, Any]], new_id: Callable[[dict[str, Any], int], str]
 ) -> Iterator[dict[str, Any]]:
-    """Replace the ids in tool calls and in the results of these calls by ids from `new_id`.
+    """Replace the ids in tool calls and in the results of these calls.
 
-    The arguments of `new_id` are the call, and the number of ids that were replaced before.
+    Args:
+        messages: the messages.
+        new_id: returns the new id of a tool call. The arguments are the call, and the number of
+            other ids that were replaced before.
     """
     new_ids: dict[str, str] = {}  # maps each given id to the new id
     for message in messages:

@@ -216,6 +216,10 @@ def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # no
 
     The limits are checked before and after parsing. A short JSON text can contain very many values
     or very deeply nested values, and such values would need too much memory.
+
+    Raises:
+        RequestError: the text is not valid JSON, exceeds a limit, or contains half of a surrogate
+            pair.
     """
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)

@@ -98,7 +98,8 @@ class ChatTemplateRenderer:
     def source(self) -> str:
         """Return the Jinja source of the chat template. Callers search it for variables.
 
-        If the checkpoint has several named templates, the text contains all sources.
+        A checkpoint can have several named templates, such as "default" and "tool_use". In this
+        case, return one text that contains all sources. This text is not a template.
 
         Raises:
             RequestError: the checkpoint has no chat template.
@@ -186,7 +187,13 @@ class ChatTemplateRenderer:
             raise RequestError(f"messages: {problem}") from error
 
     def _template_for(self, *, for_tools: bool) -> "RequestTemplate":
-        """Return the template "tool_use" if it exists and `for_tools` is true, else "default".
+        """Return the chat template for a request.
+
+        Return the template "tool_use" if it exists and `for_tools` is true. Otherwise, return the
+        template "default".
+
+        Args:
+            for_tools: whether the request has tools, or messages with tool calls.
 
         Raises:
             RequestError: no template can be used.
@@ -259,7 +266,8 @@ class ChatTemplateRenderer:
     def _renders_only_text(self, template: "RequestTemplate", role: str) -> bool:
         """Return whether a template renders a text in a message of `role`, but no list of parts.
 
-        A template that prints the list itself does not render the list.
+        A template does not render a list if it prints the list itself, such as "[{'type': 'text',
+        'text': 'Hello'}]" instead of "Hello".
         """
         *earlier, message = _CHATS_BY_ROLE[role]
 
@@ -359,6 +367,10 @@ class ChatTemplateRenderer:
 
         Some templates require that the roles user and assistant alternate, and others do not know
         the role assistant. Therefore, the template needs to render only one of two chats.
+
+        Args:
+            template: the template.
+            role: the role of the later message: "system" or "developer".
         """
         chats = (("system", "user", "assistant", role, "user"), ("system", "user", role))
         return any(self._renders_roles(template, *roles) for roles in chats)
@@ -366,7 +378,12 @@ class ChatTemplateRenderer:
     def _renders_roles(self, template: "RequestTemplate", *roles: str) -> bool:
         """Return whether a template renders every system and developer message of a test chat.
 
-        One chat is rendered for each of these messages. `roles` are the roles of the test chat.
+        One chat is rendered for each of these messages. The results are stored in
+        `_rendered_roles`.
+
+        Args:
+            template: the template.
+            roles: the roles of the messages of the test chat.
         """
         key = (template, roles)
         if key not in self._rendered_roles:
@@ -396,7 +413,10 @@ class ChatTemplateRenderer:
 
     @cached_property
     def _call_forms(self) -> "dict[RequestTemplate, CallForm]":
-        """For each template, the first form in which it renders tool calls, or the first of all."""
+        """For each template, the form in which it renders tool calls.
+
+        If a template renders tool calls in no form, the value is the first form.
+        """
         return {
             template: next(
                 (form for form in CALL_FORMS if self._renders_calls(template, form)), CALL_FORMS[0]
@@ -470,6 +490,10 @@ def _alternatives(arguments: dict[str, Any], *, has_calls: bool) -> Iterator[dic
 
     Each copy has one change. `render` calls this function again with a copy that the template
     refuses, so that several changes are combined.
+
+    Args:
+        arguments: the tools and the template variables with which the template has failed.
+        has_calls: whether a message has tool calls.
     """
     tools = arguments["tools"]
     # Some templates fail if a tool has no description or no parameters, although both are optional

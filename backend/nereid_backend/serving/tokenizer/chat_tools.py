@@ -91,6 +91,9 @@ def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
     The list is the key `tools` of the object `allowed_tools` (chat completions API), or of
     tool_choice itself (Responses API).
+
+    Raises:
+        RequestError: the value is not a list of objects.
     """
     object_with_list = choice.get("allowed_tools", choice)
     allowed = object_with_list.get("tools") if isinstance(object_with_list, dict) else None

@@ -107,7 +107,10 @@ def _check_string(name: str, value: object) -> str:
 
 
 def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the format that the field `response_format` requires; None if its type is `text`."""
+    """Return the format that the field `response_format` requires; None if its type is `text`.
+
+    Example: `{"type": "text"}` returns None, because the output is not constrained.
+    """
     kind = value.get("type") if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping) or kind not in _FORMAT_TYPES:
         raise RequestError(
@@ -153,6 +156,9 @@ def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
     In OpenAI's API, the schema is inside the object `json_schema`:
     `{"type": "json_schema", "json_schema": {"schema": {}}}`. Other clients send the schema without
     this object: `{"type": "json_schema", "schema": {}}`. The result always has the object.
+
+    Raises:
+        RequestError: there is no schema.
     """
     object_with_schema = value.get("json_schema", value)
     if not isinstance(object_with_schema, Mapping):

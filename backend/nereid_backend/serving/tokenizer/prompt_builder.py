@@ -88,7 +88,11 @@ def _read_json_template(folder: Path) -> str | dict[str, str] | None:
     """Return the chat template in chat_template.json.
 
     Return None if the file contains no template, or if the folder contains a template in a .jinja
-    file, which has precedence. Several templates are returned as a dict of texts by name.
+    file, which has precedence. If chat_template.json contains several templates, the result maps
+    the names of the templates to their texts.
+
+    Raises:
+        ModelError: the file is damaged.
     """
     # Many checkpoints for images have their chat template only in this file. transformers reads the
     # file for a processor, but not for a tokenizer.
@@ -192,10 +196,16 @@ class PromptBuilder:
         return prompt
 
     def _tokenize(self, text: str, add_special_tokens: bool, num_kept: int | None) -> Prompt:
-        """Convert a text to token ids. If `num_kept` is set, keep only the last `num_kept` ids."""
+        """Convert a text to token ids. If `num_kept` is set, keep only the last `num_kept` ids.
+
+        Raises:
+            RequestError: the text is too long.
+        """
         # The limit on bytes always applies, because converting a huge text to tokens would take too
         # long.
         self.limits.check_text(text)
+        # If the caller has set `num_kept`, surplus tokens are removed below. In this case, the
+        # limit on tokens does not apply.
         removes_surplus_tokens = num_kept is not None
         token_ids = self._encoder.encode(
             text, add_special_tokens=add_special_tokens, refuse_overlong=not removes_surplus_tokens
@@ -293,7 +303,11 @@ class PromptBuilder:
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:
-    """Return whether the model must continue the last message instead of beginning another."""
+    """Return whether the model must continue the last message instead of beginning a new message.
+
+    Raises:
+        RequestError: the request also asks for the beginning of a new message.
+    """
     continues = read_flag(body, "continue_final_message", default=False)
     if continues and read_flag(body, "add_generation_prompt", default=False):
         raise RequestError(

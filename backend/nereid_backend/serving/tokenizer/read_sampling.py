@@ -180,7 +180,11 @@ def _options(fields: RequestFields) -> RequestOptions:
     """Return the options of a request.
 
     Some options have two names from different APIs, such as include_stop_str_in_output (vLLM) and
-    no_stop_trim (SGLang). Such an option is on if at least one of the two fields is on.
+    no_stop_trim (SGLang). Such an option is on if the request turns on at least one of the two
+    fields.
+
+    Raises:
+        RequestError: a stop string is empty.
     """
     if "" in fields.stop:
         raise RequestError(
@@ -196,6 +200,8 @@ def _options(fields: RequestFields) -> RequestOptions:
         skip_special_tokens=fields.skip_special_tokens,
         separate_reasoning=separate_reasoning,
         include_reasoning=fields.include_reasoning,
+        # If return_token_ids or return_prompt_token_ids is set, the response contains the token ids
+        # of the prompt and of the output.
         return_token_ids=fields.return_token_ids or fields.return_prompt_token_ids,
         timeout_s=fields.timeout,
         queue_timeout_s=fields.queue_timeout,
@@ -268,10 +274,13 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
 def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
     """Return the token ids of a word as one or two sequences: without and with a leading space.
 
-    Most tokenizers have different tokens for a word at the start of a text ("no") and after a space
-    (" no"). The second sequence is left out if both sequences have different lengths or the same
-    first token (the rule of vLLM). For example, if the space is a token of its own, the first
-    sequence also matches the word after a space.
+    A word can begin a text ("no") or follow a space (" no"). Most tokenizers have different tokens
+    for these two cases, so the result has two sequences. The second sequence is left out if both
+    sequences have different lengths or the same first token (the rule of vLLM). For example, if the
+    space is a token of its own, the first sequence also matches the word after a space.
+
+    Raises:
+        RequestError: the word has no tokens.
     """
     at_start = encode(word.lstrip())
     if not at_start:

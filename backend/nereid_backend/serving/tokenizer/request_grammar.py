@@ -119,6 +119,9 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 
     The grammar applies after the model has generated the text `after`, such as "</think>". If
     `after` is empty, the grammar applies from the first token.
+
+    Raises:
+        RequestError: the format is not valid, for example because a regex is not a text.
     """
     form = output.form
     if form["type"] in ("json_object", "json_schema"):
@@ -142,9 +145,12 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
     """In a `with` block, convert each ConstraintError to a RequestError.
 
-    The messages of the parser library always begin with "response_format". The RequestError begins
-    with the field of `output` instead. Example: "response_format: choice must be ..." becomes
-    "structured_outputs: choice must be ...".
+    A client can send the output format in the field response_format or in another field, such as
+    structured_outputs. The messages of the parser library always begin with "response_format". The
+    RequestError begins with the client's field instead. Example: "response_format: choice must be
+    ..." becomes "structured_outputs: choice must be ...".
+
+    `output` is the client's output format; None if the request has none.
     """
     try:
         yield
@@ -159,7 +165,13 @@ def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
 def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
     """Build the RequestGrammar of a request from `spec`, the grammar for the engine.
 
-    `output` is None if the grammar only describes tool calls.
+    Args:
+        output: the output format from which the grammar was built; None if the grammar only
+            describes tool calls.
+        spec: the grammar for the engine.
+
+    Raises:
+        RequestError: the grammar's text is longer than MAX_GRAMMAR_BYTES.
     """
     if output is None:
         field, strict_schema = "tools", ""
@@ -176,7 +188,11 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
 
 
 def _allows_parallel_calls(fields: Mapping[str, Any]) -> bool:
-    """Return whether one message may contain several tool calls. The default is True."""
+    """Return whether one message may contain several tool calls. The default is True.
+
+    Raises:
+        RequestError: the field parallel_tool_calls is not a boolean.
+    """
     parallel = fields.get("parallel_tool_calls")
     if parallel is None:
         return True
@@ -219,8 +235,9 @@ def _names_functions(choice: object) -> bool:
 def _refuse_calls_without_format(choice: object) -> None:
     """Raise a RequestError if `tool_choice` requires a tool call or forbids tool calls.
 
-    Without a chat format, tool calls in the output cannot be recognised, so they can be neither
-    required nor removed. With the tool_choice "auto", the model's output is plain text.
+    The checkpoint has no chat format, so tool calls in the output cannot be recognised. Therefore
+    calls can be neither required nor removed from the output (tool_choice "none"). Tools with the
+    tool_choice "auto" are still accepted. The model's output is then plain text.
     """
     if choice in (None, "auto"):
         return

@@ -75,7 +75,8 @@ class RequestLimits:
     def derive(cls, max_model_len: int, max_token_bytes: int, min_message_tokens: int = 1) -> Self:
         """Compute the limits on the sizes of requests from the model's length limit.
 
-        The limits are so high that no useful request exceeds them.
+        The limits are so high that no useful request exceeds them. A request that exceeds a limit
+        is refused before it is parsed and tokenised, because both would take much time or memory.
 
         Args:
             max_model_len: the length limit of a request in tokens.
@@ -83,12 +84,18 @@ class RequestLimits:
             min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
-        # See `_MIN_TOKEN_BYTES`.
+        # A token can represent more bytes of a text than the token has, because some tokenizers
+        # shorten a text before they split it.
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
+        # A chat can be longer than its prompt, because a chat template can drop text, such as the
+        # reasoning of earlier answers.
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
+        # JSON can write each byte of the chat as an escape sequence. A request can also have fields
+        # that are not part of the prompt, such as a grammar.
         max_request_bytes = _ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES
         # A chat with more messages would have more than max_model_len tokens.
         max_messages = max_model_len // max(min_message_tokens, 1)
+        # Some fields contain lists of up to max_model_len token ids. Each id is one value.
         max_values = _NUM_TOKEN_ID_LISTS * max_model_len
         return cls(
             max_model_len=max_model_len,
@@ -113,6 +120,7 @@ class RequestLimits:
         # character has at least one byte.
         num_chars = len(text)
         if num_chars > self.max_request_bytes:
+            # A byte of the prompt has at most `_ESCAPED_BYTES` characters in JSON, such as \u0041.
             min_prompt_bytes = num_chars // _ESCAPED_BYTES
             raise self._length_error(
                 f"{field}: the request has {num_chars} bytes", min_prompt_bytes
@@ -210,7 +218,8 @@ class RequestLimits:
         """Return the error for a prompt that has at least `min_bytes` bytes in UTF-8.
 
         Example: a prompt of at least 6400 bytes has at least 400 tokens if the longest token has 16
-        bytes. The error message begins with `beginning`.
+        bytes. `beginning` is the beginning of the error message, which gives the size of the
+        prompt.
         """
         # `derive` has multiplied max_model_len by the largest number of bytes of a token.
         max_token_bytes = self.max_prompt_bytes // self.max_model_len
@@ -224,7 +233,10 @@ class RequestLimits:
         The frontend recognises this error by two numbers in the message: the number of tokens, and
         the lower number before "(max_model_len)".
 
-        `min_tokens` is a lower bound of the number of tokens. It may be less than max_model_len.
+        Args:
+            beginning: the beginning of the message, which gives the size of the prompt.
+            min_tokens: a lower bound of the number of tokens. It may be less than max_model_len.
+            remedy: the end of the message.
         """
         num_tokens = max(min_tokens, self.max_model_len + 1)
         return RequestError(

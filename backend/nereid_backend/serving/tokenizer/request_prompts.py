@@ -106,7 +106,11 @@ class RequestPrompts:
         request: Any,  # noqa: ANN401 - the server's own type
         body: dict[str, Any] | None,
     ) -> str:
-        """Return the text of a request with images: the rendered chat, or `text_input`."""
+        """Return the text of a request with images: the rendered chat, or the tensor `text_input`.
+
+        Raises:
+            RequestError: the request has not exactly one of a chat and a text.
+        """
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         if not tensors.has_tensor(request, tensor_names.INPUT_IDS):
             if body is not None and text is None:
@@ -142,6 +146,7 @@ class RequestPrompts:
         ids = read_input_ids(request, self._prompts.limits, num_kept)
         match body, text, ids:
             case dict() as chat, None, None:
+                # `from_chat` checks all limits of a chat, including the limits on nested values.
                 return self._prompts.from_chat(chat, num_kept)
             case None, str() as given_text, None:
                 self._prompts.limits.check_values_and_depth(fields)

@@ -63,14 +63,20 @@ def stream_context(
     end_of_chat: str | None = None
     seed_token_ids: tuple[int, ...] = ()
     if is_chat:
+        # The end of the prompt determines whether the output begins inside reasoning, content or a
+        # tool call. Therefore, the parser reads the end of the prompt.
         end_of_chat = prompt_tail(prompt)
     else:
+        # The detokenizer starts with the last tokens of the prompt, because the text of the first
+        # output token can depend on them.
         seed_token_ids = tuple(prompt.token_ids[-_NUM_SEED_TOKENS:])
     return StreamContext(
+        # The responses.
         stream=stream,
         n=params.n,
         returns=checked.returns,
         traceparent=traceparent,
+        # The prompt.
         num_prompt_tokens=len(prompt.token_ids),
         prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
         prompt=end_of_chat,
@@ -101,7 +107,11 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
     By default, the output begins with the prompt if the request is a completion and is not
     streaming. The vLLM backend of Triton server has the same default.
 
-    `excluded` is the input exclude_input_in_output; None if the request does not have this input.
+    Args:
+        prompt: the prompt.
+        stream: whether the request is streaming.
+        is_chat: whether the request is a chat.
+        excluded: the input exclude_input_in_output; None if the request does not have this input.
 
     Raises:
         RequestError: the request sets exclude_input_in_output to false, but it is streaming or its

@@ -204,8 +204,9 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
     """Return the template variables for the field `thinking` (SGLang, Anthropic).
 
     The type "disabled" sets the template's switches (enable_thinking, thinking) to false. The other
-    types set them to true. The text "enabled" has the same effect as the object `{"type":
-    "enabled"}`.
+    types set them to true. Example: if the template has the variable enable_thinking, `{"type":
+    "enabled"}` returns `{"enable_thinking": True}`. The text "enabled" has the same effect as the
+    object `{"type": "enabled"}`.
 
     A template without a switch lets the model reason. "enabled" then returns {}, because nothing
     must be changed, and "disabled" is an error.
@@ -229,7 +230,11 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
 
 def _switch_variables(template: str, *, is_on: bool) -> dict[str, Any]:
-    """Return the template variables that turn reasoning on or off. The value of each is `is_on`."""
+    """Return the template variables that turn reasoning on or off. The value of each is `is_on`.
+
+    Example: if the template has the variable enable_thinking, and `is_on` is False, the result is
+    `{"enable_thinking": False}`.
+    """
     return {name: is_on for name in _SWITCHES if has_variable(template, name)}
 
 
@@ -270,8 +275,9 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
     """Validate the token budget `value`, and return it. Return None for -1, which means no limit.
 
-    The value may be the text of a number, such as "100". A budget above `_LARGEST_BUDGET` is
-    reduced.
+    The value may be a number or the text of a number, such as 100 or "100". A budget that is too
+    large for a message to the engine is reduced to `_LARGEST_BUDGET` (2**31 - 1). No output has so
+    many tokens, so this has no effect on the output.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

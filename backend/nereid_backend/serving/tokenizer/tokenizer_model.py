@@ -63,11 +63,13 @@ class TokenizerModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
         if self._images is not None:
-            # The wait does not delay the server, because the engine loads the model at the same
-            # time.
+            # Wait until the process that prepares images is ready. The wait does not delay the
+            # server, because the engine loads the model at the same time, and loading the model
+            # usually takes longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
-        # Long requests are handled by other threads, so that they do not delay short requests.
+        # Requests with images or long texts are handled by other threads, so that short requests
+        # need not wait for these requests.
         is_long = partial(_is_long, reads_media=self._images is not None)
         self._workers = RequestWorkers(self.respond, is_long)
 
@@ -149,8 +151,9 @@ class TokenizerModel:
     def _record_span(self, request: Any, began: float, num_tokens: int) -> str:  # noqa: ANN401
         """Record a span that ends now. Return the traceparent header for the later spans.
 
-        A traceparent identifies the parent of a span. If the client has sent none, the new span is
-        the parent of the later spans.
+        A traceparent identifies the parent of a span. If the client has sent a traceparent, all
+        spans of the request have this parent. Otherwise, the new span is the parent of the later
+        spans.
         """
         given_traceparent = traceparent_of(request)
         own_traceparent = self._tracing.record(
@@ -238,7 +241,11 @@ def _make_envelope(
 
 
 def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether a request has the parameter `return_limits` and no prompt."""
+    """Return whether a request has the parameter `return_limits` and no prompt.
+
+    The response to such a request contains the limits on requests, as JSON text in the output
+    `envelope`.
+    """
     prompts = (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT, tensor_names.INPUT_IDS)
     if any(tensors.has_tensor(request, name) for name in prompts):
         return False
@@ -255,6 +262,10 @@ def _is_long(request: Any, *, reads_media: bool) -> bool:  # noqa: ANN401 - the 
     """Return whether rendering and tokenising the prompt of a request may take long.
 
     Such a request is processed in a separate thread, so that it does not delay other requests.
+
+    Args:
+        request: the server's request.
+        reads_media: whether the served model reads images, videos or audio.
     """
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
@@ -271,7 +282,8 @@ def _with_requested_logprobs(
 ) -> dict[str, Any]:
     """Return the fields of a request. Set `logprobs` if the output tensor `logprobs` is requested.
 
-    The engine computes log-probabilities only if the field `logprobs` is set.
+    The engine computes log-probabilities only if the field `logprobs` is set, but a request can ask
+    for the output tensor without this field. `returns` are the names of the requested outputs.
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return fields
@@ -281,7 +293,10 @@ def _with_requested_logprobs(
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
-    """Return each optional output NAME that the input `return_NAME` of a request asks for."""
+    """Return the names of the optional outputs that the request asks for.
+
+    The request asks for the output NAME with the input `return_NAME`.
+    """
     return tuple(
         name
         for name in tensor_names.RETURNABLE

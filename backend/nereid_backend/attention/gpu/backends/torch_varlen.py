@@ -156,7 +156,10 @@ def _shared_prefill_sequences(inputs: LayerInputs) -> _Sequences:
 
 
 def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:
-    """Return the metadata of a step's prefills in the form that torch's `varlen_attn` needs."""
+    """Return the metadata of a step's prefills in the form that torch's `varlen_attn` needs.
+
+    A prefill is a sequence with several new tokens.
+    """
     width = max(prefill.blocks.shape[1] for prefill in prefills)
     # Each block table [1, n] is padded to [1, width].
     tables = [

@@ -114,14 +114,16 @@ class ForkServer:
         """
         self._listener = listener
         self._environment = environment
-        # The connections to the stubs by the ids of the child processes.
+        # Maps the id of each child process to the connection over which the child process was
+        # requested.
         self._connections: dict[int, socket.socket] = {}
         # When a child process has ended, Python writes a byte into `_wake_writer`. The selector
         # then reports that `_wake` has data.
         self._wake, self._wake_writer = socket.socketpair()
         _send_signals_to(self._wake_writer)
         self._wake.setblocking(False)  # `_reap` reads until there is no more data.
-        # The data of each registered socket is the function that handles its events.
+        # For each registered socket, the selector's data is the function that handles the events of
+        # the socket.
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
@@ -179,6 +181,8 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
             sockets = (self._listener, self._wake, self._wake_writer, request.connection)
+            # `_connections` contains the connections of other child processes. This process must
+            # not keep them open.
             for inherited in (*sockets, *self._connections.values()):
                 inherited.close()
             # Delete the variables of the fork server. `_environment` does not contain the variables
@@ -214,7 +218,14 @@ class ForkServer:
             connection.close()
 
     def _send_to_stub(self, child: int, number: int) -> None:
-        """Send a number to the stub of the process `child`. Do nothing if the stub has died."""
+        """Send a number to the stub that has requested a child process.
+
+        Do nothing if the stub has died.
+
+        Args:
+            child: the process id of the child process.
+            number: the process id or the exit code of the child process.
+        """
         with contextlib.suppress(OSError):
             self._connections[child].sendall(NUMBER.pack(number))
 
@@ -232,7 +243,10 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _next_ended_process() -> tuple[int, int] | None:
-    """Return the process id and the exit code of one ended child process; None if there is none."""
+    """Return the process id and the exit code of one ended child process; None if there is none.
+
+    Each ended process is returned only once.
+    """
     try:
         pid, status = os.waitpid(_ANY_CHILD, os.WNOHANG)
     except ChildProcessError:
@@ -272,7 +286,8 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     """Return whether this process can be forked to create the requested child process.
 
     The request and this process must have the same Python and the same environment variables,
-    because these determine the imported modules. Otherwise, log a warning.
+    because these determine the imported modules. If the request differs from this process, log a
+    warning.
     """
     own = _relevant_variables(environment)
     requested = _relevant_variables(request.environment)
@@ -310,6 +325,7 @@ def _run_module(request: Request) -> None:
     for file, standard_file in ((output, _STDOUT), (errors, _STDERR)):
         os.dup2(file, standard_file)
         os.close(file)
+    # In the arguments, replace the text "{fd}" by the number of the channel's file descriptor.
     arguments = [argument.format(fd=channel) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]

@@ -79,8 +79,9 @@ def start_process(
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """Start a child process that runs a module.
 
-    If there is no fork server, or if it refuses the request, a new Python process is started, which
-    must import the large libraries itself.
+    If there is a fork server, it creates the process. The fork server has already imported the
+    large libraries, so such a process starts faster. If there is no fork server, or if it refuses
+    the request, a new Python process is started.
 
     Args:
         module: the module.
@@ -146,5 +147,6 @@ def _send_request(
     with os.fdopen(os.memfd_create("request"), "wb") as json_file:
         json_file.write(json.dumps(fields).encode())
         json_file.flush()
+        # The file descriptors of the standard output and the standard error are 1 and 2.
         files = [json_file.fileno(), channel.fileno(), 1, 2]
         socket.send_fds(connection, [b"\0"], files)

@@ -71,15 +71,7 @@ class CpuThreads:
         """
         self._max_threads = max_threads
         self._num_cpus = num_cpus
-        self._cpu_time_of_others = cpu_time_of_others
-        self._clock = clock
-        # The time, and the CPU time of other processes, at the start of the present measurement.
-        # None before the first call of `adjust` and during a pause.
-        self._start: tuple[float, float | None] | None = None
-        self._stop_time = clock()
-        # The length and the CPU time of the measurements that have ended since the last reset.
-        self._seconds = 0.0
-        self._cpu_seconds = 0.0
+        self._meter = _LoadMeter(cpu_time_of_others, clock)
 
     def adjust(self) -> None:
         """Set the number of threads with which a step is expected to be fastest.
@@ -90,19 +82,19 @@ class CpuThreads:
         is unknown, the number does not change. After a pause of more than a second, the largest
         number of threads is used until other processes have been measured for a second.
         """
-        now = self._clock()
-        if self._start is None:
-            if now - self._stop_time > _WINDOW_S:
-                self._seconds = self._cpu_seconds = 0.0
+        meter = self._meter
+        if not meter.is_running:
+            if meter.seconds_since_stop() > _WINDOW_S:
+                meter.reset()
                 _change_num_threads(self._max_threads)
-        elif self._seconds + (now - self._start[0]) >= _WINDOW_S:
-            self._stop_measuring(*self._start)
-            if self._seconds > 0.0:  # otherwise, the CPU time is unknown
-                load = self._cpu_seconds / self._seconds
+            meter.start()
+        elif meter.measured_seconds() >= _WINDOW_S:
+            meter.stop()
+            load = meter.mean_load()
+            if load is not None:
                 _change_num_threads(suitable_threads(self._max_threads, self._num_cpus, load))
-            self._seconds = self._cpu_seconds = 0.0
-        if self._start is None:
-            self._start = (self._clock(), self._cpu_time_of_others())
+            meter.reset()
+            meter.start()
 
     def pause(self) -> None:
         """Stop measuring other processes until the next call of `adjust`.
@@ -110,17 +102,65 @@ class CpuThreads:
         The engine calls this method when no request is waiting. Other processes do not delay the
         engine while the engine has no work, so their CPU time during a pause must not count.
         """
-        if self._start is not None:
-            self._stop_measuring(*self._start)
+        if self._meter.is_running:
+            self._meter.stop()
 
-    def _stop_measuring(self, start_time: float, start_cpu_time: float | None) -> None:
-        """End the present measurement. It does not count if the CPU time is unknown."""
+
+class _LoadMeter:
+    """Measures the CPU time of other processes in periods, each from `start` to `stop`."""
+
+    def __init__(
+        self, cpu_time_of_others: Callable[[], float | None], clock: Callable[[], float]
+    ) -> None:
+        """Create a meter that is not running. `CpuThreads` describes the arguments."""
+        self._cpu_time_of_others = cpu_time_of_others
+        self._clock = clock
+        # The time, and the CPU time of other processes, at the start of the present period. None if
+        # the meter is not running.
+        self._start: tuple[float, float | None] | None = None
+        self._stop_time = clock()
+        self.reset()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a period has started and not ended."""
+        return self._start is not None
+
+    def start(self) -> None:
+        """Begin a period."""
+        self._start = (self._clock(), self._cpu_time_of_others())
+
+    def stop(self) -> None:
+        """End the present period. The period does not count if the CPU time is unknown."""
+        assert self._start is not None
+        start_time, start_cpu_time = self._start
         self._start = None
         self._stop_time = self._clock()
         cpu_time = self._cpu_time_of_others()
         if cpu_time is not None and start_cpu_time is not None:
             self._seconds += self._stop_time - start_time
             self._cpu_seconds += cpu_time - start_cpu_time
+
+    def reset(self) -> None:
+        """Forget the periods that have ended."""
+        self._seconds = 0.0
+        self._cpu_seconds = 0.0
+
+    def seconds_since_stop(self) -> float:
+        """Return the time since the end of the last period, in seconds."""
+        return self._clock() - self._stop_time
+
+    def measured_seconds(self) -> float:
+        """Return the length of all periods since the last reset, including the present period."""
+        present = 0.0 if self._start is None else self._clock() - self._start[0]
+        return self._seconds + present
+
+    def mean_load(self) -> float | None:
+        """Return how many CPUs other processes used on average; None without a measured period.
+
+        Only periods that have ended since the last reset count.
+        """
+        return self._cpu_seconds / self._seconds if self._seconds > 0.0 else None
 
 
 def _change_num_threads(num_threads: int) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import mmap
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -48,10 +49,9 @@ def move_weights(model: nn.Module) -> None:
     Args:
         model: the model, for inference only. Mutated.
     """
+    # Each item of `groups` contains the tensors that share one storage.
     groups = deque(_tensors_by_storage(model).values())
-    total_bytes = sum(
-        _rounded_up(tensors[0].untyped_storage().nbytes(), _ALIGNMENT) for tensors in groups
-    )
+    total_bytes = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in groups)
     if total_bytes == 0:
         return
     mapped = _allocate_pages(total_bytes)
@@ -64,7 +64,7 @@ def move_weights(model: nn.Module) -> None:
     # old tensors in memory.
     while groups:
         num_bytes = _move_group(groups.popleft(), mapped, start)
-        start += _rounded_up(num_bytes, _ALIGNMENT)
+        start += _aligned(num_bytes)
         freed.add(num_bytes)
     freed.give_back()
 
@@ -72,17 +72,18 @@ def move_weights(model: nn.Module) -> None:
 def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
     """Move the tensors of one storage to `mapped[start:]`. Return the size of the storage in bytes.
 
-    A storage is the memory that one or several tensors use. `tensors` are all parameters and
-    buffers that share the storage.
+    A storage is the memory that one or several tensors use. After the call, none of these tensors
+    refers to the old memory, so it is freed.
 
-    Mutates: `tensors`, which no longer refer to the old memory, and `mapped` (uint8).
+    Args:
+        tensors: all parameters and buffers of the model that share the storage. Mutated.
+        mapped: the new memory of all weights, uint8. Mutated.
+        start: the index of the first byte in `mapped`.
     """
     storage = tensors[0].untyped_storage()
     # Each of the tensors refers to the storage. If there are no other references, no other code
     # reads the old memory, so each old page can be freed as soon as it has been copied.
-    # The Python object `storage` is one more reference.
-    num_references = int(torch._C._storage_Use_Count(storage._cdata)) - 1
-    can_discard = num_references <= len(tensors)
+    can_discard = _num_references(storage) <= len(tensors)
     _copy_storage(storage, mapped[start:], can_discard=can_discard)
     for tensor in tensors:
         tensor.data = _view_of_copy(tensor, mapped, start)
@@ -92,12 +93,12 @@ def _move_group(tensors: list[Tensor], mapped: Tensor, start: int) -> int:
 def _tensors_by_storage(model: nn.Module) -> dict[int, list[Tensor]]:
     """Return the tensors of a model that are in the main memory, grouped by their storage.
 
-    The keys are the addresses of the storages. The groups are in the order of the model.
+    The tensors are parameters and buffers. Only tensors in the main memory can be moved into other
+    pages of the main memory. The keys are the addresses of the storages. The groups are in the
+    order of the model.
     """
     groups: dict[int, list[Tensor]] = {}
-    tensors = chain(model.parameters(), model.buffers())
-    distinct = {id(tensor): tensor for tensor in tensors}.values()
-    for tensor in distinct:
+    for tensor in _distinct(chain(model.parameters(), model.buffers())):
         # Only a strided tensor has a storage whose bytes can be copied. Sparse tensors and tensors
         # in the layout of oneDNN (mkldnn) have no such storage.
         has_storage = tensor.layout == torch.strided and not tensor.is_mkldnn
@@ -126,6 +127,11 @@ def _copy_storage(storage: torch.UntypedStorage, target: Tensor, *, can_discard:
             discard_pages(part.data_ptr(), len(part))
 
 
+def _num_references(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage, not counting the Python object `storage`."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
     """Return a tensor that has the values of `tensor` and uses the memory of `mapped`.
 
@@ -142,6 +148,16 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
     with torch.inference_mode(tensor.is_inference()):
         new_tensor = torch.empty(0, dtype=tensor.dtype)
         return new_tensor.set_(storage, tensor_offset, tensor.shape, tensor.stride())
+
+
+def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return the tensors without duplicates, in the order of their first occurrence."""
+    return {id(tensor): tensor for tensor in tensors}.values()
+
+
+def _aligned(size: int) -> int:
+    """Return a size in bytes, rounded up to a multiple of the alignment."""
+    return _rounded_up(size, _ALIGNMENT)
 
 
 def _rounded_up(size: int, multiple: int) -> int:

@@ -86,14 +86,21 @@ def to_request_error(error: ValidationError) -> RequestError:
     # If a list has a wrong number of items, pydantic reports the number as "actual_length". Show
     # this number instead of the items.
     wrong_value = limits.get("actual_length", first_error["input"])
-    subject = "the value"
-    if item_location:
-        # The last item of the location is "[key]" if a key of a dict is wrong.
-        subject = "each key" if item_location[-1] == "[key]" else "each item"
     return RequestError(
-        f"{field_name}: {subject} must be {requirement.format(**limits)}, but the "
+        f"{field_name}: {_subject(item_location)} must be {requirement.format(**limits)}, but the "
         f"request has {shown(wrong_value)}."
     )
+
+
+def _subject(item_location: Sequence[str]) -> str:
+    """Return the subject of the error sentence: "the value", "each item" or "each key".
+
+    `item_location` is empty if the whole field is wrong. Otherwise, it contains the index or the
+    key of a wrong item. Its last item is "[key]" if the key itself is wrong.
+    """
+    if not item_location:
+        return "the value"
+    return "each key" if item_location[-1] == "[key]" else "each item"
 
 
 def _limits(context: dict[str, Any]) -> dict[str, Any]:
@@ -137,8 +144,8 @@ class CheckedSamplingParams(SamplingParams):
     ) -> Self:
         """Validate the constructor's arguments, and convert pydantic's error to a RequestError.
 
-        Also raise a RequestError if min_tokens is larger than max_tokens. pydantic passes its own
-        validation as `validate`.
+        Also raise a RequestError if min_tokens is larger than max_tokens. pydantic calls this
+        method instead of its own validation, and passes its own validation as `validate`.
         """
         try:
             params = validate(values)

@@ -81,23 +81,28 @@ def compressed_tensors_format(settings: Settings) -> Format:
     Raises:
         UnknownVariantError: if the format, a sparse layout or a rotation is not supported.
     """
-    schemes_by_name = settings.get("config_groups") or {}
-    schemes = [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
+    schemes = _schemes(settings)
     _check_variant(settings, schemes)
     weight_settings = [scheme.get("weights") or {} for scheme in schemes]
     # A checkpoint can contain weights of several layouts. The names and the data types of a
     # weight's tensors show which layout the weight has, so all layouts are returned.
-    sizes = {arguments.get("group_size") for arguments in weight_settings}
-    sizes -= {None, -1}  # the values of schemes without groups
-    group_size = sizes.pop() if len(sizes) == 1 else None
-    numbers = {arguments.get("num_bits") for arguments in weight_settings}
-    bits = numbers.pop() if len(numbers) == 1 else None
-    bits = bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
+    group_size = _common_group_size(weight_settings)
+    bits = _common_bits(weight_settings)
     integers = (_packed_layout(group_size, bits), _int8_layout(group_size))
     float8 = float8_layouts(_block_shape(weight_settings))
     # The tensors that contain the scales of activations are ignored, because the engine does not
     # quantise activations.
     return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
+
+
+def _schemes(settings: Settings) -> list[dict[str, Any]]:
+    """Return the quantisation schemes in the settings.
+
+    A scheme describes the quantisation of some layers. Example: the settings {"config_groups":
+    {"group_0": {"weights": {"num_bits": 4}}}} contain the scheme {"weights": {"num_bits": 4}}.
+    """
+    schemes_by_name = settings.get("config_groups") or {}
+    return [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
 
 
 def _packed_layout(group_size: int | None, bits: int) -> Layout:
@@ -160,6 +165,27 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
     rotations = settings.get("transform_config") or {}
     if rotations.get("config_groups"):
         raise UnknownVariantError("rotated weights (transform_config) are not supported")
+
+
+def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the common group size of the quantisation schemes; None if there is no common size.
+
+    `weights` contains the settings of each scheme. The result is None if no scheme has groups, or
+    if two schemes have different group sizes.
+    """
+    sizes = {arguments.get("group_size") for arguments in weights}
+    sizes -= {None, -1}  # the values of schemes without groups
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _common_bits(weights: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of bits if it is equal in all quantisation schemes; 4 otherwise.
+
+    `weights` contains the settings of each scheme.
+    """
+    numbers = {arguments.get("num_bits") for arguments in weights}
+    bits = numbers.pop() if len(numbers) == 1 else None
+    return bits if isinstance(bits, int) and 1 <= bits <= _MAX_BITS else _USUAL_BITS
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
@@ -239,7 +265,7 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
     integers of 3 bits, because 128 // 40 is 3.
     """
     dense_words = _num_dense_words(num_integers, usual_bits)
-    padded_words = math.ceil(num_integers / (32 // usual_bits))
+    padded_words = _num_padded_words(num_integers, usual_bits)
     if num_words in (dense_words, padded_words):
         return usual_bits
     # Unused bits at the end of the row do not change the rounded quotient, because the number of
@@ -250,6 +276,11 @@ def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
 def _num_dense_words(count: int, bits: int) -> int:
     """Return the number of words for `count` integers without unused bits between integers."""
     return math.ceil(count * bits / 32)
+
+
+def _num_padded_words(count: int, bits: int) -> int:
+    """Return the number of words for `count` integers if each word contains only whole integers."""
+    return math.ceil(count / (32 // bits))
 
 
 def _unpack_padded_words(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -325,12 +356,15 @@ def _create_integer_weight(
         # that got no tokens of the calibration data.
         group_of_input = None
     if group_of_input is not None:
-        if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
-            raise ValueError(
-                f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}"
-            )
+        _check_groups(group_of_input, num_groups)
         group_of_input = group_of_input.long()
     return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
+
+
+def _check_groups(group_of_input: Tensor, num_groups: int) -> None:
+    """Raise a ValueError if an input belongs to a group that does not exist."""
+    if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
+        raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")
 
 
 def _to_signed(values: Tensor, bits: int) -> Tensor:

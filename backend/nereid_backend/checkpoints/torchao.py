@@ -98,9 +98,7 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     stored_scales = tensors[_SCALE]
     if stored_scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"4-bit weights with scales of {stored_scales.dtype} are not supported")
-    # The codes 8 to 15 are the integers -8 to -1.
-    codes = unpack_nibbles(tensors[_MAIN]).to(torch.int8)
-    values = torch.where(codes < 8, codes, codes - 16)
+    values = _unpack_signed_nibbles(tensors[_MAIN])
     scales = stored_scales.T.float()  # [out_features, groups]
     num_inputs = values.shape[1]
     num_groups = scales.shape[1]
@@ -115,3 +113,13 @@ def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWe
     scales = scales.masked_fill(is_constant, 1.0)
     zero_points = tensors[_ZERO].T.float()  # [out_features, groups]
     return IntegerWeight(values, scales, -zero_points / scales, group_size, bits=4)
+
+
+def _unpack_signed_nibbles(packed: Tensor) -> Tensor:
+    """Unpack the two signed 4-bit integers of each byte. [..., bytes] becomes [..., 2 * bytes].
+
+    Example: the codes 0 to 7 are the integers 0 to 7, and the codes 8 to 15 are the integers -8 to
+    -1. The result is int8.
+    """
+    codes = unpack_nibbles(packed).to(torch.int8)
+    return torch.where(codes < 8, codes, codes - 16)

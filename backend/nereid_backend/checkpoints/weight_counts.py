@@ -55,11 +55,7 @@ def count_weights(folder: Path) -> WeightCounts:
     # lists below contain no vectors.
     candidates = [weight for name, weight in weights.items() if _can_be_linear(name)]
     quantised_linear = [weight for weight in candidates if weight.has_integers]
-    unquantised_linear = [
-        weight
-        for weight in candidates
-        if isinstance(weight, SafetensorsWeight) and weight.is_unquantised_matrix
-    ]
+    unquantised_linear = [weight for weight in candidates if _is_unquantised_matrix(weight)]
     return WeightCounts(
         num_weights=_num_elements(weights.values()),
         num_quantised_linear=_num_elements(quantised_linear),
@@ -71,6 +67,11 @@ def count_weights(folder: Path) -> WeightCounts:
 def _num_elements(weights: Iterable[LazyWeight]) -> int:
     """Return the total number of elements of some weights."""
     return sum(weight.num_elements for weight in weights)
+
+
+def _is_unquantised_matrix(weight: LazyWeight) -> bool:
+    """Return whether a weight is an unquantised matrix in a safetensors file."""
+    return isinstance(weight, SafetensorsWeight) and weight.is_unquantised_matrix
 
 
 def _can_be_linear(name: str) -> bool:

@@ -143,10 +143,7 @@ class ActiveRequests:
         # The queue divides the computing time among the clients that have unfinished sequences.
         # Therefore, report to the queue that this sequence has ended.
         self.waiting.unregister(sequence)
-        self.num_sequences -= 1
-        del request.sequences[sequence.index]
-        if not request.sequences:
-            del self._requests[sequence.request_id]
+        self._remove_from_request(request, sequence)
         if sequence in request.followers:
             self._remove_from_followers(request, sequence)
             return
@@ -154,6 +151,13 @@ class ActiveRequests:
         if leader_ended_before_prompt:
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
+
+    def _remove_from_request(self, request: Request, sequence: Sequence) -> None:
+        """Remove a sequence from its request. Also remove the request if no sequence is left."""
+        self.num_sequences -= 1
+        del request.sequences[sequence.index]
+        if not request.sequences:
+            del self._requests[sequence.request_id]
 
     def check(self, num_running: int) -> None:
         """Check that no sequence was lost.

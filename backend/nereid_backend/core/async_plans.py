@@ -88,12 +88,7 @@ class PendingPlans:
         if plan.chunks:
             # The engine does not run a plan without chunks, so such a plan is not stored as
             # unfinished.
-            # Each pair contains the index of a chunk and the index of the token that is still being
-            # sampled.
-            sampled_indices = {sequence: index for index, sequence in enumerate(sampling_sequences)}
-            for chunk_index, chunk in enumerate(plan.chunks):
-                if chunk.sequence in sampled_indices:
-                    plan.pending.append((chunk_index, sampled_indices[chunk.sequence]))
+            _add_pending_tokens(plan, sampling_sequences)
             self._unfinished = [before, plan]
         return plan
 
@@ -132,8 +127,7 @@ class PendingPlans:
                 corrected[chunk_index] = chunk._replace(samples=False)
         if not corrected:
             return plan
-        chunks = [corrected.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
-        settled = replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
+        settled = _with_chunks(plan, corrected)
         self._unfinished = [settled if other is plan else other for other in self._unfinished]
         return settled
 
@@ -153,6 +147,12 @@ class PendingPlans:
         for sequence in releasable:
             del self.ended_sequences[sequence]
         return releasable
+
+
+def _with_chunks(plan: StepPlan, replacements: dict[int, Chunk]) -> StepPlan:
+    """Return a copy of `plan` in which some chunks are replaced by the chunks in `replacements`."""
+    chunks = [replacements.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
+    return replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
 def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
@@ -179,3 +179,15 @@ def _remove_placeholders(sampling_sequences: list[Sequence]) -> None:
     """
     for sequence in sampling_sequences:
         sequence.token_ids.pop()
+
+
+def _add_pending_tokens(plan: StepPlan, sampling_sequences: list[Sequence]) -> None:
+    """Add a pair to `plan.pending` for each sequence whose input token is still being sampled.
+
+    The pair contains the index of the chunk and the index of the token, which is the position of
+    the sequence in `sampling_sequences`.
+    """
+    sampled_indices = {sequence: index for index, sequence in enumerate(sampling_sequences)}
+    for chunk_index, chunk in enumerate(plan.chunks):
+        if chunk.sequence in sampled_indices:
+            plan.pending.append((chunk_index, sampled_indices[chunk.sequence]))

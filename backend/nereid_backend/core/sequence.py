@@ -174,20 +174,27 @@ class Sequence:
         return [self, *copies]
 
     def _copy(self, index: int) -> "Sequence":
-        """Return a copy of this new sequence, with another index and another seed."""
-        # The seeds are different, because `_SEED_STEP` is odd and `_NUM_SEEDS` is a power of two.
+        """Return a copy of this new sequence, with another index and another seed.
+
+        The sequence must not have been scheduled yet, so it has no blocks that could be copied.
+        """
         copy = Sequence(
             self.request_id,
             self.token_ids,  # The constructor copies the list.
             self.params,
             max_total_tokens=self.max_total_tokens,
-            seed=(self.seed + index * _SEED_STEP) % _NUM_SEEDS,
+            seed=self._seed_of_copy(index),
         )
         copy.index = index
         copy.stop_token_ids = self.stop_token_ids
         copy.adapter = self.adapter
         copy.images = self.images
         return copy
+
+    def _seed_of_copy(self, index: int) -> int:
+        """Return the seed of copy `index`. No two sequences of the request have the same seed."""
+        # The seeds are different, because `_SEED_STEP` is odd and `_NUM_SEEDS` is a power of two.
+        return (self.seed + index * _SEED_STEP) % _NUM_SEEDS
 
     def __repr__(self) -> str:
         return (

@@ -262,8 +262,9 @@ class StepPlanner:
         Example: the last running sequence has 100 known tokens, 64 of them are computed, and
         `budget` is 16. The chunk consists of the 16 tokens from index 64 on.
 
-        `budget` is the number of tokens that the step may still compute. `index` is the position of
-        the sequence in the order of the running sequences.
+        Args:
+            index: the position of the sequence in the order of the running sequences.
+            budget: the number of tokens that the step may still compute.
 
         Returns:
             The chunk; None if `_allocate` could not allocate the blocks.
@@ -282,11 +283,7 @@ class StepPlanner:
         if not self._allocate(index, num_tokens):
             return None
         if self.drafter is not None and num_tokens == num_uncomputed:
-            # Subtract 1, because the step adds one sampled token after the accepted draft tokens.
-            num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
-            drafts = self.drafter.propose(sequence, min(max_chunk_tokens - num_tokens, num_allowed))
-            if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
-                sequence.draft_token_ids = drafts
+            self._propose_drafts(self.drafter, sequence, max_chunk_tokens - num_tokens)
         return make_chunk(sequence, num_tokens, is_first=False)
 
     def _allocate(self, index: int, num_tokens: int) -> bool:
@@ -374,6 +371,8 @@ class StepPlanner:
     def _try_admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence: give it a row of the batch and blocks of the KV cache.
 
+        The sequence then runs and is no longer in the waiting queue.
+
         Returns:
             Whether the sequence was started. False if there are not enough free blocks. Also False
             if the plan is made before the previous step ends, and the sequence might need a copy of
@@ -387,15 +386,25 @@ class StepPlanner:
             self.must_wait_for_step = True
             return False
         while not self.tables.try_admit(sequence, request):
-            # A running sequence will free blocks when it ends. If no sequence is running, free the
-            # prompt blocks that a request keeps for its waiting sequences. These sequences must
-            # then compute the prompt again.
-            has_freed_blocks = not self.running and self.tables.kept_prompts.drop_oldest()
+            has_freed_blocks = self._free_kept_prompt()
             if not has_freed_blocks:
                 return False
         self.requests.admit(sequence)
         self.running.add(sequence)
         return True
+
+    def _free_kept_prompt(self) -> bool:
+        """If no sequence is running, free the prompt blocks that one request keeps.
+
+        A request with several sequences keeps the blocks of its prompt for its waiting sequences.
+        The blocks that were kept for the longest time are freed. The waiting sequences of this
+        request must then compute the prompt again. This is done only if no sequence is running,
+        because a running sequence will free its blocks when it ends.
+
+        Returns:
+            Whether blocks were freed.
+        """
+        return not self.running and self.tables.kept_prompts.drop_oldest()
 
     def _preempt_other_clients(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
@@ -425,6 +434,14 @@ class StepPlanner:
         if self.pool.num_free < num_blocks:
             return fair_victim(sequence, num_blocks, self.running, ended_sequences, by_rows=False)
         return None
+
+    def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
+        """Set the draft tokens of a sequence. Do nothing if there are not enough free blocks."""
+        # Subtract 1, because the step adds one sampled token after the accepted draft tokens.
+        num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
+        drafts = drafter.propose(sequence, min(limit, num_allowed))
+        if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
+            sequence.draft_token_ids = drafts
 
 
 def _has_several_tokens(chunk: Chunk) -> bool:

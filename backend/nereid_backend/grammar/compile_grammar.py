@@ -78,12 +78,7 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     # compiles Lark grammars.
     is_lark = "::=" not in spec.source
     if spec.kind == "ebnf" and not is_lark:
-        try:
-            check_cost("ebnf", spec.source, libraries.vocabulary.size, limit_s)
-        except RequestError:
-            # xgrammar would be too slow. The check parses no grammar, so it has no other error.
-            return libraries.llguidance.compile("ebnf", spec.source)
-        return libraries.xgrammar.compile("ebnf", spec.source)
+        return _compile_ebnf(libraries, spec.source, limit_s)
     if spec.kind in ("json_schema", "choice"):
         # Raise a RequestError if the text is not JSON. The parsed value is not needed, because
         # llguidance parses the text itself.
@@ -116,6 +111,24 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
             pass
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
     return libraries.xgrammar.compile("structural_tag", source)
+
+
+def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
+    """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would be too slow.
+
+    Args:
+        libraries: the grammar libraries and the vocabulary.
+        source: the text of the grammar.
+        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
+
+    Raises:
+        RequestError: if the grammar is invalid or not supported.
+    """
+    try:
+        check_cost("ebnf", source, libraries.vocabulary.size, limit_s)
+    except RequestError:  # only if xgrammar would be too slow, because the check parses no grammar
+        return libraries.llguidance.compile("ebnf", source)
+    return libraries.xgrammar.compile("ebnf", source)
 
 
 def _simple_grammar(tag: object) -> tuple[str, str] | None:

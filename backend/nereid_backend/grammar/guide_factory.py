@@ -242,7 +242,13 @@ class Guides:
     def _create_guide(
         self, pending: _PendingGuide, libraries: Libraries, compiled_spec: _CompiledSpec | None
     ) -> None:
-        """Create a guide, which decides about allowed tokens, and store it in `pending.future`."""
+        """Create a guide, which decides which tokens are allowed, and store it in `pending.future`.
+
+        Args:
+            pending: the request for which the guide is created.
+            libraries: the vocabulary and the grammar libraries.
+            compiled_spec: the compiled grammar; None if the request has only a thinking budget.
+        """
         params = pending.params
         marker = params.grammar.after if params.grammar is not None else ""
         if compiled_spec is None:
@@ -252,8 +258,7 @@ class Guides:
             matcher, special_ids = compiled_spec.compiled.matcher(), compiled_spec.special_ids
         rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        if pending.future.set_running_or_notify_cancel():
-            pending.future.set_result(TokenGuide(rules, matcher, thinking))
+        _set_guide(pending.future, TokenGuide(rules, matcher, thinking))
 
     def _cached_rules(
         self,
@@ -310,6 +315,12 @@ def _continue_with(
 
     # If the operation is already done, this call runs `on_done` immediately.
     operation.add_done_callback(on_done)
+
+
+def _set_guide(guide_future: "Future[TokenGuide]", guide: TokenGuide) -> None:
+    """Set the result of `guide_future` to `guide`, unless the future has been cancelled."""
+    if guide_future.set_running_or_notify_cancel():
+        guide_future.set_result(guide)
 
 
 def _set_error(guide_future: "Future[TokenGuide]", error: NereidError) -> None:

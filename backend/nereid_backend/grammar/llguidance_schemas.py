@@ -2,7 +2,7 @@
 """Changes the parts of JSON schemas that llguidance rejects or handles incorrectly."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from nereid_backend.grammar.compile_cost import subschemas
 
@@ -109,11 +109,7 @@ def replace_exclusive_bounds(schema: object) -> None:
             continue
         for bound, opposite in ((_MINIMUM, _MAXIMUM), (_MAXIMUM, _MINIMUM)):
             if _allows_excluded_number(part, bound, opposite):
-                # Example: {"exclusiveMinimum": 3} becomes {"minimum": 3.000000001}, unless the
-                # schema also has a stricter "minimum", such as 3.5.
-                excluded = part.pop(bound.exclusive)
-                first_allowed = excluded + bound.direction * _BOUND_DISTANCE
-                part[bound.inclusive] = bound.strictest([*_numbers(part, bound), first_allowed])
+                _make_inclusive(part, bound)
                 break  # If llguidance handled both bounds incorrectly, no number would be allowed.
 
 
@@ -132,6 +128,19 @@ def _allows_excluded_number(schema: Mapping[str, object], bound: _Bound, opposit
         return False
     size_of_range = bound.direction * (opposite.strictest(opposite_numbers) - excluded)
     return bound.direction * excluded >= 0 and size_of_range < 1
+
+
+def _make_inclusive(schema: dict[str, Any], bound: _Bound) -> None:
+    """Replace the exclusive bound of a schema by an inclusive bound.
+
+    Example: {"exclusiveMinimum": 3} becomes {"minimum": 3.000000001}. If the schema also has a
+    stricter "minimum", such as 3.5, the schema keeps this minimum.
+
+    Mutates: schema.
+    """
+    excluded = schema.pop(bound.exclusive)
+    first_allowed = excluded + bound.direction * _BOUND_DISTANCE
+    schema[bound.inclusive] = bound.strictest([*_numbers(schema, bound), first_allowed])
 
 
 def _numbers(schema: Mapping[str, object], bound: _Bound) -> list[float]:

@@ -50,11 +50,7 @@ class Thinking:
         Raises:
             RequestError: if the specification has a budget but no tokens that end the reasoning.
         """
-        if spec.budget is not None and not spec.end_token_ids:
-            raise RequestError(
-                "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
-                "but the list is empty. Leave out the budget, or set end_token_ids."
-            )
+        _check_end_tokens(spec)
         self._spec = spec
         # The markers are stored as bytes, because a token can end in the middle of a character.
         # White space around a marker, such as the newline of "<think>\n", is not required.
@@ -177,3 +173,12 @@ class Thinking:
         budget = self._spec.budget
         if self._state is _State.OPEN and budget is not None and self.num_tokens >= budget:
             self.forced = self._spec.end_token_ids
+
+
+def _check_end_tokens(spec: ThinkingSpec) -> None:
+    """Raise a RequestError if a specification has a budget but no tokens that end the reasoning."""
+    if spec.budget is not None and not spec.end_token_ids:
+        raise RequestError(
+            "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
+            "but the list is empty. Leave out the budget, or set end_token_ids."
+        )

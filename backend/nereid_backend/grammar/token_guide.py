@@ -145,13 +145,13 @@ class TokenGuide:
         the phase WHITE_SPACE, a newline token does not change the phase, and the token `{` begins
         the phase GRAMMAR.
 
-        `data` contains the bytes of the token.
+        Args:
+            matcher: tracks the position of the answer in the grammar.
+            token_id: the token.
+            data: the bytes of the token.
         """
         if token_id in self._rules.stop_ids:
-            if not self._may_end(matcher):
-                return False  # allowed only if the grammar may end here
-            self._phase = Phase.ENDED
-            return True
+            return self._end_answer(matcher)  # allowed only if the grammar may end here
         match self._phase:
             case Phase.ENDED:
                 return False
@@ -165,6 +165,13 @@ class TokenGuide:
                 self._phase = Phase.GRAMMAR
         # In the phase GRAMMAR, the token must match the grammar.
         return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
+
+    def _end_answer(self, matcher: Matcher) -> bool:
+        """Begin the phase ENDED if the answer may end here. Return whether the answer may end."""
+        if not self._may_end(matcher):
+            return False
+        self._phase = Phase.ENDED
+        return True
 
     def _allows_white_space_after_marker(self) -> bool:
         """Return whether another token of white space may follow the marker.

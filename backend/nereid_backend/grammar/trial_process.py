@@ -112,11 +112,7 @@ class TrialServer:
         The events are a message from the engine, the result of a child process, and the deadline of
         a job. Afterwards, start waiting jobs until `_MAX_CHILDREN` child processes are running.
         """
-        now = time.monotonic()
-        deadlines = [job.deadline for job in [*self._running, *self._waiting]]
-        timeout_s = min(deadlines) - now if deadlines else None
-        children = [job.connection for job in self._running if job.connection is not None]
-        ready_connections = wait([self._connection, *children], timeout_s)
+        ready_connections = self._wait_for_event()  # those that can be read without waiting
         while self._connection.poll():
             self._handle_message(self._connection.recv())
         # If the connection of a child is readable, the child has sent its result or has ended.
@@ -126,6 +122,14 @@ class TrialServer:
         self._remove_late_jobs()
         while self._waiting and len(self._running) < _MAX_CHILDREN:
             self._fork_child(self._waiting.popleft())
+
+    def _wait_for_event(self) -> list[Any]:
+        """Wait for a message, a result or the next deadline. Return the readable connections."""
+        now = time.monotonic()
+        deadlines = [job.deadline for job in [*self._running, *self._waiting]]
+        timeout_s = min(deadlines) - now if deadlines else None
+        children = [job.connection for job in self._running if job.connection is not None]
+        return wait([self._connection, *children], timeout_s)
 
     def _remove_late_jobs(self) -> None:
         """Remove each job whose deadline has passed, and send the outcome LATE to the engine."""
@@ -146,9 +150,13 @@ class TrialServer:
             self._waiting.append(_Job(job_id, kind, source, deadline))
         else:
             _command, job_id = message
-            for job in [*self._running, *self._waiting]:
-                if job.job_id == job_id:
-                    self._remove(job)
+            self._cancel(job_id)
+
+    def _cancel(self, job_id: int) -> None:
+        """Remove the job with the number `job_id`, unless the job has already ended."""
+        for job in [*self._running, *self._waiting]:
+            if job.job_id == job_id:
+                self._remove(job)
 
     def _fork_child(self, job: _Job) -> None:
         """Fork a child process that executes a job."""

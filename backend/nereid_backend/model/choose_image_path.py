@@ -18,6 +18,7 @@ logits for one of these kinds are not correct, requests with this kind are refus
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
@@ -46,6 +47,19 @@ _FEATURE_BYTES = 256 * 2**20
 
 _AddImages = Callable[[ForwardPath], ForwardPath]
 """Adds the support for images to the forward path for texts, and returns the new path."""
+
+
+class _Candidate(NamedTuple):
+    """One of the ways in which a model can process prompts with images.
+
+    Attributes:
+        name: "packed", "single" or "generated".
+        add_images: adds the support for images to the forward path for texts, and returns the new
+            path.
+    """
+
+    name: str
+    add_images: _AddImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +195,7 @@ class _Choice:
 
 
 def _choose_candidate(
-    candidates: dict[str, _AddImages],
+    candidates: list[_Candidate],
     trials: dict[str, Trial],
     measure: Callable[[_AddImages, Trial], float],
 ) -> tuple[_Choice | None, dict[str, str]]:
@@ -191,8 +205,11 @@ def _choose_candidate(
     the order of `trials`. The first candidate that computes correct logits for a kind is chosen.
     The later kinds must use the same candidate, and are refused if their logits are wrong.
 
-    `measure` returns the difference between a candidate's logits and the expected logits of a
-    trial. It raises an exception if the difference is too large.
+    Args:
+        candidates: the candidates in order of preference.
+        trials: for each kind of media, the test prompts and the expected logits.
+        measure: returns the difference between a candidate's logits and the expected logits of a
+            trial, or raises an exception if the difference is too large.
 
     Returns:
         The chosen candidate, with the largest difference of all accepted kinds; None if all kinds
@@ -213,19 +230,26 @@ def _choose_candidate(
 
 
 def _first_correct(
-    candidates: dict[str, _AddImages],
+    candidates: list[_Candidate],
     kind: str,
     trial: Trial,
     measure: Callable[[_AddImages, Trial], float],
 ) -> _Choice:
     """Return the first candidate (a way to process images) that computes correct logits.
 
+    Args:
+        candidates: the candidates in order of preference.
+        kind: the kind of media in the test prompts, for the error message.
+        trial: the test prompts and the expected logits.
+        measure: returns the difference between a candidate's logits and the expected logits, or
+            raises an exception if the difference is too large.
+
     Raises:
         UnfitError: if no candidate has correct logits. The message contains the problem of each
             candidate, such as "packed: RuntimeError: shapes differ; single: ...".
     """
     problems: list[str] = []
-    for name, add_images in candidates.items():
+    for name, add_images in candidates:
         try:
             difference = measure(add_images, trial)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
@@ -262,12 +286,18 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
 
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
-) -> dict[str, _AddImages]:
-    """Return the ways to process prompts with images by name, in order of preference.
+) -> list[_Candidate]:
+    """Return the ways to process prompts with images, in order of preference.
 
-    Each candidate is a function that adds the support for images to the forward path for
+    Each candidate contains a function that adds the support for images to the forward path for
     texts. The function returns the changed path, or a `SplitPath`, which combines two forward
     paths: one for sequences without images, and one for sequences with images.
+
+    Args:
+        checkpoint: the model.
+        spec: the forward path for texts.
+        features: the cache of image features.
+        attention: the attention of the model's own code, which computes the images.
     """
 
     def add_packed(path: ForwardPath) -> ForwardPath:
@@ -296,4 +326,8 @@ def _candidates(
         """
         return SplitPath(path, GeneratedPath(checkpoint), features, attention)
 
-    return {"packed": add_packed, "single": add_single, "generated": add_generated}
+    return [
+        _Candidate("packed", add_packed),
+        _Candidate("single", add_single),
+        _Candidate("generated", add_generated),
+    ]

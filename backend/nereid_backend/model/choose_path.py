@@ -134,17 +134,23 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Maps each value of `uses_generated_trial` to a trial, or to the message of the UnfitError
-        # that `get_for` raises.
+        # Maps each value of `is_generated` to the result of `get`. The result is a trial, or the
+        # message of the UnfitError that `get` raises.
         self._results: dict[bool, Trial | str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
+        """Return the test sequences and the expected logits for the path that `spec` describes."""
+        return self.get(spec.layers, is_generated=spec.uses_generated_trial)
+
+    def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
         """Return the test sequences and the expected logits, which are computed only once.
 
         Args:
-            spec: the path. One test sequence is longer than the windows of its attention layers.
-                Only the first call with a value of `uses_generated_trial` reads the layers, because
-                all paths of a model have layers with the same windows.
+            layers: the attention layers of the path. One test sequence is longer than the windows
+                of these layers. Only the first call with a value of `is_generated` reads `layers`,
+                because all paths of a model have layers with the same windows.
+            is_generated: whether the tokens and logits come from transformers' generate. If False,
+                the logits come from one forward pass over each whole sequence.
 
         Mutates: if the trial is not cached, the model uses its own attention after the call.
 
@@ -152,14 +158,13 @@ class Trials:
             UnfitError: if the logits of one forward pass over a sequence differ from the logits of
                 token-by-token generation.
         """
-        is_generated = spec.uses_generated_trial
         if is_generated not in self._results:
             set_attention(self._checkpoint, None)
             try:
                 if is_generated:
                     trial = make_generated_trial(self._checkpoint, self._max_len, self._block_size)
                 else:
-                    trial = self._one_pass_trial(spec.layers)
+                    trial = self._one_pass_trial(layers)
                 self._results[is_generated] = trial
             except UnfitError as error:
                 self._results[is_generated] = str(error)

@@ -291,25 +291,39 @@ def _round_weights(checkpoint: Checkpoint, weight_dtype: str, progress: Progress
     With int8 and int4, the embedding is also rounded to 8 bits. It stays unchanged if it cannot be
     rounded, or if the logits with the rounded embedding are not finite.
 
-    Mutates: the model.
+    Args:
+        checkpoint: the model. Mutated.
+        weight_dtype: "int8", "int4" or "fp8".
+        progress: called with one line for each slow operation.
 
     Raises:
         ConfigError: if the device does not support such weights.
     """
     if weight_dtype == "fp8":
-        # The function that multiplies matrices of e4m3 numbers on the device.
-        product = find_product(checkpoint.device, checkpoint.model.dtype)
-        if product is None:
-            raise ConfigError(
-                "weight_dtype: the value fp8 requires a GPU that multiplies 8-bit floating point "
-                f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not do "
-                "so. Set weight_dtype=auto."
-            )
-        return store_linears_as_float8(checkpoint.model, product)
+        return _store_as_float8(checkpoint)
     bits = 4 if weight_dtype == "int4" else 8
     num_layers = quantise_linears(checkpoint.model, bits, progress)
     _pack_embedding(checkpoint, can_round=True)
     return num_layers
+
+
+def _store_as_float8(checkpoint: Checkpoint) -> int:
+    """Round the weights of a model's linear layers to e4m3, an 8-bit floating-point type.
+
+    Return the number of layers.
+
+    Raises:
+        ConfigError: if the device cannot multiply 8-bit floating point numbers.
+    """
+    # The function that multiplies matrices of e4m3 numbers on the device.
+    product = find_product(checkpoint.device, checkpoint.model.dtype)
+    if product is None:
+        raise ConfigError(
+            "weight_dtype: the value fp8 requires a GPU that multiplies 8-bit floating point "
+            f"numbers (compute capability 8.9 or later), but {checkpoint.device} does not do so. "
+            "Set weight_dtype=auto."
+        )
+    return store_linears_as_float8(checkpoint.model, product)
 
 
 @torch.inference_mode()

@@ -82,18 +82,7 @@ def _make_trial(
         Exception: of any class, if transformers cannot answer the prompts, or ignores audio.
     """
     answers = _generate_answers(checkpoint, processor, _TEST_MEDIA[kind]())
-    # When a forward path computes the last sequence, its images have already been encoded. The
-    # trial therefore also tests the cache of image features.
-    repeated = [*answers, answers[0]]
-    trial = Trial(
-        sequences=[
-            TrialSequence(answer.prompt.token_ids + answer.token_ids, len(answer.prompt.token_ids))
-            for answer in repeated
-        ],
-        expected=torch.cat([answer.logits for answer in repeated]),
-        block_size=block_size,
-        images=tuple(answer.prompt.images for answer in repeated),
-    )
+    trial = _trial_of(answers, block_size)
     if kind == "audio":
         _check_uses_audio(trial)
     return trial
@@ -126,6 +115,25 @@ def _generate_answers(
             if not answers:
                 raise
     return answers
+
+
+def _trial_of(answers: list[_Answer], block_size: int) -> Trial:
+    """Combine several answers of the unmodified model in one Trial (test sequences and logits).
+
+    The first answer is repeated at the end of the trial. When a forward path computes the last
+    sequence, its images have already been encoded. The trial therefore also tests the cache of
+    image features.
+    """
+    repeated = [*answers, answers[0]]
+    return Trial(
+        sequences=[
+            TrialSequence(answer.prompt.token_ids + answer.token_ids, len(answer.prompt.token_ids))
+            for answer in repeated
+        ],
+        expected=torch.cat([answer.logits for answer in repeated]),
+        block_size=block_size,
+        images=tuple(answer.prompt.images for answer in repeated),
+    )
 
 
 def _image_contents() -> list[list[_MediaPart]]:

@@ -152,13 +152,9 @@ def check_in_steps(
             f"{tuple(trial.expected.shape)}"
         )
     # Rounding can make a mixture-of-experts model choose different experts for a few tokens, whose
-    # logits then differ greatly. The median of a sequence ignores these tokens. A wrong forward
-    # path changes the logits of most tokens, and therefore also the median.
+    # logits then differ greatly.
     ignores_outliers = dtype != torch.float32 or is_rounded
-    differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
-    if ignores_outliers:
-        differences = differences.view(len(trial.sequences), -1).median(dim=1).values
-    largest_difference = differences.max().item()
+    largest_difference = _largest_difference(logits, trial, ignores_outliers=ignores_outliers)
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
     # `not <=` also refuses NaN.
     if not largest_difference <= tolerance:
@@ -167,6 +163,20 @@ def check_in_steps(
             f"{largest_difference:.2g} times the standard deviation of the logits"
         )
     return largest_difference
+
+
+def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
+    """Return the largest difference between a row of `logits` and the expected row.
+
+    If `ignores_outliers` is True, return the largest median of a sequence instead. Because of
+    rounding, a mixture-of-experts model can choose other experts for a few tokens. The logits of
+    these tokens then differ greatly, but the median does not. A wrong forward path changes the
+    logits of most tokens, so the median still detects a wrong path.
+    """
+    differences = _row_differences(logits, trial.expected, unit=trial.expected.std())
+    if ignores_outliers:
+        differences = differences.view(len(trial.sequences), -1).median(dim=1).values
+    return differences.max().item()
 
 
 def _logits_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:

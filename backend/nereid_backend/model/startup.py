@@ -204,17 +204,17 @@ def load(
     checkpoint, spec = opened.checkpoint, opened.chosen.spec
     opened_draft = open_draft(config, checkpoint, spec, progress)
     opened_mtp = open_mtp(config, checkpoint, spec, hook, progress)
-    default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
-    num_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, default)
+    num_tokens = _tokens_per_step(config, device)
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
-    memory, groups, step_bytes = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
+    plan = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
+    memory = plan.memory
     sizes = Sizes(
         memory.num_blocks,
         config.block_size,
         memory.max_num_seqs,
         memory.max_model_len,
         config.kv_cache_dtype,
-        groups,
+        plan.groups,
     )
     path = spec.build(sizes)
     steps = opened.images.add_images(path)
@@ -231,10 +231,13 @@ def load(
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, opened.chosen, progress)
-    swap, compiled = _compile(config, path, opened, hook, progress)
+    swap = _compile_in_background(config, path, opened, hook, progress)
+    compiled = _compile_now(config, path, opened, hook, progress)
     clock.end("compile")
     if config.cuda_graphs:
-        use_decode_graphs(path, checkpoint, opened.chosen, compiled, sizes, step_bytes, progress)
+        use_decode_graphs(
+            path, checkpoint, opened.chosen, compiled, sizes, plan.step_bytes, progress
+        )
     clock.end("graphs")
     dtype = checkpoint.model.dtype
     make_adapter_store = partial(
@@ -248,7 +251,7 @@ def load(
         runner=_make_runner(config, checkpoint, steps, cpu_threads, progress),
         info=_engine_info(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
-        groups=groups,
+        groups=plan.groups,
         num_states=memory.num_states if spec.has_snapshots else 0,
         path=path,
         make_adapter_store=make_adapter_store,
@@ -259,14 +262,34 @@ def load(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _CachePlan:
+    """The sizes that are determined before the KV cache is allocated.
+
+    Attributes:
+        memory: the size of the KV cache, and the limits that follow from this size.
+        groups: the groups of the attention layers.
+        step_bytes: the memory of the largest step in bytes; 0 if it is unknown.
+    """
+
+    memory: MemoryPlan
+    groups: LayerGroups
+    step_bytes: int
+
+
 def _plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
-) -> tuple[MemoryPlan, LayerGroups, int]:
+) -> _CachePlan:
     """Measure the memory that a forward pass needs, and determine the number of KV cache blocks.
 
-    The memory of the KV cache is what remains after the weights and one forward pass. Return the
-    size and the limits of the KV cache, the groups of the attention layers, and the memory of the
-    largest step in bytes (0 if it is unknown).
+    The memory of the KV cache is what remains after the weights and one forward pass.
+
+    Args:
+        config: the settings.
+        opened: the model and its forward path.
+        num_tokens: the largest number of tokens in one step.
+        draft_bytes: the memory of one token in the cache of the draft model.
+        progress: called with one line about the memory.
     """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
     step_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
@@ -293,31 +316,50 @@ def _plan_cache(
         windows_sentence=describe_windows(spec.layers, groups, reason_for_one_group),
     )
     progress(report)
-    return memory, groups, step_bytes or 0
+    return _CachePlan(memory, groups, step_bytes or 0)
 
 
-def _compile(
+def _compile_in_background(
     config: EngineConfig,
     path: ForwardPath,
     opened: OpenedModel,
     hook: AttentionHook,
     progress: Progress,
-) -> tuple[ForwardSwap | None, CompiledForward | None]:
-    """Compile the forward pass, or start to compile it in the background (compile_forward="auto").
+) -> ForwardSwap | None:
+    """Start to compile the forward pass if the setting compile_forward is "auto".
 
-    Mutates: path, if the compiled forward pass is now available, or was stored on disk earlier.
+    If an earlier process has stored the compiled forward pass on disk, use it at once.
+
+    Args:
+        config: the settings.
+        path: the engine's forward path. Mutated if the compiled forward pass is on disk.
+        opened: the model and its forward path.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        progress: called with one line about the result.
 
     Returns:
-        The compilation that runs in the background, and the compiled forward pass. Each is None if
-        it does not exist.
+        The compilation that runs in the background; None if no compilation was started.
     """
-    if config.compile_forward == "auto":
-        swap = use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
-        return swap, None
-    if config.compile_forward is True:
-        compiled = use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress)
-        return None, compiled
-    return None, None
+    if config.compile_forward != "auto":
+        return None
+    return use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
+
+
+def _compile_now(
+    config: EngineConfig,
+    path: ForwardPath,
+    opened: OpenedModel,
+    hook: AttentionHook,
+    progress: Progress,
+) -> CompiledForward | None:
+    """Compile the forward pass if the setting compile_forward is true.
+
+    The arguments are those of `_compile_in_background`. Return None if the engine's path uses no
+    compiled forward pass.
+    """
+    if config.compile_forward is not True:
+        return None
+    return use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress)
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
@@ -327,6 +369,15 @@ def _warn_about_experiments(config: EngineConfig, device: torch.device, progress
             f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "
             "whose results equal those of the reference implementation."
         )
+
+
+def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
+    """Return the largest number of tokens in a forward pass: max_num_batched_tokens or a default.
+
+    Example: with the default settings on a CPU, max_num_seqs is 256, and the result is 512.
+    """
+    default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
+    return config.max_num_batched_tokens or max(config.max_num_seqs, default)
 
 
 def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) -> int | None:

@@ -190,19 +190,28 @@ def _random_sequences(
 
 
 def _len_beyond_windows(checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec]) -> int:
-    """Return a prompt length that exceeds every window that is short enough to be tested."""
-    # The values whose names indicate the size of a window, chunk or block. Example: a config with
-    # sliding_window 64 and hidden_size 512 gives {64}.
-    window_sizes = {
-        value
-        for name, value in checkpoint.text_config.to_dict().items()
-        if re.search("window|chunk|local|block_size|topk", name)
-        and isinstance(value, int)
-        and value > 1
-    }
+    """Return a prompt length that exceeds every window that is short enough to be tested.
+
+    The length is at least the first length of `_PROMPT_LENS`.
+    """
+    window_sizes = _limits_in_config(checkpoint)
     for layer in layers:
         sizes_of_layer = (layer.window.size, layer.window.chunk)  # each can be None
         window_sizes |= {size for size in sizes_of_layer if size}
     lens = [size + _BEYOND_LIMIT for size in window_sizes]
     testable_lens = [length for length in lens if length <= _LONGEST_PROMPT]
     return max([_PROMPT_LENS[0], *testable_lens])
+
+
+def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
+    """Return the config values whose names indicate the size of a window, chunk or block.
+
+    Example: a config with sliding_window 64 and hidden_size 512 gives {64}.
+    """
+    return {
+        value
+        for name, value in checkpoint.text_config.to_dict().items()
+        if re.search("window|chunk|local|block_size|topk", name)
+        and isinstance(value, int)
+        and value > 1
+    }

@@ -175,10 +175,13 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
     computes queries, keys and values together, the number of KV heads must be a multiple of `size`,
     too. Otherwise, `_check_kv_heads` checks the number of KV heads.
 
-    `plan` maps the names of layers to styles of division. A style determines which part of a layer
-    each rank computes.
+    Args:
+        config: the config of the text model, which contains the numbers of heads.
+        plan: maps the names of layers to styles of division. The style determines which part of a
+            layer each rank computes.
+        size: the number of ranks, which compute the model together.
     """
-    divided_layers = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    divided_layers = _layers_with_divided_outputs(plan)
     # Maps each number of heads to the layers that divide these heads among the ranks.
     layers_of_fields = {
         "num_attention_heads": _LAYERS_OF_HEADS,
@@ -194,6 +197,14 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
                 f"tensor_parallel_size: the value must divide the model's {field}, which is "
                 f"{num_heads}, but it is {size}. Each GPU computes an equal number of heads."
             )
+
+
+def _layers_with_divided_outputs(plan: dict[str, str]) -> set[str]:
+    """Return the names of the layers whose outputs a tensor parallel plan divides among the ranks.
+
+    Example: {"layers.*.self_attn.q_proj": "colwise"} gives {"q_proj"}.
+    """
+    return {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
 
 
 def _check_kv_heads(numbers: list[int], size: int) -> None:

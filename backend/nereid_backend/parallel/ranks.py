@@ -94,12 +94,7 @@ class Ranks:
             rank = Rank(number, self.rank.size, self.rank.device_type, self.rank.store)
             self._start_process(config, rank)
         for number, connection in enumerate(self._connections, 1):
-            try:
-                message = connection.recv()
-            except EOFError:
-                message = self._describe_death(number)
-            if message != STARTED:
-                raise EngineError(f"rank {number} of the model {message}")
+            self._await_start(number, connection)
         threading.Thread(target=self._wait_for_failure, daemon=True, name="rank-watch").start()
         self.rank.join()
 
@@ -220,6 +215,18 @@ class Ranks:
         self._processes.append(process)
         self._connections.append(connection)
         connection.send((config, rank))
+
+    def _await_start(self, number: int, connection: Connection) -> None:
+        """Wait until the process of a rank has started.
+
+        Raise an EngineError if the process ends before it has sent the message "started".
+        """
+        try:
+            message = connection.recv()
+        except EOFError:
+            message = self._describe_death(number)
+        if message != STARTED:
+            raise EngineError(f"rank {number} of the model {message}")
 
     def _wait_for_failure(self) -> None:
         """Wait until another rank fails or ends, and store a description in `_failure`.

@@ -51,11 +51,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
     # are fewer KV heads than ranks, `rules` changes the plan: each rank loads all KV heads, and
     # `keep_own_heads` deletes the heads that this rank does not compute. Otherwise, `rules` is
     # empty.
-    folder = Path(checkpoint_folder(config.model))
-    model = model_without_weights(read_config(folder, config.trust_remote_code))
-    rules = (
-        {} if model is None else replication_rules(model, tensor_parallel_plan(model), rank.size)
-    )
+    rules = _replication_rules(config, rank.size)
     with rank.loading():  # lets transformers read only the part of the model for this rank
         checkpoint = load_checkpoint(
             config.model,
@@ -86,3 +82,14 @@ def _checked_spec(config: EngineConfig, hook: AttentionHook, checkpoint: Checkpo
             f"{config.tensor_parallel_size}. The divided model cannot use the forward path "
             f'"packed", because {first_line(error)}. Set tensor_parallel_size=1.'
         ) from error
+
+
+def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
+    """Return the rules that make each rank load all KV heads of the model.
+
+    The rules are empty if there are enough KV heads for all ranks (see
+    `kv_heads.replication_rules`).
+    """
+    folder = Path(checkpoint_folder(config.model))
+    model = model_without_weights(read_config(folder, config.trust_remote_code))
+    return {} if model is None else replication_rules(model, tensor_parallel_plan(model), size)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.device_transfer import Integers
 
@@ -110,12 +111,7 @@ class BlockTableRows:
             rows.append(row)
             if is_first or sequence.table_version != versions[row]:
                 versions[row] = sequence.table_version
-                for group, table_row in enumerate(self._rows[row]):
-                    if is_first:
-                        table_row.clear()
-                    else:
-                        table_row.remove_freed(sequence.num_null_blocks[group])
-                    table_row.append_new(sequence.block_tables[group])
+                self._update_rows(sequence, row, is_first=is_first)
         return np.array(rows)
 
     def slots(self, positions: Integers, rows: Integers, group: int = 0) -> Integers:
@@ -142,3 +138,19 @@ class BlockTableRows:
         """
         num_blocks = (int(num_tokens) + self._block_size - 1) // self._block_size
         return self._arrays[group][rows, :num_blocks]
+
+    def _update_rows(self, sequence: Sequence, row: int, *, is_first: bool) -> None:
+        """Copy a sequence's new block ids into the arrays, and remove its freed blocks.
+
+        Args:
+            sequence: the sequence.
+            row: the row of the sequence.
+            is_first: whether this is the first chunk since the sequence got the row. The row then
+                contains the blocks of an earlier sequence.
+        """
+        for group, table_row in enumerate(self._rows[row]):
+            if is_first:
+                table_row.clear()
+            else:
+                table_row.remove_freed(sequence.num_null_blocks[group])
+            table_row.append_new(sequence.block_tables[group])

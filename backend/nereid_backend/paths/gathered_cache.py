@@ -224,11 +224,7 @@ class GatheredStep:
         starts = torch.tensor([chunk.start for chunk in chunks])
         longest = int(starts.max()) + num_tokens
         num_blocks = math.ceil(longest / block_size)
-        # Example: for 3 blocks, the block tables [7, 3, 9, 4] and [8] give [[7, 3, 9], [8, null,
-        # null]].
-        padding = [cache.null_block] * num_blocks
-        tables = [(chunk.sequence.block_table + padding)[:num_blocks] for chunk in chunks]
-        blocks = torch.tensor(tables)
+        blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
         new_positions = starts[:, None] + torch.arange(num_tokens)  # in the example: [[5], [2]]
         slots = _slots(blocks, new_positions, block_size)
         # Sequences are padded on the left, so a negative position means padding.
@@ -254,6 +250,17 @@ def _slots(blocks: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """
     blocks_of_tokens = blocks.gather(1, positions // block_size)
     return blocks_of_tokens * block_size + positions % block_size
+
+
+def _padded_block_tables(chunks: list[Chunk], num_blocks: int, null_block: int) -> Tensor:
+    """Return the ids of each sequence's first `num_blocks` blocks, [num_chunks, num_blocks].
+
+    If a sequence has fewer blocks, the null block fills the rest. Example: for 3 blocks, the block
+    tables [7, 3, 9, 4] and [8] give [[7, 3, 9], [8, null, null]].
+    """
+    padding = [null_block] * num_blocks
+    tables = [(chunk.sequence.block_table + padding)[:num_blocks] for chunk in chunks]
+    return torch.tensor(tables)
 
 
 class GatheredLayer(BlockCacheLayer):

@@ -129,13 +129,20 @@ class PackedPath:
                     return self._run_model(batch, self._attention(batch))
             if adapters_need_hooks:
                 return self._run_model(batch, self._attention(batch))
-            # A graph returns None if it was not captured for steps of this kind and size.
-            logits = None
-            if self.graphs is not None:
-                logits = self.graphs.forward(batch)
-            if logits is None and self.pieces is not None:
-                logits = self.pieces.forward(batch)
+            logits = self._replay_graphs(batch)
             return self.run(batch) if logits is None else logits
+
+    def _replay_graphs(self, batch: StepBatch) -> Tensor | None:
+        """Compute a step by replaying captured CUDA graphs, and return the logits.
+
+        Return None if no graph was captured for steps of this kind and size.
+        """
+        logits = None
+        if self.graphs is not None:
+            logits = self.graphs.forward(batch)
+        if logits is None and self.pieces is not None:
+            logits = self.pieces.forward(batch)
+        return logits
 
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step without CUDA graphs. Return the logits, [num_logits, vocab_size].

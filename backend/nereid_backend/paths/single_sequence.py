@@ -185,20 +185,25 @@ class SinglePath:
         # of the cache.
         state = self._states.pop(state_key, None)
         if state is None or state.num_tokens != num_tokens - 1:
-            num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
-            ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
-            state = _SequenceState(
-                sequence, self._first_arguments(ids, sequence.images), num_tokens=0
-            )
+            state = self._state_before_first_call(sequence, num_tokens)
         inputs = self._next_arguments(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
-            arguments: dict[str, Any] = self._model._update_model_kwargs_for_generation(
-                output, state.arguments, is_encoder_decoder=self._has_encoder
-            )
+            arguments = self._arguments_after_call(state, output)
             self._states[state_key] = _SequenceState(sequence, arguments, num_tokens)
         logits: Tensor = output.logits[0]
         return logits
+
+    def _arguments_after_call(self, state: _SequenceState, output: object) -> dict[str, Any]:
+        """Return the arguments for the next call, with the new cache and a longer attention mask.
+
+        `state` is the state before the last call of the model, and `output` is the output of this
+        call. The private method of transformers is the method that `generate` calls.
+        """
+        arguments: dict[str, Any] = self._model._update_model_kwargs_for_generation(
+            output, state.arguments, is_encoder_decoder=self._has_encoder
+        )
+        return arguments
 
     def _next_arguments(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
         """Return the arguments for the next call of the model, as `generate` prepares them.
@@ -225,6 +230,16 @@ class SinglePath:
             **state.arguments,
         )
         return inputs
+
+    def _state_before_first_call(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
+        """Return the arguments of the model's first call, as a state with 0 computed tokens.
+
+        In an encoder-decoder model, the arguments contain the encoder's outputs for the prompt.
+        Otherwise, the first call computes the first `num_tokens` tokens.
+        """
+        num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
+        ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
+        return _SequenceState(sequence, self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Return the decoder's input tokens for the first `num_tokens` tokens of a sequence.

@@ -24,8 +24,7 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
     own_limit = _own_limit(spec, encoder)
     configured = config.max_model_len
     if configured is None:
-        limit = spec.max_seq_length or encoder.tokenizer.model_max_length
-        recommended = limit if 0 < limit < _NO_LIMIT else None
+        recommended = _limit_in_files(spec, encoder)
         return min(own_limit.num_tokens, recommended or own_limit.num_tokens)
     if configured > own_limit.num_tokens:
         raise ConfigError(
@@ -45,6 +44,12 @@ def _own_limit(spec: CheckpointSpec, encoder: Encoder) -> LengthLimit:
     if num_embeddings is not None and num_embeddings < limit.num_tokens:
         return LengthLimit(num_embeddings, "the number of position embeddings")
     return limit
+
+
+def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:
+    """Return the length limit that the checkpoint's files recommend; None if there is none."""
+    limit = spec.max_seq_length or encoder.tokenizer.model_max_length
+    return limit if 0 < limit < _NO_LIMIT else None
 
 
 def _num_position_embeddings(encoder: Encoder) -> int | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -93,16 +94,16 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
     max_len = length_limit(config, spec, encoder)
     # Every model is tested, because a wrong method would return wrong vectors without an error.
     progress("comparing the vectors of texts in a batch and one by one")
-    forward, head, difference = _choose_methods(spec, encoder, hook, max_len)
-    poolers, normalizes = _choose_pooling(spec, forward)
+    methods = _choose_methods(spec, encoder, hook, max_len)
+    poolers, normalizes = _choose_pooling(spec, methods.forward)
     return LoadedModel(
         spec=spec,
         encoder=encoder,
         hook=hook,
         max_model_len=max_len,
-        forward=forward,
-        head=head,
-        self_check_difference=difference,
+        forward=methods.forward,
+        head=methods.head,
+        self_check_difference=methods.self_check_difference,
         poolers=poolers,
         normalizes=normalizes,
         layers=load_output_layers(Path(config.model), spec, encoder),
@@ -136,14 +137,27 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
         ) from error
 
 
+class _Methods(NamedTuple):
+    """The chosen methods of computing outputs. `LoadedModel` describes the fields."""
+
+    forward: ChosenForward | None
+    head: Head | None
+    self_check_difference: float
+
+
 def _choose_methods(
     spec: CheckpointSpec, encoder: Encoder, hook: AttentionHook, max_len: int
-) -> tuple[ChosenForward | None, Head | None, float]:
+) -> _Methods:
     """Choose the methods that compute the token vectors and the head's output of a batch.
 
     The fastest methods are chosen whose outputs for a batch equal the outputs for single texts.
-    Some models need no token vectors or have no head. The method is then None. Also return the
-    difference between the outputs (see `LoadedModel.self_check_difference`).
+    Some models need no token vectors or have no head. The method is then None.
+
+    Args:
+        spec: the description of the checkpoint.
+        encoder: the loaded model.
+        hook: Nereid's entry in transformers' attention interface.
+        max_len: the length limit of inputs in tokens.
 
     Raises:
         ModelError: the outputs of the model are not finite, or no method is exact.
@@ -152,16 +166,16 @@ def _choose_methods(
     if spec.loader == TOWERS:
         # The text tower returns one vector for each text, and always computes padded batches.
         difference = prepack_towers(encoder, name, max_len)
-        return None, None, difference
+        return _Methods(forward=None, head=None, self_check_difference=difference)
     if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         # These models compute all inputs one by one. Batches are not used, so there is no
         # difference between the outputs for batches and the outputs for single inputs.
-        return None, None, 0.0
+        return _Methods(forward=None, head=None, self_check_difference=0.0)
     forward = choose_forward(encoder, hook, name, max_len)
     head = None
     if spec.loader in (SEQUENCE, TOKENS):
         head = choose_head(encoder, forward, name, max_len, per_token=spec.loader == TOKENS)
-    return forward, head, forward.difference
+    return _Methods(forward, head, self_check_difference=forward.difference)
 
 
 def _choose_pooling(

@@ -171,11 +171,8 @@ class PoolingModel:
         # Each part is computed by one call of a method in `run_methods`. If texts are packed, one
         # part can contain texts of different lengths. Otherwise, the texts of a part have similar
         # lengths, so that they need little padding.
-        # Some vision-language models compute even texts one by one.
         parts = split_batch(
-            batch,
-            computes_all_alone=self._image_forward is not None and self._loaded.forward is None,
-            is_packed=self._is_packed,
+            batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
         run_methods = {
             "images": self._run_images,
@@ -188,6 +185,11 @@ class PoolingModel:
             for index, output in zip(part.indices, outputs_of_part, strict=True):
                 outputs[index] = output
         return outputs
+
+    @property
+    def _computes_all_alone(self) -> bool:
+        """Whether the model computes all inputs one by one, even inputs that are texts."""
+        return self._image_forward is not None and self._loaded.forward is None
 
     @property
     def _is_packed(self) -> bool:
@@ -238,15 +240,17 @@ class PoolingModel:
     ) -> list[Value | None]:
         """Compute the output for each text from the token vectors.
 
-        Shapes: hidden [num_tokens, hidden_size].
+        A generative reranker compares the logits of the answer tokens. A SPLADE model computes
+        sparse weights from the logits of all tokens. Other models return or pool the vectors.
+
+        Args:
+            hidden: the token vectors, [num_tokens, hidden_size].
+            batch: the texts.
+            items: the items of the texts.
         """
         loaded = self._loaded
         if loaded.reranker is not None:  # a generative reranker
-            last_tokens = torch.tensor(batch.starts[1:], device=hidden.device) - 1
-            slices = [
-                logits for _, logits in token_logits(self._loaded.encoder, hidden[last_tokens])
-            ]
-            scores = _answer_scores(loaded.reranker, torch.cat(slices).float())
+            scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
         if loaded.spec.loader == MASKED:  # a SPLADE model
             # The weight of a vocabulary entry is the maximum or the sum ("max" or "sum") over all
@@ -294,6 +298,17 @@ class PoolingModel:
         encoder = self._loaded.encoder
         with own_attention(encoder, forward):
             return PaddedForward(encoder)(replace(batch, attended_lens=lens))
+
+    def _answer_scores_of_texts(
+        self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
+    ) -> Tensor:
+        """Return one score for each text, float32 [num_texts, 1] (see `_answer_scores`).
+
+        Shapes: hidden [num_tokens, hidden_size].
+        """
+        last_tokens = torch.tensor(batch.starts[1:], device=hidden.device) - 1
+        slices = [logits for _, logits in token_logits(self._loaded.encoder, hidden[last_tokens])]
+        return _answer_scores(reranker, torch.cat(slices).float())
 
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]

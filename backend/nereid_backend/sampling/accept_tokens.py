@@ -53,18 +53,19 @@ def read_sampled(
 def _read_sequence(
     last_position: Position, first: int, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> Sampled:
-    """Return the new tokens of one sequence, or the error of its grammar or its sampling."""
+    """Return the new tokens of one sequence, or the error of its grammar or its sampling.
+
+    Args:
+        last_position: the last position of the sequence, which follows all its draft tokens.
+        first: the index of the sequence's first position among all positions of the step.
+        sampled_tokens: the sampled tokens of all sequences of the step.
+        masks: the token masks of the step. The key of an error is the index of the first position.
+    """
     if first in masks.errors:
         return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
     sequence, drafts = last_position
     if drafts or sequence.guide is not None or sampled_tokens.errors:
-        try:
-            return _accept(sequence, drafts, sampled_tokens, first)
-        except Exception as error:
-            # A grammar library can raise any exception. The exception ends only this sequence.
-            logger.exception("The grammar of request %s failed.", sequence.request_id)
-            message = f"The grammar of the request failed: {type(error).__name__}: {error}"
-            return Sampled(token_ids=[], logprobs=[], error=message)
+        return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
     # The sequence has no draft tokens and no grammar, so the sampled token is its only new token.
     top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
     return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
@@ -85,6 +86,28 @@ def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: Samp
     # A list takes less time than a generator, and this function runs in every step.
     guided_sequences = [sequence for sequence, _ in positions if sequence.guide is not None]
     return not guided_sequences
+
+
+def _accept_or_return_error(
+    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
+) -> Sampled:
+    """Return the new tokens of a sequence. If its grammar fails, return an error instead.
+
+    The error ends the sequence.
+
+    Args:
+        sequence: the sequence. Its grammar is advanced by the new tokens.
+        drafts: the draft tokens (guesses for the next tokens) that the sampled tokens verify.
+        sampled_tokens: the sampled tokens of all sequences of the step.
+        first: the index in `sampled_tokens` of the first token of this sequence.
+    """
+    try:
+        return _accept(sequence, drafts, sampled_tokens, first)
+    except Exception as error:
+        # A grammar library can raise any exception. The exception ends only this sequence.
+        logger.exception("The grammar of request %s failed.", sequence.request_id)
+        message = f"The grammar of the request failed: {type(error).__name__}: {error}"
+        return Sampled(token_ids=[], logprobs=[], error=message)
 
 
 def _accept(

@@ -45,14 +45,25 @@ def filter_threshold(
     # The threshold of min_p and top_k, which are applied before top_p.
     floor = _min_p_top_k_threshold(probs, min_p, top_k)
     kept = probs * (probs >= floor.probs)
-    # If the threshold is 0, min_p and top_k keep the whole vocabulary, so the total is 1. The sum
-    # may be too small if `floor` is not certain, because the filters may then also keep tokens that
-    # were not examined.
-    total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
+    total = _total_kept(kept, floor)
     top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
     threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
     is_certain = floor.is_certain & _removes_all_tokens_outside(probs, threshold)
     return FilterThreshold(threshold, is_certain)
+
+
+def _total_kept(kept: Tensor, floor: FilterThreshold) -> Tensor:
+    """Return the total probability of the tokens that min_p and top_k keep in each row, [n, 1].
+
+    If the threshold `floor` is 0, min_p and top_k keep the whole vocabulary, so the total is 1.
+    Otherwise, the total is the sum of `kept`. The sum may be too small if `floor` is not certain,
+    because the filters may then also keep tokens that were not examined.
+
+    Args:
+        kept: [n, width], the probabilities of the examined tokens; 0 for the removed tokens.
+        floor: the threshold of min_p and top_k.
+    """
+    return torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
 
 
 def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> FilterThreshold:

@@ -142,12 +142,7 @@ class TokenCounts:
         tokens: list[int] = []
         if sequence.params.repetition_penalty != 1:
             tokens = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
-        old_num_rows = len(self._ids)
-        missing = row + 1 - old_num_rows
-        if missing > 0:
-            padding = ((0, max(missing, old_num_rows)), (0, 0))
-            self._ids = np.pad(self._ids, padding)
-            self._counts = np.pad(self._counts, padding)
+        self._ensure_num_rows(row + 1)
         self._ensure_width(len(tokens))
         self._ids[row, : len(tokens)] = tokens
         # The unused columns repeat the first token, so that the repetition penalty applies to no
@@ -161,6 +156,15 @@ class TokenCounts:
         counted = _CountedTokens(sequence, num_counted=num_prompt, columns=columns)
         self._requests[row] = counted
         return counted
+
+    def _ensure_num_rows(self, num_rows: int) -> None:
+        """If the tables have fewer than `num_rows` rows, at least double the number of rows."""
+        old_num_rows = len(self._ids)
+        missing = num_rows - old_num_rows
+        if missing > 0:
+            padding = ((0, max(missing, old_num_rows)), (0, 0))
+            self._ids = np.pad(self._ids, padding)
+            self._counts = np.pad(self._counts, padding)
 
     def _ensure_width(self, width: int) -> None:
         """If the tables have fewer than `width` columns, at least double the number of columns."""

@@ -144,15 +144,19 @@ class PendingTokens:
         device_token_ids = sampled.token_ids.tolist()
         # The list is copied, because the calls below change `sampled_tokens`.
         sampled_tokens = SampledTokens(device_token_ids.copy(), sampled.logprobs.tolist())
-        for inputs, ranked, copy in self._ranked_copies:
-            reports = ranked.read(*copy.wait())
-            for index, report in zip(inputs.indices_with_logprobs, reports, strict=True):
-                sampled_tokens.top[inputs.start + index] = report
+        self._read_top(sampled_tokens)
         self._replace_uncertain(sampled_tokens)
         # If masks and parameters forbid all tokens at a position, `has_allowed` is False for this
         # position.
         self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
         return sampled_tokens, device_token_ids
+
+    def _read_top(self, sampled_tokens: SampledTokens) -> None:
+        """Wait for the requested log-probabilities, and store them in `sampled_tokens.top`."""
+        for inputs, ranked, copy in self._ranked_copies:
+            reports = ranked.read(*copy.wait())
+            for index, report in zip(inputs.indices_with_logprobs, reports, strict=True):
+                sampled_tokens.top[inputs.start + index] = report
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
         """Sample a row again if its token may be wrong, and replace the token in `sampled_tokens`.
@@ -275,11 +279,7 @@ class Sampler:
         """Start the GPU kernel that samples a token for each row of `model_logits`."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
-        batch = SamplingBatch.of(inputs.positions, inputs.params)
-        temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
-        # The kernel reads top_k as int32.
-        top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
-        settings = np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
+        settings = _kernel_settings(inputs)
         sampled = SampledRows(*gpu_sampling.sample(processed, logits, settings))
         ranked = _rank_positions(model_logits, sampled.token_ids, inputs)
         return PendingSlice(inputs, sampled, ranked)
@@ -348,7 +348,7 @@ def _rank_positions(
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
     # For each position, the requested number of likeliest tokens.
-    num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
+    num_top = [_num_top(inputs.positions[index]) for index in indices]
     needs_all_rows = len(indices) == len(inputs.positions)
     if not needs_all_rows:
         rows = upload(np.array(indices), logits.device)
@@ -356,6 +356,11 @@ def _rank_positions(
         logsumexp = logsumexp[rows]
         token_ids = token_ids[rows]
     return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
+
+
+def _num_top(position: Position) -> int:
+    """Return the number of likeliest tokens to report at a position, which may be 0."""
+    return position.sequence.params.logprobs or 0
 
 
 def _sample_rows(
@@ -417,3 +422,15 @@ def _sample_non_greedy_rows(
         return token_ids, None
     # `uncertain.rows` are indices of `random_rows`. Convert them to indices of `logits`.
     return token_ids, uncertain.in_batch(random_rows)
+
+
+def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:
+    """Return the sampling settings of `n` positions for the GPU kernel, [5, n].
+
+    The rows are the temperature, top_p, top_k, min_p and a random number.
+    """
+    batch = SamplingBatch.of(inputs.positions, inputs.params)
+    temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
+    # The kernel reads top_k as int32.
+    top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
+    return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])

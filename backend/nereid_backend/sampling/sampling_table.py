@@ -79,12 +79,16 @@ class SamplingTable:
     def _store(self, sequence: Sequence, row: int) -> None:
         """Store the parameters of a new sequence in a row. Enlarge the table if necessary."""
         if row >= len(self._owners):
-            old_num_rows = len(self._owners)
-            num_added = max(row + 1, 2 * old_num_rows) - old_num_rows
-            self._rows = np.concatenate([self._rows, np.zeros(num_added, ROW)])
-            self._owners += [None] * num_added
+            self._grow(row + 1)
         self._owners[row] = sequence
         self._rows[row] = _make_row(sequence)
+
+    def _grow(self, num_rows: int) -> None:
+        """Enlarge the table to `num_rows` rows or twice its present size, whichever is larger."""
+        old_num_rows = len(self._owners)
+        num_added = max(num_rows, 2 * old_num_rows) - old_num_rows
+        self._rows = np.concatenate([self._rows, np.zeros(num_added, ROW)])
+        self._owners += [None] * num_added
 
 
 def changes_logits(params: SamplingParams) -> bool:
@@ -101,11 +105,10 @@ def changes_logits(params: SamplingParams) -> bool:
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
     """Return the sampling parameters of a sequence as one row of the sampling table."""
     params = sequence.params
-    # A request turns top_k off with 0 or -1. A value above the range of int64 keeps all tokens.
     values = {
         "temperature": min(params.temperature, _MAX_TEMPERATURE),
         "top_p": params.top_p,
-        "top_k": min(max(0, params.top_k), np.iinfo(np.int64).max),
+        "top_k": _top_k_or_zero(params),
         "min_p": params.min_p,
         "seed": sequence.seed,
         "is_greedy": params.is_greedy,
@@ -113,3 +116,12 @@ def _make_row(sequence: Sequence) -> tuple[object, ...]:
         "changes_logits": changes_logits(params),
     }
     return tuple(values[name] for name in ROW.names or ())
+
+
+def _top_k_or_zero(params: SamplingParams) -> int:
+    """Return top_k as an int64 number; 0 if top_k is turned off.
+
+    A request turns top_k off with 0 or -1. A value above the range of int64 keeps all tokens, just
+    like the largest int64 number.
+    """
+    return min(max(0, params.top_k), np.iinfo(np.int64).max)

@@ -94,18 +94,26 @@ class PromptEncoder:
         # A token can be cut in two at the end of a piece. Therefore the pieces can have more tokens
         # than the text, but at most `_SPLIT_FACTOR` times as many.
         max_piece_tokens = _SPLIT_FACTOR * limit
-        num_piece_tokens = 0
-        for start in range(0, len(text), _PIECE_CHARS):
-            piece = text[start : start + _PIECE_CHARS]
-            num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
-            if num_piece_tokens > max_piece_tokens:
-                break  # because converting a very long text takes long
+        num_piece_tokens = self._count_piece_tokens(text, max_piece_tokens)
         if num_piece_tokens > max_piece_tokens:
             min_tokens = int(num_piece_tokens / _SPLIT_FACTOR)
             raise RequestError(
                 f"prompt has more than {min_tokens} tokens; the limit is {limit} "
                 "(max_model_len). Send a shorter prompt."
             )
+
+    def _count_piece_tokens(self, text: str, limit: float) -> int:
+        """Split a text into pieces of the same length, and count the tokens of the pieces.
+
+        Stop when the number exceeds `limit`, because converting a very long text takes long.
+        """
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += len(self._encode(piece, add_special_tokens=False))
+            if num_tokens > limit:
+                break
+        return num_tokens
 
 
 def _max_token_bytes(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401

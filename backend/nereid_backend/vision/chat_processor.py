@@ -137,18 +137,10 @@ class ChatProcessor:
         # For each kind of media that the processor does not accept, `refused` contains the reason.
         # The kinds are "images", "videos" and "audio".
         self.refused = refused_kinds(self.processor)
-        names = [f"{token}_{end}" for token in _TOKENS.values() for end in ("id", "index")]
-        values = [
-            getattr(source, name, None) for source in (self.processor, config) for name in names
-        ]
-        self.placeholder_ids = {value for value in values if isinstance(value, int)}
+        self.placeholder_ids = _placeholder_ids(self.processor, config)
         # Some models need the type of each token (text or image), but not every processor returns
         # these types.
-        name = (getattr(config, "architectures", None) or [""])[0]
-        forward = getattr(getattr(transformers, name, None), "forward", None)
-        self._needs_token_types = (
-            forward is not None and _MM_TOKEN_TYPES in inspect.signature(forward).parameters
-        )
+        self._needs_token_types = _takes_token_types(config)
 
     def prepare(
         self, messages: Sequence[Any], template_arguments: dict[str, Any] | None = None
@@ -246,10 +238,7 @@ class ChatProcessor:
         token_ids = [int(token) for token in outputs["input_ids"][0]]
         if not kinds:
             return ImagePrompt(token_ids, None, text)
-        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
-        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
-            types = self.processor.create_mm_token_type_ids([token_ids])
-            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
+        arguments = self._model_arguments(outputs, token_ids)
         # An object of `ImageInputs` contains the arguments for all media, not only for images.
         media_inputs = ImageInputs(
             arguments,
@@ -258,6 +247,18 @@ class ChatProcessor:
             kinds,
         )
         return ImagePrompt(token_ids, media_inputs, text)
+
+    def _model_arguments(self, outputs: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
+        """Return the outputs of the processor that describe the media, such as the pixels.
+
+        These outputs are arguments of the model. If the model also needs the type of each token
+        (text or image), and the processor has not returned the types, compute the types.
+        """
+        arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
+        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
+            types = self.processor.create_mm_token_type_ids([token_ids])
+            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
+        return arguments
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Render messages with the chat template, and return the text.
@@ -398,6 +399,20 @@ class ChatProcessor:
 def _kinds(media: Sequence[Medium]) -> tuple[str, ...]:
     """Return the kinds of media in `media`, each kind once."""
     return tuple(dict.fromkeys(KIND_OF[type(item)] for item in media))
+
+
+def _placeholder_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
+    """Return the token ids of the placeholders for images, videos and audio."""
+    names = [f"{token}_{end}" for token in _TOKENS.values() for end in ("id", "index")]
+    values = [getattr(source, name, None) for source in (processor, config) for name in names]
+    return {value for value in values if isinstance(value, int)}
+
+
+def _takes_token_types(config: PretrainedConfig) -> bool:
+    """Return whether the forward method of the model accepts the argument mm_token_type_ids."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    forward = getattr(getattr(transformers, name, None), "forward", None)
+    return forward is not None and _MM_TOKEN_TYPES in inspect.signature(forward).parameters
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers

@@ -56,12 +56,7 @@ class PromptCheck:
             # stay in the cache, so the request does not compute them again.
             with self._attention.activated(), self._features.used_for(images.digest):
                 if self._has_encoder:
-                    # Run the encoder in the same way as transformers' `generate`.
-                    ids = torch.tensor([token_ids], device=self._model.device)
-                    arguments = {"attention_mask": torch.ones_like(ids), **images.arguments}
-                    self._model._maybe_prepare_encoder_kwargs_for_generation(
-                        ids, arguments, "input_ids", self._model.generation_config
-                    )
+                    self._run_encoder(token_ids, images)
                 else:
                     record_inputs(self._model, self._decoder, token_ids, images)
         except UnfitError as error:
@@ -73,3 +68,14 @@ class PromptCheck:
                 "messages: the model cannot process the images of this prompt: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
+
+    def _run_encoder(self, token_ids: list[int], images: ImageInputs) -> None:
+        """Run the encoder of an encoder-decoder model in the same way as transformers' `generate`.
+
+        The encoder reads the whole prompt. Its outputs are discarded.
+        """
+        ids = torch.tensor([token_ids], device=self._model.device)
+        arguments = {"attention_mask": torch.ones_like(ids), **images.arguments}
+        self._model._maybe_prepare_encoder_kwargs_for_generation(
+            ids, arguments, "input_ids", self._model.generation_config
+        )

@@ -194,18 +194,14 @@ def first_call_arguments(
 def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
     """Create `DecoderInputs` from the arguments with which a model called its decoder.
 
-    `recorded` contains the arguments by name. Its `inputs_embeds` is a tensor [1, num_tokens,
-    hidden_size].
+    Args:
+        recorded: the arguments by name. `inputs_embeds` is a tensor [1, num_tokens, hidden_size].
+        num_tokens: the number of tokens of the prompt.
 
     Raises:
         UnfitError: the decoder got an argument that is not supported, or too few embeddings.
     """
-    for name, value in recorded.items():
-        # An unknown tensor or collection could contain values for each token, which the engine
-        # cannot divide into chunks.
-        is_known = name in _RECORDED or name in _IGNORED
-        if not is_known and isinstance(value, Tensor | list | tuple | dict):
-            raise UnfitError(f"its decoder has the argument {name}")
+    _refuse_unknown_arguments(recorded)
     embeddings = recorded["inputs_embeds"]
     if embeddings.shape[:2] != (1, num_tokens):
         raise UnfitError(
@@ -231,6 +227,18 @@ def _parse_positions(position_ids: Tensor | None, num_tokens: int) -> PromptPosi
         return None
     by_axis = position_ids.reshape(-1, num_tokens)
     return PromptPositions(by_axis, _next_positions(by_axis))
+
+
+def _refuse_unknown_arguments(recorded: dict[str, Any]) -> None:
+    """Raise an UnfitError if the decoder has an argument that the engine cannot divide into chunks.
+
+    An unknown tensor or collection could contain values for each token, and the engine does not
+    know how to divide such values. Plain values, such as flags, are the same for all chunks.
+    """
+    for name, value in recorded.items():
+        is_known = name in _RECORDED or name in _IGNORED
+        if not is_known and isinstance(value, Tensor | list | tuple | dict):
+            raise UnfitError(f"its decoder has the argument {name}")
 
 
 def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -19,8 +19,14 @@ from transformers import PreTrainedModel
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
-_Key = tuple[bytes, int]
-"""The digest of the images of a prompt, and the number of the encoder call for this prompt."""
+class _Key(NamedTuple):
+    """The key of cached features: the hash of the images, and the number of the encoder call.
+
+    A model can call its encoders several times for the same images.
+    """
+
+    digest: bytes
+    call: int
 
 
 class FeatureCache:
@@ -70,11 +76,17 @@ class FeatureCache:
                     setattr(module, name, self._cached(method))
                     replaced.add(name)
         if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
-            # If the model has no audio encoder, `get_encoder` returns the model itself, or the
-            # encoder of the text.
-            encoder: Any = model.get_encoder(modality="audio")
-            if encoder is not model and not _reads_text(encoder.forward):
-                encoder.forward = self._cached(encoder.forward)
+            self._replace_audio_encoder(model)
+
+    def _replace_audio_encoder(self, model: PreTrainedModel) -> None:
+        """Replace the method `forward` of the audio encoder by a method that uses the cache.
+
+        The model has no method `get_audio_features`, which could be replaced instead. If the model
+        has no audio encoder, `get_encoder` returns the model itself, or the encoder of the text.
+        """
+        encoder: Any = model.get_encoder(modality="audio")
+        if encoder is not model and not _reads_text(encoder.forward):
+            encoder.forward = self._cached(encoder.forward)
 
     @contextmanager
     def used_for(self, digest: bytes) -> Iterator[None]:
@@ -106,15 +118,19 @@ class FeatureCache:
             # cache, so that only the result of the outer call is stored.
             if self._digest is None or self._is_encoding:
                 return method(*args, **kwargs)
-            key = (self._digest, self._num_calls)
+            key = _Key(self._digest, self._num_calls)
             self._num_calls += 1
             if key in self._features:
-                self.num_reused += 1
-                self._features.move_to_end(key)
-                return _copy(self._features[key])  # the model may change the returned object
+                return self._reuse(key)
             return self._encode(key, partial(method, *args, **kwargs))
 
         return get_features
+
+    def _reuse(self, key: _Key) -> Any:  # noqa: ANN401 - the output of a model
+        """Return a copy of stored features, because the model may change the returned object."""
+        self.num_reused += 1
+        self._features.move_to_end(key)
+        return _copy(self._features[key])
 
     def _encode(self, key: _Key, encode: Callable[[], Any]) -> Any:  # noqa: ANN401 - the output of a model
         """Compute features by calling `encode`, store a copy of them, and return the features."""

@@ -116,14 +116,13 @@ class ImageProcess:
         return self._start_and_wait()
 
     def _start_and_wait(self) -> Connection:
-        """Start the process, wait until the process is ready, and return the connection."""
+        """Start the process, wait until the process is ready, and return the connection.
+
+        If the process does not become ready, kill the process.
+        """
         try:
             connection = self._start()
-            if not connection.poll(_START_TIMEOUT_S):
-                raise TimeoutError
-            # The first message is ["ready"] or ["failed", reason].
-            kind, *reason = msgpack.unpackb(connection.recv_bytes())
-            failure = None if kind == "ready" else str(reason[0])
+            failure = _receive_failure(connection)
         except (EOFError, OSError) as error:
             self._end()
             raise EngineError("The process that prepares images could not be started.") from error
@@ -171,6 +170,21 @@ class ImageProcess:
         if self._kill_process is not None:
             self._kill_process()
             self._kill_process = None
+
+
+def _receive_failure(connection: Connection) -> str | None:
+    """Receive the first message of the process: ["ready"] or ["failed", reason].
+
+    Return the reason of a failure. Return None if the process is ready.
+
+    Raises:
+        EOFError, OSError: the process has ended.
+        TimeoutError: the process has sent no message within the time limit.
+    """
+    if not connection.poll(_START_TIMEOUT_S):
+        raise TimeoutError
+    kind, *reason = msgpack.unpackb(connection.recv_bytes())
+    return None if kind == "ready" else str(reason[0])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

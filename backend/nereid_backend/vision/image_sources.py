@@ -59,6 +59,10 @@ class _Budget:
     num_bytes: int
     deadline_s: float  # in the time of `time.monotonic`
 
+    def check_time(self, field: str) -> None:
+        """Raise a RequestError if no time remains. `field` is the name of the next image."""
+        self.remaining_s(field)
+
     def remaining_s(self, field: str) -> float:
         """Return the remaining time in seconds. Raise a RequestError if no time remains."""
         remaining = self.deadline_s - time.monotonic()
@@ -247,8 +251,15 @@ class ImageSources:
             )
 
     def _read_file(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
-        """Return the content of a file in the allowed folder."""
-        budget.remaining_s(field)  # raises an error if no time remains
+        """Return the content of a file in the allowed folder.
+
+        Args:
+            url: a file URL, such as file:///images/a.png.
+            field: the name of the image in error messages.
+            limit: the largest number of bytes of the file.
+            budget: the time that remains for all images of the request.
+        """
+        budget.check_time(field)
         if not self._folder:
             raise RequestError(
                 f"{field}: the URL has the scheme file, but this server reads no local files. Send "

@@ -3,10 +3,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 from transformers import PreTrainedModel
+
+
+class _ConfigAttention(NamedTuple):
+    """A config object, and the attention implementation of the modules that use this object.
+
+    Attributes:
+        config: the config object, whose attribute _attn_implementation_internal is switched.
+        attention: the name of the attention implementation: "sdpa" or "eager".
+    """
+
+    config: Any
+    attention: str
 
 
 class OwnAttention:
@@ -28,11 +40,10 @@ class OwnAttention:
         # values, because two equal config objects must both be changed.
         modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
-            if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+            if _names_attention(getattr(module, "config", None)):
                 modules_of_configs.setdefault(id(module.config), []).append(module)
-        # Each config object, and the name of the attention implementation of its modules.
-        self._attention_of_configs: list[tuple[Any, str]] = [
-            (modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
+        self._attention_of_configs = [
+            _ConfigAttention(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
             for modules in modules_of_configs.values()
         ]
 
@@ -52,6 +63,11 @@ class OwnAttention:
         finally:
             for (config, _), engine_name in zip(own_names, engine_names, strict=True):
                 config._attn_implementation_internal = engine_name
+
+
+def _names_attention(config: object) -> bool:
+    """Return whether `config` is a config object that names the attention implementation."""
+    return hasattr(config, "_attn_implementation_internal")
 
 
 def _support_sdpa(modules: list[Module]) -> bool:

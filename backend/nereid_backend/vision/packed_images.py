@@ -50,6 +50,11 @@ class _ImageChunk:
         return slice(self.first_row, self.first_row + self.end - self.start)
 
     @property
+    def has_prompt_tokens(self) -> bool:
+        """Whether at least one token of this `_ImageChunk` belongs to the prompt."""
+        return self.prompt_end > self.start
+
+    @property
     def prompt_rows_in_batch(self) -> slice:
         """The slice that selects the prompt tokens of this `_ImageChunk` from the batch."""
         return slice(self.first_row, self.first_row + self.prompt_end - self.start)
@@ -161,10 +166,12 @@ class PackedImages:
     ) -> dict[str, Any]:
         """Return new values for the decoder's arguments in a step that includes images.
 
-        There is at least one chunk. `kwargs` contains the arguments with which the model calls the
-        decoder.
+        Args:
+            batch: the inputs of the step.
+            chunks: the chunks of sequences with images. There is at least one.
+            kwargs: the arguments with which the model calls the decoder.
         """
-        prompt_chunks = [chunk for chunk in chunks if chunk.prompt_end > chunk.start]
+        prompt_chunks = [chunk for chunk in chunks if chunk.has_prompt_tokens]
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:  # The model passes only token ids to its decoder.
             embeddings = self._model.get_input_embeddings()(batch.input_ids)

@@ -164,22 +164,32 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
 
 
 def _decode_pixels(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
-    """Decode the pixels of an opened image file, and return an image that contains the pixels."""
-    if image.format == "WEBP":
-        # The module is imported here, because it is needed only for WebP files.
-        from nereid_backend.vision.decode_webp import decode_still_webp
+    """Decode the pixels of an opened image file, and return an image that contains the pixels.
 
-        # Pillow needs several times as much memory as `decode_still_webp`. Therefore, Pillow
-        # decodes only the files for which `decode_still_webp` returns None, such as animations.
-        decoded = decode_still_webp(image, data)
-        if decoded is not None:
-            return decoded
-        image.load()
-        # Pillow's WebP decoder keeps two more images of the same size in memory. The image is
-        # already decoded, so remove the decoder.
-        image._decoder = None
-        return image
+    Args:
+        image: the image that `PIL.Image.open` has returned.
+        data: the content of the file.
+    """
+    if image.format == "WEBP":
+        return _decode_webp(image, data)
     image.load()
+    return image
+
+
+def _decode_webp(image: Any, data: bytes) -> Any:  # noqa: ANN401 - images of Pillow
+    """Decode the pixels of a WebP file. The arguments are those of `_decode_pixels`."""
+    # The module is imported here, because it is needed only for WebP files.
+    from nereid_backend.vision.decode_webp import decode_still_webp
+
+    # Pillow needs several times as much memory as `decode_still_webp`. Therefore, Pillow decodes
+    # only the files for which `decode_still_webp` returns None, such as animations.
+    decoded = decode_still_webp(image, data)
+    if decoded is not None:
+        return decoded
+    image.load()
+    # Pillow's WebP decoder keeps two more images of the same size in memory. The image is already
+    # decoded, so remove the decoder.
+    image._decoder = None
     return image
 
 

@@ -281,9 +281,7 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
     for sequence_index, prefill in enumerate(prefills):
         for first_token in range(0, prefill.num_new, tiling.num_queries):
             position = prefill.num_cached + first_token
-            num_keys = (
-                position if tiling.window.limit is None else min(position, tiling.window.limit)
-            )
+            num_keys = _num_keys(position, tiling.window)
             tiles.append((num_keys, sequence_index, first_token))
     # Python's sort is stable: tiles with equal numbers of keys keep their order.
     tiles.sort(key=lambda tile: tile[0], reverse=True)
@@ -318,3 +316,8 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
     """Flatten the tensors, and concatenate them into one tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _num_keys(position: int, window: LayerWindow) -> int:
+    """Estimate to how many keys the token at `position` attends."""
+    return position if window.limit is None else min(position, window.limit)

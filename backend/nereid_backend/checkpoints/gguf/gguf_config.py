@@ -64,6 +64,11 @@ class Architecture:
     num_layers_with_other_scale: int = 0
     has_local_rope: bool = False
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the models have several experts in place of one MLP."""
+        return self.more_fields is _EXPERTS
+
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
@@ -157,14 +162,13 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
     # The following fields are not simple copies of metadata values.
-    has_bfloat16 = any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "vocab_size": file.tensors[_EMBEDDINGS].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "dtype": "bfloat16" if has_bfloat16 else "float32",
+        "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
         "rope_parameters": _rope_parameters(file, values, rope_factors),
         **_special_token_ids(file),
     }
@@ -178,6 +182,11 @@ def _fields_of_architecture(
     """Return the fields of config.json that only some architectures have.
 
     Example: an architecture whose models have experts gives {"norm_topk_prob": True}.
+
+    Args:
+        architecture: describes the architecture of the file.
+        config: the other fields of the config.
+        values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
     # In these architectures, the config of every model contains query_pre_attn_scalar, the number s
@@ -194,7 +203,7 @@ def _fields_of_architecture(
                 "rope_theta": values.get("rope.freq_base_swa", _DEFAULT_ROPE_THETA),
             },
         }
-    if architecture.more_fields is _EXPERTS:
+    if architecture.has_experts:
         # llama.cpp always divides the router's weights of the chosen experts by the sum of these
         # weights.
         fields["norm_topk_prob"] = True
@@ -292,6 +301,11 @@ def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -
                 f"{file.path}: {name} must equal the head size {head_dim}, but it is "
                 f"{values[name]}. Use the model's safetensors files."
             )
+
+
+def _has_bfloat16(file: GgufFile) -> bool:
+    """Return whether at least one tensor of a file contains bfloat16 numbers."""
+    return any(tensor.kind.name == "BF16" for tensor in file.tensors.values())
 
 
 def _special_token_ids(file: GgufFile) -> dict[str, Any]:

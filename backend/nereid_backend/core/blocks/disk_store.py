@@ -156,14 +156,18 @@ class DiskStore:
         # The header contains the key, the size and a checksum of the content.
         is_valid = header == self._header(key, content)
         if not is_valid:
-            self._warn(
-                f"The file {self._folder / name} of the prefix cache is damaged or belongs to "
-                "another model, so it is deleted and its tokens are computed again. Further such "
-                "files are not reported."
-            )
-            self._delete_file(name)
+            self._delete_damaged(name)
             return None
         return content
+
+    def _delete_damaged(self, name: str) -> None:
+        """Delete a damaged file, and log a warning for the first such file."""
+        self._warn(
+            f"The file {self._folder / name} of the prefix cache is damaged or belongs to another "
+            "model, so it is deleted and its tokens are computed again. Further such files are not "
+            "reported."
+        )
+        self._delete_file(name)
 
     def _read_and_touch(self, name: str) -> bytes | None:
         """Return the content of a file, and set its modification time to the current time.

@@ -193,12 +193,7 @@ class EvictionOrder(Generic[Item]):
         for item in items:
             owner = self._session_of.get(item)
             if owner is None or owner.expires < session.expires:
-                is_idle = item in self
-                self.forget(item)
-                self._session_of[item] = session
-                session.used.add(item)
-                if is_idle:
-                    self.add(item)  # moves the item from `used` to `idle`
+                self._move(item, session)
         self._drop_if_empty(session)  # The session is empty if no item was moved to a new session.
 
     def _mark_used(self, key: SessionKey, min_expires: float) -> _Session[Item]:
@@ -220,6 +215,15 @@ class EvictionOrder(Generic[Item]):
             # The session is no longer the least recently used one, so another one must be selected.
             self._evicted_session = None
         return session
+
+    def _move(self, item: Item, session: _Session[Item]) -> None:
+        """Move an item to a session. The item may belong to another session or to no session."""
+        is_idle = item in self
+        self.forget(item)
+        self._session_of[item] = session
+        session.used.add(item)
+        if is_idle:
+            self.add(item)  # moves the item from `used` to `idle`
 
     def extend(self, key: SessionKey, seconds: float) -> bool:
         """Retain the items of a session for at least the next `seconds` seconds.

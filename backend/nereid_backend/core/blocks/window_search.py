@@ -59,10 +59,7 @@ class WindowSearch:
         # Try the longest prefix first.
         for num_blocks in range(max_blocks, 0, -1):
             if can_end_after(num_blocks) and self._has_needed_blocks(cached_runs, num_blocks):
-                return [
-                    self._hide_blocks_before_window(table[:num_blocks], window)
-                    for table, window in zip(tables, self.windows, strict=True)
-                ]
+                return self._prefix_tables(tables, num_blocks)
         return [[] for _ in self.windows]
 
     def _num_leading_cached(self, table: list[int]) -> int:
@@ -72,6 +69,16 @@ class WindowSearch:
         longer. Example: [4, 9, null, 6] gives 2.
         """
         return table.index(self.null_block) if self.null_block in table else len(table)
+
+    def _prefix_tables(self, tables: list[list[int]], num_blocks: int) -> list[list[int]]:
+        """Return the first `num_blocks` blocks of each table.
+
+        The null block replaces the blocks before the window of the next token.
+        """
+        return [
+            self._hide_blocks_before_window(table[:num_blocks], window)
+            for table, window in zip(tables, self.windows, strict=True)
+        ]
 
     def _cached_runs_by_window(self, tables: list[list[int]]) -> dict[AttentionWindow, list[int]]:
         """For each attention window, return the lengths of the runs of cached blocks.
@@ -87,13 +94,7 @@ class WindowSearch:
         for window, table in zip(self.windows, tables, strict=True):
             if window is None:
                 continue
-            # The number of consecutive cached blocks that end at each block. Example: the table
-            # [4, null, 9, 6] gives [1, 0, 1, 2].
-            run = 0
-            runs = []
-            for block in table:
-                run = 0 if block == self.null_block else run + 1
-                runs.append(run)
+            runs = _cached_runs(table, self.null_block)
             if window in by_window:
                 runs = [min(pair) for pair in zip(by_window[window], runs, strict=True)]
             by_window[window] = runs
@@ -138,3 +139,18 @@ class WindowSearch:
         if window is None:
             return 0
         return window.first_visible(num_blocks * self.block_size) // self.block_size
+
+
+def _cached_runs(table: list[int], null_block: int) -> list[int]:
+    """For each block, return the length of the run of cached blocks that ends at this block.
+
+    A run is a series of consecutive cached blocks. The length is 0 if the block itself is not
+    cached. The null block represents a block that is not cached. Example: the table
+    [4, null, 9, 6] gives [1, 0, 1, 2].
+    """
+    run = 0
+    runs = []
+    for block in table:
+        run = 0 if block == null_block else run + 1
+        runs.append(run)
+    return runs

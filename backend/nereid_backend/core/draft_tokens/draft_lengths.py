@@ -89,6 +89,11 @@ class _History:
     num_paused_steps: int = 0
     next_pause: int = _FIRST_PAUSE
 
+    def start_pause(self) -> None:
+        """Pause the drafts for `next_pause` steps, and double `next_pause` up to a limit."""
+        self.num_paused_steps = self.next_pause
+        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+
 
 @dataclass(slots=True)
 class _StepTimes:
@@ -221,11 +226,7 @@ class DraftLengths:
         save. Call this method once for each step of the sequence, because each call shortens a
         pause by one step.
         """
-        history = self._histories.get(sequence)
-        if history is None:
-            num_accepted = self._overall_rate.value * _FIRST_WEIGHT
-            history = _History(_Rate(num_accepted, _FIRST_WEIGHT))
-            self._histories[sequence] = history
+        history = self._history_of(sequence)
         if history.num_paused_steps > 0:
             history.num_paused_steps -= 1
             return 0
@@ -234,6 +235,15 @@ class DraftLengths:
         # After a pause, a draft of one token measures the acceptance rate again.
         length = max(1, _profitable_length(history.rate.value, self._cost_ratio, self.max_tokens))
         return min(self.max_tokens, length)
+
+    def _history_of(self, sequence: Sequence) -> _History:
+        """Return the record of a sequence's drafts. If no record exists, create and store one."""
+        history = self._histories.get(sequence)
+        if history is None:
+            num_accepted = self._overall_rate.value * _FIRST_WEIGHT
+            history = _History(_Rate(num_accepted, _FIRST_WEIGHT))
+            self._histories[sequence] = history
+        return history
 
     def record_draft(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record that `num_accepted` of `num_proposed` draft tokens of a sequence were accepted.
@@ -257,8 +267,7 @@ class DraftLengths:
             # A later pause must be short again.
             history.next_pause = _FIRST_PAUSE
         else:
-            history.num_paused_steps = history.next_pause
-            history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
+            history.start_pause()
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the history of an ended sequence."""

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -96,13 +97,10 @@ def build_library(
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The library is compiled in a temporary folder and then moved, because another process may
     # compile the same model at the same time.
-    # torch's compiler writes the number of threads into the code, unless the number is that of all
-    # CPUs. If the number of CPUs is replaced by the number of threads, compiled code may later run
-    # with fewer threads; see `CpuThreads`.
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as temporary,
         _without_warnings(),
-        mock.patch("os.cpu_count", torch.get_num_threads),
+        _with_variable_threads(),
     ):
         finished = Path(temporary) / "library"
         finished.mkdir()
@@ -207,6 +205,16 @@ def _constants_of_code(
             raise UnfitError(UNKNOWN_TENSOR.format(name=name))
         literals[name] = constant.detach().clone().contiguous()
     return literals
+
+
+def _with_variable_threads() -> AbstractContextManager[object]:
+    """Return a context manager in which compiled code may later run with fewer threads.
+
+    torch's compiler writes the number of threads into the code, unless the number is that of all
+    CPUs. Therefore the context manager replaces the number of CPUs by the number of threads. The
+    compiled code then uses at most this number of threads; see `CpuThreads`.
+    """
+    return mock.patch("os.cpu_count", torch.get_num_threads)
 
 
 @contextlib.contextmanager

@@ -48,10 +48,7 @@ def main() -> None:
     """
     # Ctrl+C stops the engine, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICENESS)
-    # If the memory of the machine is exhausted, Linux kills this process before the engine.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    _lower_priority()
     connection_fd, folder_name = sys.argv[1:]
     connection = Connection(int(connection_fd))
     folder = Path(folder_name)
@@ -76,6 +73,14 @@ def _compile_or_reason(message: bytes, folder: Path) -> str:
     except Exception as error:  # noqa: BLE001 - the process ends here, and the engine must learn why
         return first_line(error) or type(error).__name__
     return ""
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this process, so that the engine gets CPU time and memory first."""
+    os.nice(_NICENESS)
+    # If the memory of the machine is exhausted, Linux kills this process before the engine.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _compile(message: bytes, folder: Path) -> None:

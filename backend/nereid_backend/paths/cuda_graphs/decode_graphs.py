@@ -186,6 +186,10 @@ class DecodeGraphs:
     def _capture_and_check(self, num_rows: int, batch: StepBatch | None) -> "_DecodeGraph":
         """Capture a CUDA graph, check the logits that the graph computes, and return the graph.
 
+        Args:
+            num_rows: the number of rows of the graph, one for each sequence.
+            batch: the inputs of a step; None if all rows are padding.
+
         Raises:
             GraphMemoryError: if too little memory is free.
             Exception: of any class, if the step cannot be captured.
@@ -197,9 +201,7 @@ class DecodeGraphs:
         # that are not compiled yet. The replay of the graph repeats the step. This is harmless,
         # because the replay stores the same keys and values in the KV cache as this run.
         expected = self._run(step.batch())
-        if self._logits is None:  # All graphs share this memory.
-            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
-        logits = self._logits[: len(expected)]
+        logits = self._logits_like(expected)
 
         def compute_step() -> None:
             logits.copy_(self._run(step.batch()))
@@ -210,6 +212,15 @@ class DecodeGraphs:
         num_compared = num_rows if batch is None else batch.num_logits  # leave out the padding
         check_replay(logits[:num_compared], expected[:num_compared])
         return _DecodeGraph(step, replay, logits)
+
+    def _logits_like(self, expected: Tensor) -> Tensor:
+        """Return the tensor for a graph's logits. It has the shape and data type of `expected`.
+
+        All graphs share the memory of these tensors.
+        """
+        if self._logits is None:
+            self._logits = expected.new_empty(self._batch_sizes[-1], expected.shape[1])
+        return self._logits[: len(expected)]
 
 
 class _DecodeGraph(NamedTuple):

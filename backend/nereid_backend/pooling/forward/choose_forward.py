@@ -102,6 +102,20 @@ class _Comparison(NamedTuple):
     reason: str
 
 
+class _Candidate(NamedTuple):
+    """An untested method of computing the token vectors of a batch.
+
+    Attributes:
+        method: "packed", "padded" or "rows".
+        forward: the function that computes the token vectors of a batch.
+        attention: the name of the attention implementation that `forward` needs in the model.
+    """
+
+    method: str
+    forward: Forward
+    attention: str
+
+
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
     """Choose the fastest exact method that computes the token vectors of a batch of texts.
@@ -134,8 +148,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     if not encoder.accepts_nereid_attention:  # "packed" is not one of the candidates
         rejections["packed"] = "it does not use transformers' attention interface"
     # The fastest candidate comes first.
-    for method, forward in _candidates(encoder, hook, is_causal=expected.is_causal):
-        attention = hook.name if method == "packed" else encoder.own_attention
+    for method, forward, attention in _candidates(encoder, hook, is_causal=expected.is_causal):
         if encoder.model.config._attn_implementation != attention:
             encoder.model.set_attn_implementation(attention)
         comparison = _compare_with_single_texts(forward, expected)
@@ -171,6 +184,12 @@ def _compute_expected_vectors(
 ) -> _ExpectedVectors:
     """Return some test texts, and the vectors that result from computing each text alone.
 
+    Args:
+        encoder: the loaded model.
+        hook: Nereid's entry in transformers' attention interface.
+        name: the name of the architecture, for error messages.
+        max_len: the length limit of inputs in tokens.
+
     Raises:
         ModelError: the vectors are not finite numbers.
         UnsupportedModelError: the model cannot compute one text alone.
@@ -180,24 +199,22 @@ def _compute_expected_vectors(
     is_causal = _is_causal(encoder, batch, expected)
     # A sliding window affects only texts that are longer than the window. If the model can use
     # Nereid's attention, texts that are longer than each window are added, so that an error in this
-    # attention is detected. Example: if the windows have 8 and 64 tokens, a text of 70 tokens is
-    # added, because the other texts have at most 21 tokens.
+    # attention is detected.
     if encoder.accepts_nereid_attention:
-        windows = _sliding_windows(encoder, hook, batch, is_causal)
-        longest_allowed = min(_LONGEST_TEXT, max_len)
-        lens = {window + _BEYOND_WINDOW for window in windows}
-        long_lens = sorted(length for length in lens if max(batch.lens) < length <= longest_allowed)
+        long_lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
         if long_lens:
             batch = random_batch(encoder, (*batch.lens, *long_lens))
             expected = _vectors_of_single_texts(encoder, batch, name)
     return _ExpectedVectors(batch, expected, is_causal)
 
 
-def _candidates(
-    encoder: Encoder, hook: AttentionHook, *, is_causal: bool
-) -> list[tuple[str, Forward]]:
-    """Return the names and functions of the methods to test, the fastest method first."""
-    candidates: list[tuple[str, Forward]] = []
+def _candidates(encoder: Encoder, hook: AttentionHook, *, is_causal: bool) -> list[_Candidate]:
+    """Return the methods to test for computing token vectors, the fastest method first.
+
+    "packed" joins all texts into one row, "padded" pads all texts to the same length, and "rows"
+    batches only texts of equal lengths.
+    """
+    candidates: list[_Candidate] = []
     # Packed texts need Nereid's attention, because the model's own attention would mix texts.
     if encoder.accepts_nereid_attention:
         # Packed texts need explicit position ids. The first position id is 0 in some models, and a
@@ -205,8 +222,10 @@ def _candidates(
         # may use.
         for first_id in _possible_first_position_ids(encoder):
             forward = PackedForward(encoder, hook, first_id, is_causal)
-            candidates.append(("packed", forward))
-    return [*candidates, ("padded", PaddedForward(encoder)), ("rows", RowsForward(encoder))]
+            candidates.append(_Candidate("packed", forward, hook.name))
+    candidates.append(_Candidate("padded", PaddedForward(encoder), encoder.own_attention))
+    candidates.append(_Candidate("rows", RowsForward(encoder), encoder.own_attention))
+    return candidates
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
@@ -261,20 +280,52 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     The last token of the last text is changed. If the vectors of the text's other tokens stay the
     same, no token attends to later tokens.
 
-    Shapes: expected [num_tokens, hidden_size].
+    Args:
+        encoder: the model.
+        batch: the texts.
+        expected: the token vectors of the texts, [num_tokens, hidden_size].
     """
     text = batch.split()[-1]
     length = text.lens[0]
     if length < 2:
         return False
     ids = text.token_ids.clone()
-    ids[-1] = batch.token_ids[batch.token_ids != ids[-1]][0]
+    ids[-1] = _other_token(batch, ids[-1])
     changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
     # Use the median of the errors, because a mixture-of-experts model may choose other experts for
     # a few tokens when the batch changes.
     expected_of_text = expected[-length:]
     errors = row_errors(changed[:-1], expected_of_text[:-1])
     return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
+
+
+def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
+    """Return the first of the batch's token ids that is not equal to `token_id`.
+
+    The batch must contain such a token id.
+    """
+    return batch.token_ids[batch.token_ids != token_id][0]
+
+
+def _lens_beyond_windows(
+    encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
+) -> list[int]:
+    """Return the lengths of further test texts, which are longer than the model's sliding windows.
+
+    For each sliding window, the result contains the length of a text that is longer than the
+    window. A length is left out if `batch` already contains a text that is at least as long, or if
+    the length exceeds `max_len` or `_LONGEST_TEXT`. Example: the windows have 8 and 64 tokens, and
+    the longest text in `batch` has 20 tokens. The result is [70], because a text is 6 tokens longer
+    than its window (`_BEYOND_WINDOW`).
+
+    Only packed batches are computed with Nereid's attention, in which a sliding window could be
+    wrong. If the model cannot compute packed batches, `_sliding_windows` finds no windows, and the
+    result is empty.
+    """
+    windows = _sliding_windows(encoder, hook, batch, is_causal)
+    longest_allowed = min(_LONGEST_TEXT, max_len)
+    lens = {window + _BEYOND_WINDOW for window in windows}
+    return sorted(length for length in lens if max(batch.lens) < length <= longest_allowed)
 
 
 def _sliding_windows(

@@ -89,12 +89,7 @@ def prepack_towers(encoder: Encoder, name: str, max_len: int) -> float:
         raise UnsupportedModelError(
             f"{name} is not supported: the model has no method get_text_features."
         )
-    batch = random_batch(encoder, self_check_lens(max_len))
-    end = encoder.tokenizer.eos_token_id
-    if end is not None:
-        # The vector of the end-of-sequence token is the vector of the text.
-        last = torch.tensor(batch.starts[1:], device=batch.token_ids.device) - 1
-        batch.token_ids[last] = end
+    batch = _random_texts(encoder, self_check_lens(max_len))
     expected = torch.cat([text_vectors(encoder, text) for text in batch.split()])
     if not expected.isfinite().all():
         raise ModelError(
@@ -111,6 +106,19 @@ def prepack_towers(encoder: Encoder, name: str, max_len: int) -> float:
             f"{difference:.2g}, but at most {tolerance:g} is allowed."
         )
     return difference
+
+
+def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
+    """Return random texts that end with the end-of-sequence token.
+
+    A text encoder returns the vector of the end-of-sequence token as the vector of the text.
+    """
+    batch = random_batch(encoder, lens)
+    end = encoder.tokenizer.eos_token_id
+    if end is not None:
+        last = torch.tensor(batch.starts[1:], device=batch.token_ids.device) - 1
+        batch.token_ids[last] = end
+    return batch
 
 
 def _pooled_vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers

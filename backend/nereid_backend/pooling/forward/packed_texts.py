@@ -193,15 +193,24 @@ class PackedAttention:
             # The self-check reads `windows` to choose texts that are longer than each window.
             self.windows.add(options.window)
         if _uses_kernels(query, options):
-            if self._native_texts is None:
-                lens = [group.text_len for group in self.groups for _ in range(group.num_texts)]
-                self._native_texts = cpu_texts.native_texts(lens)
-            packed = cpu_texts.attend_texts(
-                (query[0], key[0], value[0]), self._native_texts, options
-            )
+            packed = self._attend_with_kernels(query, key, value, options)
         else:
             packed = self._attend_by_groups(query, key, value, options)
         return packed.unsqueeze(0)
+
+    def _attend_with_kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, options: TextAttention
+    ) -> Tensor:
+        """Compute the attention of one layer with Nereid's CPU kernels.
+
+        Shapes: query [1, num_heads, num_tokens, key_dim], key [1, num_kv_heads, num_tokens,
+        key_dim], value [1, num_kv_heads, num_tokens, value_dim]; returns [num_tokens, num_heads,
+        value_dim].
+        """
+        if self._native_texts is None:
+            lens = [group.text_len for group in self.groups for _ in range(group.num_texts)]
+            self._native_texts = cpu_texts.native_texts(lens)
+        return cpu_texts.attend_texts((query[0], key[0], value[0]), self._native_texts, options)
 
     def _attend_by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, options: TextAttention

@@ -176,10 +176,7 @@ class ItemPreparer:
         """
         if self._prompts is not None and item.token_ids is None:
             # The processor of a vision-language model prepares one text or image at a time.
-            prompt = self._prompts.prepare(item)
-            check_length(prompt, self._info.max_model_len, truncate=item.truncate)
-            ids = prompt.token_ids
-            return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
+            return self._with_prompt(self._prompts, item)
         if item.image is not None:
             assert self._images is not None, "the checker refuses images for other models"
             pixels = self._images.pixels(item.image)
@@ -187,6 +184,13 @@ class ItemPreparer:
         if item.token_ids is not None:
             return self._with_token_ids(item, item.token_ids)
         return None
+
+    def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
+        """Convert an input of a vision-language model to a prompt, and prepare the prompt."""
+        prompt = prompts.prepare(item)
+        check_length(prompt, self._info.max_model_len, truncate=item.truncate)
+        ids = prompt.token_ids
+        return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
 
     def _with_token_ids(self, item: PoolingItem, ids: Sequence[int]) -> Prepared:
         """Prepare an item that is a list of token ids.

@@ -46,14 +46,19 @@ def choose_task(
     if settings.task == "auto":
         return _task_from_files(architecture, modules, config, folder)
     if settings.task == "classify":
-        if not architecture.endswith((SEQUENCE_HEAD, TOKEN_HEAD)):
-            raise ConfigError(
-                f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
-                f"architecture, but this one has {architecture}."
-            )
+        _check_classifies(architecture)
     else:
         _check_reranks(architecture, config, folder)
     return settings.task
+
+
+def _check_classifies(architecture: str) -> None:
+    """Raise a ConfigError if an architecture's name shows that the model is not a classifier."""
+    if not architecture.endswith((SEQUENCE_HEAD, TOKEN_HEAD)):
+        raise ConfigError(
+            f"task: classifying requires a checkpoint with a *{SEQUENCE_HEAD} or *{TOKEN_HEAD} "
+            f"architecture, but this one has {architecture}."
+        )
 
 
 def _check_reranks(architecture: str, config: PretrainedConfig, folder: Path) -> None:

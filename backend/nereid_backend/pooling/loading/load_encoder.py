@@ -100,11 +100,9 @@ def load_encoder(
         model.to(device)
     model.train(False)
     if spec.loader == SEQUENCE:  # a head that classifies whole texts
-        # Some heads use the vector of the last token that is not padding, and fail if the config
-        # has no padding token. No text contains the id -1, so they then use the last token.
-        text_config = model.config.get_text_config()
-        if text_config.pad_token_id is None:
-            text_config.pad_token_id = -1
+        # Some heads that classify whole texts need the padding token, to find the last token of a
+        # text.
+        _set_missing_padding_token(model)
     # The name of the attention implementation that transformers has chosen for the model.
     own_attention = str(model.config._attn_implementation)
     return Encoder(
@@ -115,6 +113,18 @@ def load_encoder(
         own_attention=own_attention,
         accepts_nereid_attention=_accepts_attention(model, attention_to_test, own_attention),
     )
+
+
+def _set_missing_padding_token(model: PreTrainedModel) -> None:
+    """If the config of a model contains no padding token, set the padding token to -1.
+
+    Some heads use the vector of the last token that is not padding. Such a head fails if the config
+    has no padding token. No text contains the id -1, so with this id the head uses the last token
+    of each text.
+    """
+    text_config = model.config.get_text_config()
+    if text_config.pad_token_id is None:
+        text_config.pad_token_id = -1
 
 
 def _module_without_head(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module

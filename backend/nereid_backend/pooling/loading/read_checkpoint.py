@@ -79,12 +79,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         spec = _add_input_rules(spec, sentence_config)
         _check_default_prompt(root, spec)
         if task == "embed":
-            return describe_embedding(
-                spec,
-                settings,
-                root,
-                modules if settings.pooling is None and is_embedder(modules) else [],
-            )
+            return describe_embedding(spec, settings, root, _embedding_modules(settings, modules))
         return _describe_scoring(spec, modules, sentence_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         # The functions above do not check the type of each value in the JSON files.
@@ -92,6 +87,15 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
             f"a JSON file in {root}, such as {SENTENCE_CONFIG_FILE}, has a value of a wrong type, "
             f"or lacks a value ({type(error).__name__}: {error}). Download the JSON files again."
         ) from error
+
+
+def _embedding_modules(settings: PoolingConfig, modules: list[ModuleSpec]) -> list[ModuleSpec]:
+    """Return the modules of an embedding model, which are described in the checkpoint's files.
+
+    The result is empty if the setting `pooling` replaces the modules, or if the modules are for
+    another task.
+    """
+    return modules if settings.pooling is None and is_embedder(modules) else []
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

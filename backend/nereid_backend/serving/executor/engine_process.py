@@ -19,6 +19,7 @@ The following messages are sent in addition to those of every child process (pro
                       ["stats", {name: number}], every 0.1 s during work and when work ends
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -179,33 +180,42 @@ class EngineService:
         """Replace the weights as soon as no request runs. Until then, hold back new messages."""
         self._pending_reload = reload
         if reload.mode == "refuse":
-            message = "the weights of the model are being replaced. Try again."
-            for request_id in self._num_unfinished_sequences:
-                self._send(["refused", request_id, CapacityError.__name__, message])
-                self._engine.abort(request_id)
+            self._refuse_running_requests()
         self._reload_if_idle()
+
+    def _refuse_running_requests(self) -> None:
+        """End all running requests with an error, because the weights are replaced."""
+        message = "the weights of the model are being replaced. Try again."
+        for request_id in self._num_unfinished_sequences:
+            self._send(["refused", request_id, CapacityError.__name__, message])
+            self._engine.abort(request_id)
 
     def _reload_if_idle(self) -> None:
         """Replace the weights if a replacement was requested and no request runs any more.
 
-        Then handle the messages in `_held_messages`, which arrived while the replacement waited.
+        While the replacement waited, new messages were stored in `_held_messages`. These messages
+        are handled after the replacement.
         """
         if self._pending_reload is None or self._engine.has_work():
             return
         reload = self._pending_reload
         self._pending_reload = None
-        try:
-            self._engine.reload(reload.path, lambda line: self._send(["progress", line]))
-        except RequestError as error:
-            self._send(["refused", reload.call_id, RequestError.__name__, str(error)])
-        else:
-            self._send(["adapters", reload.call_id, self._engine.lora_names])
+        self._replace_weights(reload)
         # Start a new list before the messages are handled, because a message can request another
         # replacement of the weights. `handle` then stores all later messages in the new list.
         messages = self._held_messages
         self._held_messages = []
         for kind, values in messages:
             self.handle(kind, values)
+
+    def _replace_weights(self, reload: _Reload) -> None:
+        """Replace the weights, and send the result: the names of the adapters, or an error."""
+        try:
+            self._engine.reload(reload.path, lambda line: self._send(["progress", line]))
+        except RequestError as error:
+            self._send(["refused", reload.call_id, RequestError.__name__, str(error)])
+        else:
+            self._send(["adapters", reload.call_id, self._engine.lora_names])
 
     def advance(self) -> None:
         """Let the engine compute the next tokens of its running requests, and send the results.
@@ -222,17 +232,20 @@ class EngineService:
         for update in updates:
             if update.finish_reason is not None:  # The sequence of the update has ended.
                 self._note_end_of_sequence(update.request_id)
-        # Send the statistics every 0.1 s, and whenever the engine has no work.
-        now = time.monotonic()
-        if now >= self._stats_due or not self._engine.has_work():
-            self._send(["stats", self._engine.stats()._asdict()])
-            self._stats_due = now + _STATS_INTERVAL_S
+        self._send_stats_if_due()
         self._reload_if_idle()
 
     def _send_items(self, kind: str, items: Sequence[object]) -> None:
         """Send a message that contains `items`. Do nothing if there are no items."""
         if items:
             self._send([kind, items])
+
+    def _send_stats_if_due(self) -> None:
+        """Send the statistics of the engine every 0.1 s, and whenever the engine has no work."""
+        now = time.monotonic()
+        if now >= self._stats_due or not self._engine.has_work():
+            self._send(["stats", self._engine.stats()._asdict()])
+            self._stats_due = now + _STATS_INTERVAL_S
 
     def _note_end_of_sequence(self, request_id: str) -> None:
         """Record that a sequence has ended. A request runs until all its sequences have ended."""
@@ -253,18 +266,30 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
             server and the number of the process. None means that all processes use the settings of
             the server.
     """
+    serve(functools.partial(_load_service, make, prepare))
 
-    # `settings` contains the fields of EngineConfig, and the number of this process.
-    def load(
-        settings: dict[str, Any], send: Send, progress: Callable[[str], None]
-    ) -> EngineService:
-        fields = {name: value for name, value in settings.items() if name != "replica"}
-        config = EngineConfig(**fields)
-        if prepare is not None:
-            config = prepare(config, settings.get("replica", 0))
-        return EngineService(make(config, progress), send)
 
-    serve(load)
+def _load_service(
+    make: MakeEngine,
+    prepare: PrepareReplica | None,
+    settings: dict[str, Any],
+    send: Send,
+    progress: Callable[[str], None],
+) -> EngineService:
+    """Load the model, and return the object that handles the messages to this process.
+
+    Args:
+        make: see `serve_engine`.
+        prepare: see `serve_engine`.
+        settings: the fields of EngineConfig, and the number of this process ("replica").
+        send: sends a message to the stub.
+        progress: reports a slow operation with a line of text.
+    """
+    fields = {name: value for name, value in settings.items() if name != "replica"}
+    config = EngineConfig(**fields)
+    if prepare is not None:
+        config = prepare(config, settings.get("replica", 0))
+    return EngineService(make(config, progress), send)
 
 
 if __name__ == "__main__":

@@ -69,16 +69,23 @@ def _check_keys(entry: dict[str, Any]) -> None:
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
     """Convert one entry of the script to a Rule.
 
-    The keys `text` and `token_ids` contain one output for all sequences of a request, or a list
-    with one output for each sequence.
+    The output is given as `text` or as `token_ids`. Each of these keys contains either one output
+    for all sequences of a request, or a list with one output for each sequence.
     """
     text = entry.get("text")
     if text is not None:
         texts = text if isinstance(text, list) else [text]
         outputs = [encode(text_of_sequence) for text_of_sequence in texts]
     else:
-        token_ids = entry.get("token_ids") or []
-        contains_several_outputs = bool(token_ids) and isinstance(token_ids[0], list)
-        outputs = token_ids if contains_several_outputs else [token_ids]
+        outputs = _as_list_of_outputs(entry.get("token_ids") or [])
     other_fields = {key: entry[key] for key in entry.keys() - {"text", "token_ids"}}
     return Rule(token_ids=tuple(tuple(output) for output in outputs), **other_fields)
+
+
+def _as_list_of_outputs(token_ids: list[Any]) -> list[list[int]]:
+    """Return the outputs in the key `token_ids` of an entry, as one list for each output.
+
+    Examples: one output [5, 6] becomes [[5, 6]]. Two outputs [[5], [6, 7]] are returned unchanged.
+    """
+    contains_several_outputs = bool(token_ids) and isinstance(token_ids[0], list)
+    return token_ids if contains_several_outputs else [token_ids]

@@ -64,10 +64,16 @@ _IDLE_SLEEP_S = 0.005
 
 
 class ScriptedEngine:
-    """An engine with the methods and attributes of StepEngine.
+    """An engine with the methods of StepEngine.
 
-    The facts about a model in `info` are fictitious. There are no prefix sessions and no
-    compilations.
+    Attributes:
+        info: the description of the engine. The fields that describe a model are fictitious.
+        sessions: the prefix sessions. There are none, because the scripted engine has no prefix
+            cache.
+        started: one pair for each request that left the waiting queue in the last step: the id of
+            the request, and the time.
+        compiled: the compilations of grammars that ended in the last step. The list is always
+            empty, because the scripted engine compiles no grammars.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
@@ -79,9 +85,7 @@ class ScriptedEngine:
         # The package tokenizers is used directly, because importing transformers would take ten
         # times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
-        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
-        self._rules = read_script(path, self._encode)
-        progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
+        self._rules = self._read_rules(progress)
         self.info = _info(config, self._tokenizer)
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
@@ -92,6 +96,13 @@ class ScriptedEngine:
         self._adapters = dict(config.lora_adapters)
         # The first argument None means that there is no prefix cache, so the BlockPool is not used.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
+
+    def _read_rules(self, progress: Callable[[str], None]) -> list[Rule]:
+        """Return the rules of the script at the path in the environment variable NEREID_SCRIPT."""
+        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
+        rules = read_script(path, self._encode)
+        progress(f"engine: the scripted test tool runs {len(rules)} rules from {path}")
+        return rules
 
     def _encode(self, text: str) -> list[int]:
         """Convert a text to token ids without adding special tokens."""

@@ -22,7 +22,7 @@ class ScriptedSequence:
         index: the index of the sequence in its request.
         rule: the rule of the script that matches the prompt.
         num_tokens: the number of tokens so far.
-        due: the time of the next update, by time.monotonic(). The first update is due immediately.
+        due: the time of the next update, by time.monotonic(). The time 0 has already passed.
         is_aborted: whether the next update ends the sequence.
     """
 
@@ -93,9 +93,7 @@ def cause_fault(sequence: ScriptedSequence) -> None:
     fault = sequence.rule.fault
     if fault.startswith(_BUSY_PREFIX):
         if sequence.num_tokens == 0:
-            until = time.monotonic() + float(fault.removeprefix(_BUSY_PREFIX))
-            while time.monotonic() < until:
-                pass
+            _use_cpu(float(fault.removeprefix(_BUSY_PREFIX)))
     elif fault and not sequence.is_aborted:
         raise EngineError(fault)
 
@@ -120,6 +118,13 @@ def next_tokens(
         token_ids.append(sequence.next_token())
         finish_reason = _finish_reason(token_ids[-1], sequence.num_tokens, request)
     return token_ids, finish_reason
+
+
+def _use_cpu(seconds: float) -> None:
+    """Use the CPU for some seconds without sending a message."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
 
 
 def _finish_reason(token_id: int, num_tokens: int, request: ScriptedRequest) -> FinishReason | None:

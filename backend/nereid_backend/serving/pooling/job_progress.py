@@ -114,7 +114,7 @@ class _JobProgress:
         return has_unsent_inputs and len(self.num_left_by_slice) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
-        """Return the engine's id of a slice, such as "7:256" for the job "7".
+        """Return the id that the engine uses for a slice: a group of inputs of one job.
 
         `first` is the index of the slice's first input.
         """
@@ -295,34 +295,39 @@ class WorkerJobs:
     def _add_result(self, result: PoolingResult, started: float) -> None:
         """Store the result of one input. If the job is now complete, send the result of the job.
 
-        Refuse the job if the result is an error, or if the job's values are too large for one
-        response. The vectors of all tokens could take all memory of the machine. `started` is the
-        time by time.monotonic() at which the engine began to compute the batch.
+        If the result is an error, refuse the job. Also refuse the job if its values are too large
+        for one response, because the vectors of all tokens could take all memory of the machine.
+
+        Args:
+            result: the result. Its `request_id` is the id of a slice (a group of inputs of a job).
+            started: the time by time.monotonic() at which the engine began to compute the batch
+                that contains the result.
 
         Raises:
             EngineError: the result has an error because the GPU is lost (`_refuse_result`).
         """
-        job_id, _, first_input = result.request_id.rpartition(":")  # see `slice_id`
-        first = int(first_input)
+        job_id, first = _parse_slice_id(result.request_id)
         progress = self._jobs.get(job_id)
         if progress is None:
             return  # The job was aborted or refused.
         if result.error is not None:
-            self._refuse_result(progress, first + result.index, result.error)
+            # `result.index` counts from the first input of the slice.
+            index_in_job = first + result.index
+            self._refuse_result(progress, index_in_job, result.error)
             return
         if progress.started is None:  # This is the first result of the job.
             progress.started = started
         progress.add_result(first, result)
         if progress.num_bytes > _MAX_VALUE_BYTES:
-            error = RequestError(
-                f"{progress.job.field}: the outputs of the request have more than "
-                f"{_MAX_VALUE_BYTES} bytes, which is the limit of a response. Send fewer or "
-                "shorter inputs."
-            )
-            self._refuse(progress, error)
-        elif not progress.num_left:
-            del self._jobs[job_id]
-            self._send(["done", job_id, progress.started, *progress.outcome().row()])
+            self._refuse(progress, _too_large_error(progress.job.field))
+            return
+        if not progress.num_left:
+            self._finish(progress)
+
+    def _finish(self, progress: _JobProgress) -> None:
+        """Remove a complete job, and send its outcome."""
+        del self._jobs[progress.request_id]
+        self._send(["done", progress.request_id, progress.started, *progress.outcome().row()])
 
     def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
         """Refuse a whole job, because the computation of the input `index` has failed.
@@ -340,9 +345,19 @@ class WorkerJobs:
     def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
         """Remove a job, and send `error` as the answer to the job."""
         self.abort(progress.request_id)
-        is_refusal = isinstance(error, RequestError | CapacityError)
-        kind = type(error).__name__ if is_refusal else EngineError.__name__
+        kind = EngineError.__name__
+        if isinstance(error, RequestError | CapacityError):
+            kind = type(error).__name__
         self._send(["refused", progress.request_id, kind, str(error)])
+
+
+def _parse_slice_id(slice_id: str) -> tuple[str, int]:
+    """Return the two parts of `slice_id`: the request id, and the index of the first input.
+
+    Example: "7:256" returns ("7", 256).
+    """
+    request_id, _, first = slice_id.rpartition(":")
+    return request_id, int(first)
 
 
 def _size_of_item(fields: Mapping[str, Any]) -> int:
@@ -367,6 +382,14 @@ def _num_value_bytes(value: Value | None) -> int:
     if isinstance(value, np.ndarray):
         return value.nbytes
     return 8 * len(value) if isinstance(value, dict) else 4  # a dict: an id and a weight each
+
+
+def _too_large_error(field: str) -> RequestError:
+    """Return the error for a job whose values do not fit into one response."""
+    return RequestError(
+        f"{field}: the outputs of the request have more than {_MAX_VALUE_BYTES} bytes, which is "
+        "the limit of a response. Send fewer or shorter inputs."
+    )
 
 
 def _kind_of(value: Value) -> str:

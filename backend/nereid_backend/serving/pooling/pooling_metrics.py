@@ -3,6 +3,7 @@
 
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.serving.published_metrics import (
@@ -26,8 +27,36 @@ _HISTOGRAMS = {
 }
 
 
+def _make_histograms() -> dict[str, Histogram]:
+    """Return an empty histogram for each name in `_HISTOGRAMS`."""
+    return {
+        name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
+        for name in _HISTOGRAMS
+    }
+
+
+@dataclass(slots=True)
+class _Values:
+    """The values of all metrics since the start of this process.
+
+    Attributes:
+        num_by_outcome: the number of answered requests by outcome.
+        counts: the other counts, by the name of the metric.
+        histograms: the durations and the sizes of requests, by the name of the metric.
+    """
+
+    num_by_outcome: Counter[str] = field(
+        default_factory=lambda: Counter({"success": 0, "refused": 0, "error": 0})
+    )
+    counts: Counter[str] = field(default_factory=Counter)
+    histograms: dict[str, Histogram] = field(default_factory=_make_histograms)
+
+
 class PoolingMetrics:
     """The metrics of one model. Only the thread that runs the model's loop may use them.
+
+    The other methods record values in this process, and `publish` sends the values to the metrics
+    in Triton server.
 
     Args:
         model_name: the value of the label `model_name`.
@@ -35,14 +64,7 @@ class PoolingMetrics:
 
     def __init__(self, model_name: str) -> None:
         """Create the metrics in Triton server."""
-        # The values since the start of this process: the number of answered requests by outcome,
-        # and the other counts and the histograms by the name of the metric.
-        self._num_by_outcome = Counter({"success": 0, "refused": 0, "error": 0})
-        self._counts: Counter[str] = Counter()
-        self._values = {
-            name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
-            for name in _HISTOGRAMS
-        }
+        self._values = _Values()
         self._labels = {"model_name": model_name}
         self._families = families = MetricFamilies()  # Deleting this object deletes the metrics.
         gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
@@ -81,8 +103,8 @@ class PoolingMetrics:
             "pooling_request_prompt_tokens": num_tokens,
         }
         for name, value in values.items():
-            self._values[name].observe(value)
-        self._counts["pooling_prompt_tokens_total"] += num_tokens
+            self._values.histograms[name].observe(value)
+        self._values.counts["pooling_prompt_tokens_total"] += num_tokens
 
     def note_response(self, result: object) -> None:
         """Increment the counter for the outcome of a response: success, refused or error.
@@ -96,11 +118,11 @@ class PoolingMetrics:
             outcome = "refused"
         else:
             outcome = "error"
-        self._num_by_outcome[outcome] += 1
+        self._values.num_by_outcome[outcome] += 1
 
     def note_restart(self) -> None:
         """Count a restart of the worker process."""
-        self._counts["pooling_restarts_total"] += 1
+        self._values.counts["pooling_restarts_total"] += 1
 
     def publish(self, num_requests: int) -> None:
         """Publish all metrics. Do nothing if the last publication was less than 1 s ago."""
@@ -109,9 +131,9 @@ class PoolingMetrics:
             return
         self._publish_due = now + _PUBLISH_INTERVAL_S
         self._num_requests.set(float(num_requests))
-        for outcome, count in self._num_by_outcome.items():
+        for outcome, count in self._values.num_by_outcome.items():
             self._outcomes.raise_to(count, {**self._labels, "outcome": outcome})
         for name, counter in self._counters.items():
-            counter.raise_to(self._counts[name], self._labels)
-        for name, histogram in self._values.items():
+            counter.raise_to(self._values.counts[name], self._labels)
+        for name, histogram in self._values.histograms.items():
             self._histograms[name].publish(histogram)

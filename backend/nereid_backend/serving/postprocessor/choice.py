@@ -5,7 +5,7 @@ token ids --Detokenizer--> text --StopStrings--> text to send --Message--> field
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_backend.serving.postprocessor.message_builder import Message
 from nereid_backend.serving.postprocessor.strict_check import Check, CheckedMessage
@@ -75,6 +75,18 @@ class _Totals:
         }
 
 
+class _EndReasons(NamedTuple):
+    """The reasons why a choice has ended, in the format of the OpenAI API.
+
+    Attributes:
+        finish_reason: such as "stop", "length" or "tool_calls".
+        stop_reason: the stop token or the stop string that ended the choice; None for neither.
+    """
+
+    finish_reason: str
+    stop_reason: int | str | None
+
+
 class Choice:
     """The postprocessor's state of one choice.
 
@@ -118,17 +130,17 @@ class Choice:
             context.stop, include_in_output=context.include_stop_str_in_output
         )
         self._message_parser = message_parser
+        # Collects the parsed message for `validate_message`.
         self._checked_message = CheckedMessage(validate_message) if validate_message else None
+        # The output since the last call of `take_output`.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         # Counts the tokens of the whole choice, including the tokens that were already sent.
         self._totals = _Totals()
         self.stop_string: str | None = None
-        # The reason in the format of the OpenAI API, such as "stop", "length" or "tool_calls". None
-        # until the choice has ended.
-        self._finish_reason: str | None = None
-        # The stop token or the stop string that ended the choice; None for neither.
-        self._stop_reason: int | str | None = None
+        # None until the choice has ended.
+        self._end_reasons: _EndReasons | None = None
+        # Whether the choice ended because the model generated a stop token.
         self._has_model_ended = False
         self.is_finished = False
 
@@ -177,19 +189,23 @@ class Choice:
         """
         if self.is_finished:  # The last output has already been returned.
             return None
-        is_last = self._finish_reason is not None
-        # If the request is streaming, new output is returned at once.
+        # None if the choice has not ended. Otherwise, this call returns the last output.
+        finish_reason = None if self._end_reasons is None else self._end_reasons.finish_reason
+        is_last = finish_reason is not None
+        # If the request is streaming, return new output at once. New output can be text,
+        # log-probabilities, or token ids that the client has requested.
         can_stream = self.context.stream and self._has_unsent_output
         if not is_last and not can_stream:
             return None
         unsent = self._unsent
         text = unsent.text
         if not self._has_sent_output:
+            # `prepend` is the text of the prompt, if the client wants the prompt in the output.
             text = self.context.prepend + text
         output = ChoiceOutput(
             text=text,
             delta=self._take_delta(),
-            finish_reason=self._finish_reason,
+            finish_reason=finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
             num_output_tokens=len(unsent.token_ids),
             logprobs=tuple(unsent.logprobs),
@@ -285,15 +301,20 @@ class Choice:
         A stop string takes precedence over the engine's reasons, because the engine does not search
         for stop strings. In the OpenAI API, the finish reason of a message with tool calls is
         "tool_calls" instead of "stop".
+
+        Args:
+            ending: the reasons why the engine has ended the sequence.
         """
         self._message_parser.finish()
-        self._has_model_ended = self.stop_string is None and ending.finish_reason == "stop"
         if self.stop_string is None:
-            self._finish_reason, self._stop_reason = ending.finish_reason, ending.stop_reason
+            reasons = _EndReasons(ending.finish_reason, ending.stop_reason)
         else:
-            self._finish_reason, self._stop_reason = "stop", self.stop_string
-        if self._finish_reason == "stop" and self._message_parser.has_calls:
-            self._finish_reason = "tool_calls"
+            reasons = _EndReasons("stop", self.stop_string)
+        has_stopped = reasons.finish_reason == "stop"
+        self._has_model_ended = has_stopped and self.stop_string is None
+        if has_stopped and self._message_parser.has_calls:
+            reasons = reasons._replace(finish_reason="tool_calls")
+        self._end_reasons = reasons
 
     def _take_delta(self) -> dict[str, Any]:
         """Return a delta: a JSON object with the output that has not been sent yet.
@@ -343,14 +364,14 @@ class Choice:
 
     def _ending_fields(self) -> dict[str, Any]:
         """If the choice has ended, return the fields that only the last delta has, otherwise {}."""
-        if self._finish_reason is None:
+        if self._end_reasons is None:
             return {}
         fields: dict[str, Any] = {
             "cumulative_logprob": self._totals.cumulative_logprob,
-            "finish_reason": self._finish_reason,
+            "finish_reason": self._end_reasons.finish_reason,
         }
-        if self._stop_reason is not None:
-            fields["stop_reason"] = self._stop_reason
+        if self._end_reasons.stop_reason is not None:
+            fields["stop_reason"] = self._end_reasons.stop_reason
         return fields
 
     def _token_id_fields(self) -> dict[str, list[int]]:

@@ -66,18 +66,19 @@ class ParsedMessage:
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
-        """Initialise an empty message. `fmt` is the chat format of the checkpoint."""
+        """Initialise an empty message.
+
+        Args:
+            fmt: the chat format of the checkpoint.
+            context: the data of the request that the postprocessor needs. Here, the tools, the end
+                of the prompt, and the options for reasoning and tool calls are used.
+        """
         self._context = context
+        # Depending on the options of the request, the format `adapted` leaves reasoning or tool
+        # calls in the content.
         adapted = _adapt_format(fmt, context)
-        # If the client forbids tool calls, the parser must leave all calls in the content.
-        tools = (
-            [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
-        )
-        self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
-        layout = adapted.layout
-        markers = layout.reasoning if isinstance(layout, Sections) else None
-        # In the layout `Messages`, the reasoning is always a separate message.
-        self.reads_reasoning = not isinstance(layout, Sections) or markers is not None
+        self._parser = StreamParser(adapted, tools=_callable_tools(context), prompt=context.prompt)
+        self.reads_reasoning = _has_reasoning(adapted)
         self.has_calls = False
         # The fields of the next delta: the new parts of the reasoning and of the content, and the
         # tool calls by their index.
@@ -89,7 +90,7 @@ class ParsedMessage:
         # "<think>", and the model generates "a</think>b". The parser returns "<think>a</think>b",
         # so that the markers form a pair.
         copies_marker = self.is_reasoning and not context.separate_reasoning
-        self._copied_marker = markers.open.strip() if copies_marker and markers else ""
+        self._copied_marker = _opening_marker(adapted) if copies_marker else ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -161,18 +162,57 @@ class ParsedMessage:
 Message = PlainMessage | ParsedMessage
 
 
+def _callable_tools(context: StreamContext) -> list[dict[str, Any]]:
+    """Return the tools for the parser. The parser treats calls of all other tools as unknown.
+
+    If the client forbids tool calls (`reads_calls` is False), every call in the output must be
+    unknown, because the parser then leaves the call in the content. In this case, return only the
+    tool `_UNCALLABLE_TOOL`, whose name no model can generate.
+    """
+    return [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
+
+
+def _has_reasoning(fmt: Format) -> bool:
+    """Return whether a chat format separates reasoning from content.
+
+    A format with the layout `Sections` can have markers around the reasoning. In the other layout,
+    `Messages`, the reasoning is always a separate message.
+    """
+    return not isinstance(fmt.layout, Sections) or fmt.layout.reasoning is not None
+
+
+def _opening_marker(fmt: Format) -> str:
+    """Return the marker before the reasoning, such as "<think>"; "" if the format has no marker."""
+    layout = fmt.layout
+    if not isinstance(layout, Sections) or layout.reasoning is None:
+        return ""
+    return layout.reasoning.open.strip()
+
+
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
     """Return the chat format `fmt`, adapted to the options `separate_reasoning` and `reads_calls`.
 
-    If `separate_reasoning` is False, the result leaves reasoning with its markers in the content.
-    If `reads_calls` is False, the result leaves tool calls in the content.
+    If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
+    is False, the result leaves tool calls in the content.
+    """
+    if not context.separate_reasoning:
+        fmt = _with_inline_reasoning(fmt)
+    return fmt if context.reads_calls else _without_calls(fmt)
+
+
+def _with_inline_reasoning(fmt: Format) -> Format:
+    """Return a chat format whose parser leaves reasoning and its markers in the content.
+
+    A format without markers around reasoning is returned unchanged.
     """
     layout = fmt.layout
-    is_inline = not context.separate_reasoning
-    if is_inline and isinstance(layout, Sections) and layout.reasoning is not None:
-        reasoning = replace(layout.reasoning, shown=Shown.INLINE)
-        fmt = replace(fmt, layout=replace(layout, reasoning=reasoning))
-    if not context.reads_calls:
-        fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
-        fmt = replace(fmt, layout=replace(fmt.layout, tools=None))
-    return fmt
+    if not isinstance(layout, Sections) or layout.reasoning is None:
+        return fmt
+    reasoning = replace(layout.reasoning, shown=Shown.INLINE)
+    return replace(fmt, layout=replace(layout, reasoning=reasoning))
+
+
+def _without_calls(fmt: Format) -> Format:
+    """Return a chat format whose parser leaves tool calls in the content."""
+    fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
+    return replace(fmt, layout=replace(fmt.layout, tools=None))

@@ -60,7 +60,9 @@ class HangWatch:
         """Update `silent_s`, the time for which the process has had work but sent no message.
 
         Call this method several times a second. If more than 0.5 s have passed since the last call,
-        only 0.5 s count, because both processes were probably paused.
+        only 0.5 s count, because both processes were probably paused. When half of the time limit
+        has passed, also store the CPU time of the process, so that `is_hanging` can compute the CPU
+        load after this moment.
 
         Args:
             is_working: whether the process has work. If False, `silent_s` becomes 0.
@@ -72,10 +74,7 @@ class HangWatch:
             self.silent_s += passed_s
         else:
             self.silent_s = 0.0
-        if not self._limit_s or self.silent_s <= self._limit_s / 2:
-            self._cpu_at_half_limit_s = None
-        elif self._cpu_at_half_limit_s is None:
-            self._cpu_at_half_limit_s = self._cpu_seconds()
+        self._store_cpu_at_half_limit()
 
     def is_hanging(self, *, is_on_cpu: bool) -> bool:
         """Return whether the process has work, but has sent no message for too long.
@@ -94,6 +93,16 @@ class HangWatch:
         if is_on_cpu and self._is_busy():
             return self.silent_s > _BUSY_LIMIT_FACTOR * self._limit_s
         return True
+
+    def _store_cpu_at_half_limit(self) -> None:
+        """When half of the time limit has passed, store how much CPU time the process has used.
+
+        Until then, store None.
+        """
+        if not self._limit_s or self.silent_s <= self._limit_s / 2:
+            self._cpu_at_half_limit_s = None
+        elif self._cpu_at_half_limit_s is None:
+            self._cpu_at_half_limit_s = self._cpu_seconds()
 
     def _is_busy(self) -> bool:
         """Return whether the CPU load is high. It is measured from half of the time limit on."""

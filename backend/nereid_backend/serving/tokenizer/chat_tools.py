@@ -25,11 +25,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             f"tools: the value must be a list of tools, but the request has {shown(tools)}."
         )
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
-            )
+        _check_tool(tool, index)
     return _allowed_tools(tools, body.get("tool_choice"))
 
 
@@ -53,11 +49,23 @@ def _with_optional_fields(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "description": description, "parameters": parameters}
 
 
+def _check_tool(tool: Any, index: int) -> None:  # noqa: ANN401 - any JSON value
+    """Raise a RequestError if a tool has no name. `index` is the tool's position in the list."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
+        )
+
+
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
     """Return the tools that `tool_choice` allows.
 
-    Any tool_choice except allowed_tools allows all tools. Tools that are not allowed are left out
-    of the prompt. Clients send the list in two forms, and the functions in the list in three forms:
+    A tool_choice of the type allowed_tools contains a list of allowed tools. Any other tool_choice
+    allows all tools. Tools that are not allowed are left out of the prompt, so the model cannot
+    call these tools. Clients send the list in two forms, and the functions in the list in three
+    forms:
 
         {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
         {"type": "allowed_tools", "tools": [...]}                       Responses API
@@ -65,6 +73,10 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
         {"type": "function", "function": {"name": "add"}}
         {"type": "function", "function": "add"}
         {"type": "function", "name": "add"}
+
+    Args:
+        tools: the tools of the request. They have been validated.
+        choice: the field tool_choice.
 
     Raises:
         RequestError: the list is malformed, or contains a function that `tools` does not contain.
@@ -75,8 +87,7 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
     known_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     allowed_names = set()
     for tool in _allowed_list(choice):
-        function = tool.get("function") or tool
-        name = function.get("name") if isinstance(function, dict) else function
+        name = _function_name(tool)
         if not isinstance(name, str) or name not in known_names:
             raise RequestError(
                 f"tool_choice: allowed_tools has the function {shown(name)}, but tools has only "
@@ -103,3 +114,12 @@ def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
             f"{shown(allowed)}."
         )
     return allowed
+
+
+def _function_name(tool: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the name of a tool in an allowed_tools list.
+
+    Examples: {"function": {"name": "f"}}, {"name": "f"} and {"function": "f"} return "f".
+    """
+    function = tool.get("function") or tool
+    return function.get("name") if isinstance(function, dict) else function

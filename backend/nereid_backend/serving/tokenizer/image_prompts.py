@@ -37,9 +37,10 @@ _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 def may_accept_media(model: str) -> bool:
     """Return whether a checkpoint's files describe a media encoder and a media processor.
 
-    Media are images, videos and audio. Return True even if the checkpoint accepts only one of them.
-    The engine may still refuse all media, because only the engine checks whether it supports the
-    model's architecture.
+    Media are images, videos and audio. Return True even if the checkpoint accepts only one of them,
+    such as audio. An encoder converts media to embeddings for the model. A processor converts the
+    files of a client to inputs of the encoder. The engine may still refuse all media, because only
+    the engine checks whether it supports the model's architecture.
 
     Args:
         model: the folder of the checkpoint.
@@ -49,14 +50,21 @@ def may_accept_media(model: str) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
-        return False
-    # The encoder is described by an object such as `vision_config`, `visual` or `audio_config`.
-    # Models with vector quantisation have the key `vq_config` instead.
+    has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)
+    return has_processor and _describes_encoder(config)
+
+
+def _describes_encoder(config: dict[str, Any]) -> bool:
+    """Return whether the content of a checkpoint's config.json describes a media encoder.
+
+    The description is an object such as `vision_config`, `visual`, `audio_config` or
+    `encoder_config`. Models that convert an image to tokens have the key `vq_config` instead (VQ
+    means vector quantisation).
+    """
+    if "vq_config" in config:
+        return True
     names_of_objects = [name for name, value in config.items() if isinstance(value, dict)]
-    return "vq_config" in config or any(
-        word in name for name in names_of_objects for word in _ENCODER_WORDS
-    )
+    return any(word in name for name in names_of_objects for word in _ENCODER_WORDS)
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:
@@ -100,14 +108,22 @@ def take_media(body: dict[str, Any]) -> list[bytes]:
     media: list[bytes] = []
     messages = body.get("messages")
     if isinstance(messages, list):
-        converted = []
-        for message in messages:
-            parts = _parts_of(message)
-            if parts is not None:
-                message = {**message, "content": [_take_medium(part, media) for part in parts]}
-            converted.append(message)
-        body["messages"] = converted
+        body["messages"] = [_take_media_of(message, media) for message in messages]
     return media
+
+
+def _take_media_of(message: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
+    """Replace each image, video and audio file in a chat message by a placeholder.
+
+    Return the new message. If the content of a message is not a list, the message contains no such
+    files, and is returned unchanged.
+
+    Mutates: `media`. The images, videos and audio files of the message are appended.
+    """
+    parts = _parts_of(message)
+    if parts is None:
+        return message
+    return {**message, "content": [_take_medium(part, media) for part in parts]}
 
 
 def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
@@ -122,10 +138,7 @@ def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     # The source of a video or of audio is always a data URL. If a part contains only base64 text, a
     # data URL is made from this text.
     if is_video_part(part):
-        video = read_video_part(part, "messages", ImageLimits())
-        if not all(isinstance(frame, str) for frame in video.frames):
-            raise RequestError("messages: each frame of a video must be a string in base64.")
-        source, placeholder = video_url(video), VIDEO_PLACEHOLDER
+        source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
     elif is_audio_part(part):
         source, placeholder = audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER
     else:
@@ -135,6 +148,14 @@ def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JS
     # raises a RequestError for them.
     media.append(source.encode("utf-8", "surrogatepass"))
     return placeholder
+
+
+def _video_source(part: dict[str, Any]) -> str:
+    """Return a data URL that contains the frames of a video part."""
+    video = read_video_part(part, "messages", ImageLimits())
+    if not all(isinstance(frame, str) for frame in video.frames):
+        raise RequestError("messages: each frame of a video must be a string in base64.")
+    return video_url(video)
 
 
 def _image_source(part: dict[str, Any]) -> str:

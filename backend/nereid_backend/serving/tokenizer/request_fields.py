@@ -171,10 +171,19 @@ def select_and_parse(fields: Mapping[str, Any], names: Container[str]) -> dict[s
     A text that cannot be parsed is not changed. The later validation of types refuses such a text.
     """
     return {
-        name: _parse_text(value) if isinstance(value, str) and name not in _TEXT_FIELDS else value
+        name: _parse_value(name, value)
         for name, value in fields.items()
         if name in names and value is not None
     }
+
+
+def _parse_value(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """If `value` is a text, but the field `name` has another type, parse the text.
+
+    Otherwise, return `value` unchanged.
+    """
+    is_encoded = isinstance(value, str) and name not in _TEXT_FIELDS
+    return _parse_text(value) if is_encoded else value
 
 
 def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from nereid_parsers import Format
-from nereid_parsers.format import Sections
+from nereid_parsers.format import ReasoningGate, Sections
 
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
@@ -144,27 +144,41 @@ def build_thinking_spec(
     """
     if budget is None:
         return None
+    if fmt is None:
+        raise _unknown_marker_error()
     # `gate` contains the markers before and after the reasoning, such as "<think>" and "</think>".
-    gate = None if fmt is None else fmt.reasoning_gate(prompt)
-    if fmt is None or gate is None:
-        raise RequestError(
-            "thinking_token_budget: the marker that ends reasoning is not known for this "
-            "checkpoint, so a budget cannot be enforced. Set the server's reasoning_parser, or "
-            "leave the field out."
-        )
-    end_of_reasoning = gate.end
-    if not isinstance(fmt.layout, Sections):
-        # The reasoning is a separate message. Its end is followed by the start of the next message.
-        end_of_reasoning += fmt.layout.start
+    gate = fmt.reasoning_gate(prompt)
+    if gate is None:
+        raise _unknown_marker_error()
+    # The reasoning is open at the end of the prompt, or the model may begin the reasoning itself.
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
         # Without this marker, the engine never treats a token as reasoning.
         start=gate.start if can_contain_reasoning else "",
         end=gate.end,
-        end_token_ids=tuple(encode(end_of_reasoning)),
+        end_token_ids=tuple(encode(_end_of_reasoning(fmt, gate))),
         is_open=gate.is_open,
         budget=budget,
     )
+
+
+def _unknown_marker_error() -> RequestError:
+    """Return the error for a reasoning budget if the marker that ends reasoning is not known."""
+    return RequestError(
+        "thinking_token_budget: the marker that ends reasoning is not known for this checkpoint, "
+        "so a budget cannot be enforced. Set the server's reasoning_parser, or leave the field out."
+    )
+
+
+def _end_of_reasoning(fmt: Format, gate: ReasoningGate) -> str:
+    """Return the text, such as "</think>", that the engine inserts to end the reasoning.
+
+    If the layout of the format is not `Sections`, the reasoning is a separate message. The text
+    then ends this message and starts the next message.
+    """
+    if isinstance(fmt.layout, Sections):
+        return gate.end
+    return gate.end + fmt.layout.start
 
 
 def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
@@ -181,11 +195,7 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
     """
     if effort is None:
         return {}
-    if not isinstance(effort, str) or not 0 < len(effort) <= _MAX_EFFORT_CHARS:
-        raise RequestError(
-            f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
-            f"{shown(effort)}."
-        )
+    _check_effort(effort)
     is_on = effort != _NO_EFFORT
     switches = _switch_variables(template, is_on=is_on)
     # If a switch turns off the reasoning, the template does not receive the effort "none", because
@@ -198,6 +208,15 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
             f"{', '.join((_EFFORT, *_SWITCHES))}, so the effort cannot be set. Leave the field out."
         )
     return switches | efforts
+
+
+def _check_effort(effort: object) -> None:
+    """Raise a RequestError if `effort` is not a short, nonempty text."""
+    if not isinstance(effort, str) or not 0 < len(effort) <= _MAX_EFFORT_CHARS:
+        raise RequestError(
+            f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
+            f"{shown(effort)}."
+        )
 
 
 def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value

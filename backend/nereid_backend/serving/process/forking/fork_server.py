@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nereid_backend.fast_imports import importing
 
@@ -138,7 +138,8 @@ class ForkServer:
     def _accept(self) -> None:
         """Accept a connection from a stub, and create the child process that the stub requests.
 
-        If no child process can be created, close the connection without an answer.
+        If no child process can be created, close the connection without an answer. A stub is a
+        process that runs a Triton model.
         """
         connection, _ = self._listener.accept()
         request = _receive(connection) if is_same_user(connection) else None
@@ -146,11 +147,19 @@ class ForkServer:
             connection.close()
             return
         pid = self._fork(request)
+        # Close this process's copies of the files. Only the child process uses the files.
         for file in request.files:
             os.close(file)
         if pid is None:
             connection.close()
-            return
+        else:
+            self._add_child(pid, connection)
+
+    def _add_child(self, pid: int, connection: socket.socket) -> None:
+        """Send the id of a new child process to its stub. Kill the process when the stub dies.
+
+        `_reap` sends the exit code of the child process later.
+        """
         self._connections[pid] = connection
         # After its request, the stub sends nothing over this connection. A later event therefore
         # means that the stub has closed the connection.
@@ -206,16 +215,22 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Send the exit code of each ended child process to its stub."""
+        # Python has written one byte for each child process that has ended. Read all of these
+        # bytes.
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(_WAKE_BYTES):
                 pass
         while (ended_process := _next_ended_process()) is not None:
             pid, exit_code = ended_process
             self._send_to_stub(child=pid, number=exit_code)
-            connection = self._connections.pop(pid)
-            with contextlib.suppress(KeyError):  # The stub has closed the connection.
-                self._selector.unregister(connection)
-            connection.close()
+            self._close_connection(pid)
+
+    def _close_connection(self, pid: int) -> None:
+        """Close the connection over which a child process was requested. The child has ended."""
+        connection = self._connections.pop(pid)
+        with contextlib.suppress(KeyError):  # The stub has closed the connection.
+            self._selector.unregister(connection)
+        connection.close()
 
     def _send_to_stub(self, child: int, number: int) -> None:
         """Send a number to the stub that has requested a child process.
@@ -259,8 +274,9 @@ def _next_ended_process() -> tuple[int, int] | None:
 def _receive(connection: socket.socket) -> Request | None:
     """Receive a request for a child process. Return None if the request is incomplete.
 
-    The first of the four files contains the fields of the request as JSON. The other three files
-    become `Request.files`, which the caller must close.
+    A request consists of four open files. The first file contains the fields of the request as
+    JSON, and is closed by this function. The other three files become `Request.files`, and must be
+    closed by the caller. The files of an incomplete request are closed by this function.
     """
     descriptors: list[int] = []
     try:
@@ -268,11 +284,7 @@ def _receive(connection: socket.socket) -> Request | None:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
         if len(descriptors) != _FILES_OF_REQUEST:
             raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
-        with open(descriptors.pop(0), "rb") as json_file:
-            # The stub has written this file, and shares the position in the file with this process.
-            # Therefore the position is still at the end of the file.
-            json_file.seek(0)
-            fields = json.load(json_file)
+        fields = _read_json(descriptors.pop(0))
         # A TypeError means that `fields` has missing or unknown keys.
         return Request(connection=connection, files=descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
@@ -280,6 +292,15 @@ def _receive(connection: socket.socket) -> Request | None:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
+
+
+def _read_json(descriptor: int) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse the content of an open JSON file, and close the file."""
+    with open(descriptor, "rb") as json_file:
+        # The Triton model has written this file, and shares the position in the file with this
+        # process. Therefore the position is still at the end of the file.
+        json_file.seek(0)
+        return json.load(json_file)
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
@@ -336,20 +357,27 @@ def _run_module(request: Request) -> None:
 def _set_command_line(command: list[str]) -> None:
     """Change the command line of this process. Programs such as ps show the command line.
 
-    The memory of the command line has a fixed length, so the text is truncated or padded with
-    spaces. If the memory cannot be found, the command line is not changed.
+    The kernel reads the command line from the memory of the process. This memory has a fixed
+    length. A longer command line is truncated, and a shorter command line is padded with spaces.
+    If the memory cannot be found, the command line is not changed.
     """
     with contextlib.suppress(OSError, ValueError):
-        # The second field of /proc/self/stat is the name of the program in parentheses. The name
-        # can contain spaces.
-        _, _, text_after_name = Path("/proc/self/stat").read_text().rpartition(")")
-        fields_after_name = text_after_name.split()
-        first_address = int(fields_after_name[_ARG_START])
-        num_bytes = int(fields_after_name[_ARG_END]) - first_address
+        first_address, end_address = _command_line_addresses()
+        num_bytes = end_address - first_address
         # The last byte of the command line must be a null byte.
         max_text_bytes = num_bytes - 1
         text = "\0".join(command).encode(errors="replace")[:max_text_bytes]
         ctypes.memmove(first_address, text.ljust(max_text_bytes) + b"\0", num_bytes)
+
+
+def _command_line_addresses() -> tuple[int, int]:
+    """Return the first address and the end address of this process's command line in memory."""
+    # The second field of /proc/self/stat is the name of the program in parentheses. The name can
+    # contain spaces.
+    status = Path("/proc/self/stat").read_text()
+    _, _, text_after_name = status.rpartition(")")
+    fields_after_name = text_after_name.split()
+    return int(fields_after_name[_ARG_START]), int(fields_after_name[_ARG_END])
 
 
 def _reason_against_forks() -> str | None:
@@ -370,8 +398,8 @@ def _reason_against_forks() -> str | None:
 def _end_openblas_threads() -> None:
     """End the threads of OpenBLAS by forking a process that exits at once.
 
-    OpenBLAS, which numpy uses, ends its threads before each fork. Its threads do not make forks
-    unsafe, so they must not be counted.
+    numpy uses OpenBLAS. OpenBLAS ends its own threads before each fork. The threads of OpenBLAS do
+    not make forks unsafe, so they must not be counted.
     """
     pid = os.fork()
     if pid == 0:

@@ -110,8 +110,13 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
     # transformers reads the weights from the folder, or gets them in the dict "state_dict".
     reads_folder = "state_dict" not in arguments
-    if not reads_folder:
-        _check_class_exists(config)
+    # A class that a Python file of the checkpoint defines can be used only if transformers itself
+    # reads the weights.
+    if not reads_folder and model_class(config) is None:
+        raise UnsupportedModelError(
+            f"quantised weights of the model type {config.model_type} are not supported, because "
+            "transformers has no class for this type. Use a checkpoint that is not quantised."
+        )
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
         try:
@@ -134,25 +139,12 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     return model
 
 
-def _check_class_exists(config: PretrainedConfig) -> None:
-    """Raise an UnsupportedModelError if transformers has no class for a model.
-
-    A checkpoint may define the class of its model in a Python file, but such a class can be used
-    only if transformers itself reads the weights.
-    """
-    if model_class(config) is None:
-        raise UnsupportedModelError(
-            f"quantised weights of the model type {config.model_type} are not supported, because "
-            "transformers has no class for this type. Use a checkpoint that is not quantised."
-        )
-
-
 def _with_placeholders(
     weights: Mapping[str, LazyWeight],
     config: PretrainedConfig,
     dtype: torch.dtype,
     rounded_bits: int | None,
-) -> dict[str, LazyWeight | Placeholder]:
+) -> dict[str, "LazyWeight | Placeholder"]:
     """Return a copy of `weights` with placeholders for the integer weights of linear layers.
 
     transformers loads the placeholders, which are tensors that take almost no memory.

@@ -25,6 +25,7 @@ from nereid_client.language_model.server_errors import (
     unreachable_message,
 )
 from nereid_client.streaming.deltas import Delta
+from nereid_client.supervise.hang_detection import TEST_SAMPLING_PARAMETERS
 
 # The ensemble first calls the tokenizer model, which has the output tensors `prompt_token_ids` and
 # `envelope`. The envelope contains all data about a request except its token ids.
@@ -45,8 +46,6 @@ _NO_PROMPT = (
     InputTensor(_ENVELOPE, "UINT8", [0]),
 )
 
-_PROBE_PARAMETERS = '{"max_tokens": 1, "client_id": "nereid-serve"}'
-"""The fields of a health check. The executor knows this client id, see executor_model.py."""
 _PROBE_TIMEOUT_S = 2.0
 
 
@@ -224,7 +223,9 @@ class TritonBackend:
         If the last response said so, send a small request, because the server may have restarted.
         """
         if self._is_model_dead:
-            probe = Generation("health", text_input="a", sampling_parameters=_PROBE_PARAMETERS)
+            probe = Generation(
+                "health", text_input="a", sampling_parameters=TEST_SAMPLING_PARAMETERS
+            )
             with suppress(BackendError, TimeoutError):
                 async with (
                     asyncio.timeout(_PROBE_TIMEOUT_S),

@@ -45,8 +45,8 @@ async def embeddings(request: Request) -> Response:
     options = body.options_for(_prompt_names(served))
     outputs = await call_model(request, served, body.model_inputs, options)
     encoded_items = _encode_items(vectors_of(outputs), WRITERS[body.vector_type])
-    # `envelope` adds an id and a time. OpenAI does not return these fields, but vLLM does, and the
-    # library of Mistral requires the id.
+    # `envelope` adds an id and a time. OpenAI does not return these fields, but vLLM returns them.
+    # The Python client of Mistral requires the id.
     members = envelope("embd", request_id_of(request), served.name) | {"usage": usage_of(outputs)}
     return json_response(members, "data", await join_json_list(encoded_items))
 

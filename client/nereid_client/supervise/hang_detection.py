@@ -40,10 +40,12 @@ def _tensor(name: str, text: str) -> dict[str, Any]:
 
 # The scheduler serves clients with different client_ids in turn. The test request has its own
 # client_id, so it does not wait behind all requests of another client.
-_SAMPLING = json.dumps({"max_tokens": 1, "client_id": "nereid-serve"})
+TEST_SAMPLING_PARAMETERS = json.dumps({"max_tokens": 1, "client_id": "nereid-serve"})
 PROBES = {
     "llm": Probe(
-        "llm", "/v2/models/llm/generate", {"text_input": "a", "sampling_parameters": _SAMPLING}
+        "llm",
+        "/v2/models/llm/generate",
+        {"text_input": "a", "sampling_parameters": TEST_SAMPLING_PARAMETERS},
     ),
     "embedding": Probe(
         "embedding", "/v2/models/embedding/infer", {"inputs": [_tensor("texts", "a")]}

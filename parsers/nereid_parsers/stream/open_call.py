@@ -79,9 +79,10 @@ class OpenCall:
         self._text_writer = text_writer
         self._call_writer = body_reader.writer
         # Whether the parser may later read the end of the arguments again, as the text after the
-        # tool call. Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` is first
-        # read as a part of the string, and then read again as a marker and content. Text can be
-        # removed from the arguments only if the CallWriter stores them until the tool call ends.
+        # tool call. Example: in `{"a": "x}</call> Hi`, the closing quote is missing. The parser
+        # first reads `</call> Hi` as a part of the string, and later as a marker and content. Text
+        # can be removed from the arguments only if the CallWriter stores the arguments until the
+        # tool call ends.
         self._may_reread_arguments = body_reader.writer.stores_arguments
 
     def read(self) -> Outcome | None:

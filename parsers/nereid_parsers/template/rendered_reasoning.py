@@ -98,7 +98,7 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
         return ReasoningFindings(switches=switches)
     conversation, place = rendered
     turn.prober.form = replace(turn.prober.form, reasoning=place)
-    # `place` is either a part of the content, or stands for all fields.
+    # If the reasoning is not a part of the content, the template may read several message fields.
     is_in_content = place in (PARTS, BLOCKS)
     fields = (place,) if is_in_content else _rendered_fields(turn.prober, conversation)
     return ReasoningFindings(conversation=conversation, fields=fields, switches=switches)

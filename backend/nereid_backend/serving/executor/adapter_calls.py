@@ -122,8 +122,8 @@ class AdapterCalls(ReplicaCalls):
         if _LIST in parameters:
             return None
         if _RELOAD in parameters:
-            # An empty text is allowed. It means that the weights are read again from the folder
-            # that is already in use.
+            # The text of the parameter is a folder. If the text is empty, the engine processes read
+            # the weights again from their present folder.
             folder = str(parameters[_RELOAD])
             return [_RELOAD, folder, _read_treatment_of_running_requests(parameters)]
         if _LOAD in parameters:

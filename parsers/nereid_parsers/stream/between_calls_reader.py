@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+from nereid_parsers.stream.call_markers import NoMarker
 from nereid_parsers.stream.call_reader import CallReader
-from nereid_parsers.stream.pattern_matching import (
-    NEED_MORE,
-    NO_MATCH,
-    is_special_token,
-    skip_whitespace,
-)
+from nereid_parsers.stream.pattern_matching import is_special_token, skip_whitespace
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
@@ -56,23 +52,51 @@ class BetweenCallsReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        # `close_end` and `separator_end` are positions, or one of the negative constants NEED_MORE
-        # and NO_MATCH.
-        close_end = separator_end = NO_MATCH
-        if self._section.is_open:
-            is_empty = self._is_after_opening_marker()
-            close_end = self._section.match_close(buffer, is_empty=is_empty)
-        if close_end >= 0:
-            return self._end_section(buffer.text[buffer.pos : close_end])
-        if self._call_reader.has_calls():  # No separator can precede the first tool call.
-            separator_end = self._section.match_separator(buffer)
-        if NEED_MORE in (close_end, separator_end):
-            # At the end of the message, an incomplete marker such as `</ca` cannot be content.
-            return self._call_reader.drop_incomplete_marker() if buffer.is_final else None
-        if separator_end >= 0:
-            self._text_writer.drop_markup(buffer.take_until(separator_end))
-            return State.BETWEEN_CALLS
-        return self._select_state_for_text()
+        match self._match_close():
+            case int(close_end):
+                return self._end_section(buffer.text[buffer.pos : close_end])
+            case NoMarker.INCOMPLETE:
+                return None
+            case NoMarker.CUT_OFF:
+                return self._call_reader.drop_incomplete_marker()
+            case NoMarker.OTHER_TEXT:
+                return self._read_separator_or_text()
+
+    def _match_close(self) -> int | NoMarker:
+        """Return the end of the closing marker `</tool_calls>` in the unread text.
+
+        If no section of tool calls is open, no closing marker can follow, so the result is
+        OTHER_TEXT.
+        """
+        if not self._section.is_open:
+            return NoMarker.OTHER_TEXT
+        return self._section.match_close(self._buffer, is_empty=self._is_after_opening_marker())
+
+    def _read_separator_or_text(self) -> State | None:
+        """Read the separator between two tool calls, such as `, `. Any other text stays unread.
+
+        After a separator, the next state is BETWEEN_CALLS. Before other text, the next state is
+        CALL_START or CONTENT. Return the next state, or None if more text is required.
+        """
+        match self._match_separator():
+            case int(separator_end):
+                self._text_writer.drop_markup(self._buffer.take_until(separator_end))
+                return State.BETWEEN_CALLS
+            case NoMarker.INCOMPLETE:
+                return None
+            case NoMarker.CUT_OFF:
+                return self._call_reader.drop_incomplete_marker()
+            case NoMarker.OTHER_TEXT:
+                return self._select_state_for_text()
+
+    def _match_separator(self) -> int | NoMarker:
+        """Return the end of the separator between two tool calls in the unread text.
+
+        No separator can precede the first tool call, so the result is then OTHER_TEXT.
+        """
+        if not self._call_reader.has_calls():
+            return NoMarker.OTHER_TEXT
+        return self._section.match_separator(self._buffer)
 
     def _is_after_opening_marker(self) -> bool:
         """Return True after the opening marker `<tool_calls>`, until the first tool call starts.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
-    NO_MATCH,
     looks_like_markup,
     match_marker,
     skip_superfluous,
@@ -16,56 +16,82 @@ from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.tool_declarations import ToolSection
 
 
+class NoMarker(Enum):
+    """The result of a search for a marker, if the unread text starts with no complete marker.
+
+    INCOMPLETE  The unread text may be the start of a marker, such as `</tool_c`.
+    CUT_OFF     The message has ended inside a marker, such as `</tool_c`. The caller removes this
+                incomplete marker from the output.
+    OTHER_TEXT  The unread text is not a marker.
+    """
+
+    INCOMPLETE = "incomplete"
+    CUT_OFF = "cut_off"
+    OTHER_TEXT = "other_text"
+
+
 class ClosingMarker(NamedTuple):
-    """A closing marker, such as `</tool_call>`, that has been found after a tool call.
+    """A complete closing marker, such as `</tool_call>`, that has been found after a tool call.
 
     Attributes:
-        start: The position at which the marker starts. It is the end of the text if no character of
-            the marker has arrived.
-        end: The position after the marker, or NEED_MORE if the marker is incomplete.
+        end: The position after the marker.
         later_markers: The closing markers that may still follow.
     """
 
-    start: int
     end: int
     later_markers: tuple[str, ...]
 
 
-def match_closing_marker(markers: tuple[str, ...], text: str, pos: int) -> ClosingMarker | None:
-    """Match one of the `markers` that close a tool call. If none of them matches, return None.
+def match_closing_marker(markers: tuple[str, ...], buffer: TextBuffer) -> ClosingMarker | NoMarker:
+    """Find out with which of the `markers` that close a tool call the unread text starts.
 
-    The text at `pos` follows the arguments of the tool call. White space and superfluous brackets
-    may precede the marker. A model may omit any of the markers, but the model does not change the
-    order of the markers. Examples with the markers `</function>` and `</tool_call>`:
+    The unread text follows the arguments of the tool call, or an earlier closing marker. A model
+    may omit some of the `markers`, but keeps their order. A model may also write too many closing
+    brackets before a marker. Examples with the markers `</function>` and `</tool_call>`:
 
-        text              result
-        `</function>`     ClosingMarker(start=0, end=11, later_markers=("</tool_call>",))
-        `}</tool_call>`   ClosingMarker(start=1, end=13, later_markers=())
-        ` </func`         ClosingMarker(start=1, end=NEED_MORE, later_markers=("</tool_call>",))
-        `}`               ClosingMarker(start=1, end=NEED_MORE, ..): a marker may follow the brace
-        `Hello`           None
-
-    `pos` is the position after the body of the tool call, or after the last closing marker.
+        unread text       result
+        `</function>`     ClosingMarker(end=11, later_markers=("</tool_call>",))
+        `}</tool_call>`   ClosingMarker(end=13, later_markers=())
+        `</func`          INCOMPLETE. At the end of the message: CUT_OFF
+        `}`               INCOMPLETE. At the end of the message: OTHER_TEXT
+        `Hello`           OTHER_TEXT
     """
-    start = skip_whitespace(text, pos)
-    match = _match_first_marker(markers, text, start)
-    if match is None:
-        start_after_brackets = skip_superfluous(text, start)  # As in `}</tool_call>`.
-        match = _match_first_marker(markers, text, start_after_brackets)
-    return match
+    start = skip_whitespace(buffer.text, buffer.pos)
+    result = _match_first_marker(markers, buffer, start)
+    if result is NoMarker.OTHER_TEXT:
+        start_after_brackets = skip_superfluous(buffer.text, start)  # As in `}</tool_call>`.
+        result = _match_first_marker(markers, buffer, start_after_brackets)
+    return result
 
 
-def _match_first_marker(markers: tuple[str, ...], text: str, pos: int) -> ClosingMarker | None:
-    """Match the text at `pos` with each of the `markers`, and return the first match, or None.
+def _match_first_marker(
+    markers: tuple[str, ...], buffer: TextBuffer, start: int
+) -> ClosingMarker | NoMarker:
+    """Match the text at `start` with each of the `markers`, and return the first match.
 
     If a marker is incomplete, the later markers are not tried, because this marker takes precedence
-    when more text completes it.
+    when more text completes it. Example: for the marker `</call>`, the text `</ca` gives
+    INCOMPLETE, or CUT_OFF at the end of the message.
     """
     for index, marker in enumerate(markers):
-        end = match_marker(marker, text, pos)
-        if end != NO_MATCH:
-            return ClosingMarker(pos, end, later_markers=markers[index + 1 :])
-    return None
+        end = match_marker(marker, buffer.text, start)
+        if isinstance(end, int):
+            return ClosingMarker(end, later_markers=markers[index + 1 :])
+        if end is NEED_MORE:
+            return _kind_of_incomplete_marker(buffer, start)
+    return NoMarker.OTHER_TEXT
+
+
+def _kind_of_incomplete_marker(buffer: TextBuffer, start: int) -> NoMarker:
+    """Classify the text at `start`, which is empty or the start of a marker, such as `</ca`.
+
+    Before the end of the message, the result is INCOMPLETE, because the rest may still arrive. At
+    the end of the message, the result is CUT_OFF, or OTHER_TEXT if the text is empty.
+    """
+    if not buffer.is_final:
+        return NoMarker.INCOMPLETE
+    has_marker_started = start < len(buffer.text)
+    return NoMarker.CUT_OFF if has_marker_started else NoMarker.OTHER_TEXT
 
 
 class CallSection:
@@ -91,52 +117,50 @@ class CallSection:
         self.closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
 
-    def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
-        """Test whether the unread text starts with the marker after all tool calls (`</calls>`).
+    def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int | NoMarker:
+        """Find the end of the marker after all tool calls, such as `</calls>`, in the unread text.
 
-        Examples for the marker `</calls>`: the unread text `</calls>Hi` gives the position of `Hi`,
-        `</ca` gives NEED_MORE, and `Hi` gives NO_MATCH.
+        The unread text starts with the marker or with other text. `is_empty` is true if no tool
+        call precedes the marker. Examples for the marker `</calls>`:
 
-        `is_empty` is true if no tool call precedes the marker, as in `<calls></ca`.
-
-        Returns:
-            The position after the marker, NEED_MORE or NO_MATCH. If the message has ended, and the
-            result is NEED_MORE, the caller removes the incomplete marker from the output.
+            unread text   result
+            `</calls>Hi`  the position of `Hi`
+            `</ca`        INCOMPLETE. At the end of the message: CUT_OFF, or OTHER_TEXT if
+                          `is_empty` is true
+            `Hi`          OTHER_TEXT
         """
-        # The text `<calls></ca` may be content, because it contains no tool call. At the end of the
-        # message, `</ca` is therefore not treated as an incomplete marker.
-        is_empty_message = is_empty and buffer.is_final
+        # The message `<calls></ca` may be content, because it contains no tool call. An incomplete
+        # marker at its end is therefore not removed.
+        must_be_complete = is_empty and buffer.is_final
         for close in self.closes:  # The spellings of the marker.
-            end = match_marker(close, buffer.text, buffer.pos)
-            if end >= 0:  # The marker is complete.
+            end = match_marker(close, buffer.text, buffer.pos, is_final=must_be_complete)
+            if isinstance(end, int):
                 return end
-            if end == NEED_MORE and not is_empty_message:
-                return NEED_MORE
-        return NO_MATCH
+            if end is NEED_MORE:
+                return _kind_of_incomplete_marker(buffer, buffer.pos)
+        return NoMarker.OTHER_TEXT
 
-    def match_separator(self, buffer: TextBuffer) -> int:
-        """Test whether the unread text starts with the separator between tool calls, such as `, `.
+    def match_separator(self, buffer: TextBuffer) -> int | NoMarker:
+        """Find the end of the separator between tool calls, such as `, `, in the unread text.
 
-        White space before and after the separator is not compared. Examples:
+        The unread text starts with the separator or with other text. White space before and after
+        the separator is ignored. Examples:
 
             separator   unread text   result
             `, `        `,{"name"`    the position of `{`
-            `, `        `Hi`          NO_MATCH
-            `<sep>`     `<se`         NEED_MORE. At the end of the message also NEED_MORE, because
-                                      the incomplete tag cannot be content.
-            `and`       `an`          NEED_MORE. At the end of the message NO_MATCH, because the
-                                      text may be content.
-
-        Returns:
-            The position after the separator, NEED_MORE or NO_MATCH.
+            `, `        `Hi`          OTHER_TEXT
+            `<sep>`     `<se`         INCOMPLETE. At the end of the message: CUT_OFF
+            `and`       `an`          INCOMPLETE. At the end of the message: OTHER_TEXT, because
+                                      the text is not a tag, so it may be content
         """
         separator = self._separator  # Without the white space around the separator.
         if not separator:
-            return NO_MATCH
+            return NoMarker.OTHER_TEXT
         if buffer.starts_with(separator):
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
-            return NO_MATCH
-        # The unread text is an incomplete separator, such as `<se` or `an`.
-        may_be_content = buffer.is_final and not looks_like_markup(buffer.unread())
-        return NO_MATCH if may_be_content else NEED_MORE
+            return NoMarker.OTHER_TEXT
+        if not buffer.is_final:
+            return NoMarker.INCOMPLETE
+        is_tag = looks_like_markup(buffer.unread())  # An incomplete tag, such as `<se`.
+        return NoMarker.CUT_OFF if is_tag else NoMarker.OTHER_TEXT

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.bodies.body_reader import Head
-from nereid_parsers.stream.call_markers import CallSection, match_closing_marker
+from nereid_parsers.stream.call_markers import (
+    CallSection,
+    ClosingMarker,
+    NoMarker,
+    match_closing_marker,
+)
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.expected_call import CallStarts, ExpectedCall, MatchedCall
 from nereid_parsers.stream.open_call import OpenCall, Outcome
@@ -216,7 +221,7 @@ class CallReader:
         match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
-        if match == NEED_MORE:  # Never at the end of the message.
+        if match is NEED_MORE:  # Never at the end of the message.
             return None
         # If the message ends with an incomplete text that contains a tag, such as `<tool_call>{`,
         # the text is removed, because no client can use the text. Inside a tool section, a tool
@@ -329,17 +334,17 @@ class CallReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        marker = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
-        if marker is None:
-            return self._start_second_object() or State.BETWEEN_CALLS
-        if marker.end != NEED_MORE:
-            self._text_writer.drop_markup(buffer.take_until(marker.end))
-            self._closing_markers = marker.later_markers
-            return State.CALL_END if marker.later_markers else State.BETWEEN_CALLS
-        if not buffer.is_final:
-            return None
-        has_marker_started = marker.start < len(buffer.text)
-        return self.drop_incomplete_marker() if has_marker_started else State.BETWEEN_CALLS
+        match match_closing_marker(self._closing_markers, buffer):
+            case ClosingMarker(end, later_markers):
+                self._text_writer.drop_markup(buffer.take_until(end))
+                self._closing_markers = later_markers
+                return State.CALL_END if later_markers else State.BETWEEN_CALLS
+            case NoMarker.INCOMPLETE:
+                return None
+            case NoMarker.CUT_OFF:
+                return self.drop_incomplete_marker()
+            case NoMarker.OTHER_TEXT:
+                return self._start_second_object() or State.BETWEEN_CALLS
 
     def drop_incomplete_marker(self) -> State:
         """Remove the unread text, which is an incomplete marker such as `</tool_c`.

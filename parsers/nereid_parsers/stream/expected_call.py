@@ -62,7 +62,7 @@ class ExpectedCall:
         """
         for variant in self.variants:
             match = variant.match(buffer.text, buffer.pos, buffer.is_final)
-            if match == NEED_MORE:
+            if match is NEED_MORE:
                 # More text may complete the match of this variant. The later variants are not tried
                 # yet, because this variant takes precedence.
                 return NEED_MORE
@@ -86,7 +86,7 @@ class ExpectedCall:
         # The message has ended. `is_final=False` tests whether more text could have completed the
         # start of a tool call.
         return any(
-            variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
+            variant.match(buffer.text, buffer.pos, is_final=False) is NEED_MORE
             for variant in variants
         )
 

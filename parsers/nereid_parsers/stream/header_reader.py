@@ -87,7 +87,7 @@ class HeaderReader:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
                 return self._enter_message(route, head)
-            if head == NEED_MORE:  # Never at the end of the output, where no more text can follow.
+            if head is NEED_MORE:  # Never at the end of the output, where no more text can follow.
                 return None
         # No complete header matches. If the output has ended, the unread text may be an incomplete
         # header, such as `<|channel|>fin`.

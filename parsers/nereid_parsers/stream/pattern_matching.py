@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 from nereid_parsers.pattern_syntax import split_pattern
 
-# Functions that match a text return one of these constants if the text does not match.
-NEED_MORE: Final = -1  # More text could complete the match.
-NO_MATCH: Final = -2  # No further text could complete the match.
-Mismatch = Literal[-1, -2]  # The type of the two constants.
+
+class Mismatch(Enum):
+    """The result of a function that matches a text, if the text does not match.
+
+    NEED_MORE  The text is the beginning of a match, which more text could complete.
+    NO_MATCH   No further text could complete a match.
+    """
+
+    NEED_MORE = "need_more"
+    NO_MATCH = "no_match"
+
+
+NEED_MORE: Final = Mismatch.NEED_MORE
+NO_MATCH: Final = Mismatch.NO_MATCH
+NeedMore = Literal[Mismatch.NEED_MORE]  # The type of the constant NEED_MORE.
 
 
 # The maximum length, in characters, of the header of a tool call, such as `<function=f>`. A longer
@@ -68,7 +80,7 @@ class FieldStep:
     name: str
     regex: re.Pattern[str]
 
-    def match(self, text: str, pos: int, is_final: bool) -> int:
+    def match(self, text: str, pos: int, is_final: bool) -> int | Mismatch:
         """Match the text of one field, such as `{name}`, at `pos`.
 
         Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
@@ -101,7 +113,7 @@ class LiteralStep:
 
     literal: str
 
-    def match(self, text: str, pos: int, is_final: bool) -> int:
+    def match(self, text: str, pos: int, is_final: bool) -> int | Mismatch:
         """Match the fixed text `literal` at `pos`. Return its end, NEED_MORE or NO_MATCH.
 
         Example: for the literal `<f=`, the text `<f` gives NEED_MORE, because `=` may follow.
@@ -156,8 +168,8 @@ class Pattern:
         fields: dict[str, str] = {}
         for step in self.steps:
             end = step.match(text, pos, is_final)
-            if end < 0:
-                return NEED_MORE if end == NEED_MORE else NO_MATCH
+            if isinstance(end, Mismatch):
+                return end
             if isinstance(step, FieldStep):
                 value = text[pos:end]
                 if step.name == _NAME_FIELD and fields.get(_NAME_FIELD, value) != value:
@@ -222,15 +234,16 @@ def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str,
     return [before + replacement + after for replacement in replacements]
 
 
-def match_marker(marker: str, text: str, pos: int) -> int:
+def match_marker(marker: str, text: str, pos: int, *, is_final: bool = False) -> int | Mismatch:
     """Match a marker at `pos`. White space between the tags and words of the marker is optional.
 
     Example: the marker `<|close|>call<|sep|>` also matches `<|close|> call<|sep|>`.
 
-    Return the end of the match, NEED_MORE or NO_MATCH.
+    Return the end of the match, NEED_MORE or NO_MATCH. If `is_final` is true, an incomplete marker
+    gives NO_MATCH instead of NEED_MORE.
     """
     source = marker.replace("{", "{{").replace("}", "}}")  # The marker contains no fields.
-    match = compile_pattern(source).match(text, pos, is_final=False)
+    match = compile_pattern(source).match(text, pos, is_final)
     return match.end if isinstance(match, PatternMatch) else match
 
 

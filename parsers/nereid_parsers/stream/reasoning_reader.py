@@ -234,9 +234,9 @@ class ReasoningReader:
         if self._calls_must_come_first:
             return self._write_marker_as_reasoning(marker)
         match = self._match_call_at(marker)
-        if match == NEED_MORE:
+        if match is NEED_MORE:
             return None
-        if match == NO_MATCH:
+        if match is NO_MATCH:
             return self._write_marker_as_reasoning(marker)
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text or self._is_inline
@@ -262,7 +262,7 @@ class ReasoningReader:
             call_start = skip_whitespace(buffer.text, buffer.pos + len(marker))
         for variant in variants:
             match = variant.match(buffer.text, call_start, buffer.is_final)
-            if match != NO_MATCH:
+            if match is not NO_MATCH:
                 return match
         return NO_MATCH
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NeedMore
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 # Descriptions of faults in a tool call. The event at the end of a faulty tool call contains the
@@ -17,7 +17,7 @@ BROKEN_AFTER_ARGUMENTS = "the text after the arguments is not valid JSON"
 
 # A method that reads a text from a given position on. It returns the position at which it stopped,
 # or NEED_MORE if more text is required.
-Step = Callable[[str, int], int]
+Step = Callable[[str, int], int | NeedMore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class StepReader(BodyReader):
         size = len(text)
         while pos < size and self.status is MORE:
             end = self._next_step(text, pos)
-            if end == NEED_MORE:
+            if end is NEED_MORE:
                 return pos
             pos = end
         return pos

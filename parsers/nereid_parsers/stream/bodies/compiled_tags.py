@@ -238,7 +238,7 @@ class CompiledTags:
             match = variant.opening.match(text, pos, is_final)
             if isinstance(match, PatternMatch):
                 return TagOpening(variant, match.end, match.fields)
-            if match == NEED_MORE:
+            if match is NEED_MORE:
                 return NEED_MORE
         return NO_MATCH
 
@@ -263,7 +263,7 @@ class CompiledTags:
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return None
-        if opening == NEED_MORE:
+        if opening is NEED_MORE:
             return NEED_MORE
         may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
         return NEED_MORE if may_become_stop_marker else NO_MATCH
@@ -314,11 +314,11 @@ class CompiledTags:
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` starts with a marker that ends the arguments."""
-        return any(match_marker(marker, text, pos) >= 0 for marker in self.stop_markers)
+        return any(isinstance(match_marker(marker, text, pos), int) for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` is a prefix of a marker that ends the arguments.
 
         Example: `</fun` is a prefix of `</function>`.
         """
-        return any(match_marker(marker, text, pos) == NEED_MORE for marker in self.stop_markers)
+        return any(match_marker(marker, text, pos) is NEED_MORE for marker in self.stop_markers)

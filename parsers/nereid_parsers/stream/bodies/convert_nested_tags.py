@@ -19,6 +19,7 @@ from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
+    NeedMore,
     match_marker,
     skip_whitespace,
 )
@@ -69,7 +70,7 @@ class NestedReader(StepReader):
         else:
             self.status = BROKEN
 
-    def _read_piece(self, text: str, pos: int) -> int:
+    def _read_piece(self, text: str, pos: int) -> int | NeedMore:
         """Read the next piece of the arguments: either one tag, or the text before the next tag.
 
         Example: `~<city>`, `Paris` and `~</city>` are three pieces, and `"city": "Paris"` is
@@ -85,7 +86,7 @@ class NestedReader(StepReader):
             return self._read_between_children(text, pos)
         return self._read_text_or_tag(innermost, text, pos)
 
-    def _read_between_children(self, text: str, pos: int) -> int:
+    def _read_between_children(self, text: str, pos: int) -> int | NeedMore:
         """Inside an object or an array, skip white space and read the next tag.
 
         Examples with the prefix `~` and the stop marker `</call>`:
@@ -104,17 +105,17 @@ class NestedReader(StepReader):
             return pos
         is_tag_open = len(self._elements) > 1  # The outermost element has no tags.
         stop_marker = NO_MATCH if is_tag_open else match_marker(self._stop_marker, text, pos)
-        if stop_marker >= 0:  # The result is a position, so the marker matches.
+        if isinstance(stop_marker, int):  # The result is a position, so the marker matches.
             self._close_arguments()
             self.writer.end()
             self.status = DONE
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        may_be_completed = stop_marker == NEED_MORE or self._tag_prefix.startswith(text[pos:])
+        may_be_completed = stop_marker is NEED_MORE or self._tag_prefix.startswith(text[pos:])
         return NEED_MORE if may_be_completed and not self.is_final else self._reject(pos)
 
-    def _read_tag(self, text: str, pos: int) -> int:
+    def _read_tag(self, text: str, pos: int) -> int | NeedMore:
         """Read the tag at `pos`, together with its prefix `~`: for example `~<city>` or `~</city>`.
 
         An opening tag is valid inside an object or an array. A closing tag must have the name of
@@ -271,7 +272,7 @@ class NestedReader(StepReader):
             return len(text), False
         return match.start(), match.group() == self._tag_prefix
 
-    def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int:
+    def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int | NeedMore:
         """If there is a tag at `pos`, read the tag. Otherwise read the text up to the next tag.
 
         Example with the prefix `~` before each tag: from `Paris~</city>`, the first call reads

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from nereid_parsers.stream.bodies.body_reader import StepReader
 from nereid_parsers.stream.bodies.json_keys import CallParts, KeyRole, KeyRoles
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, NeedMore, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.json_scanner import (
     JsonScanner,
@@ -163,7 +163,7 @@ class ObjectReader(StepReader):
         self._next_step = self._read_value_start
         return pos + 1
 
-    def _read_value_start(self, text: str, pos: int) -> int:
+    def _read_value_start(self, text: str, pos: int) -> int | NeedMore:
         """Skip the white space before a value, or select the method that reads the value.
 
         White space and the value are handled by separate calls. The role of the key, which has been
@@ -300,7 +300,7 @@ class ObjectReader(StepReader):
         parts.early_arguments = []
         return True
 
-    def _start_arguments(self, text: str, pos: int) -> int:
+    def _start_arguments(self, text: str, pos: int) -> int | NeedMore:
         """Start the tool call, and select the method that reads the arguments at `pos`.
 
         If no marker and no earlier tool call shows that the outer object is a tool call, the
@@ -313,9 +313,9 @@ class ObjectReader(StepReader):
         """
         if not self._is_confirmed:
             object_start = match_object_start(text, pos)
-            if object_start == NEED_MORE:
+            if object_start is NEED_MORE:
                 return NEED_MORE
-            if object_start == NO_MATCH:
+            if object_start is NO_MATCH:
                 return self._reject(pos)
         if self._name_is_key:  # In `{"f": {"a": 1}}`, the key of the arguments is the name.
             self._parts.name = self._key

@@ -10,6 +10,7 @@ from nereid_parsers.stream.call_writer import BROKEN_ARGUMENTS, CallWriter
 from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
     NEED_MORE,
+    NeedMore,
     skip_whitespace,
 )
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
@@ -65,12 +66,12 @@ class PythonCallsReader(StepReader):
                 pos = skip_whitespace(text, pos)
                 continue
             end = self._next_step(text, pos)
-            if end == NEED_MORE:
+            if end is NEED_MORE:
                 return pos
             pos = end
         return pos
 
-    def _need_more_or_reject(self, text: str, pos: int) -> int:
+    def _need_more_or_reject(self, text: str, pos: int) -> int | NeedMore:
         """If later text may complete the name or keyword at `pos`, return NEED_MORE.
 
         Otherwise set the status BROKEN, and return `pos`. Later text cannot complete the name or
@@ -91,7 +92,7 @@ class PythonCallsReader(StepReader):
         self._next_step = self._read_call_start
         return pos + len(self._declaration.open)
 
-    def _read_call_start(self, text: str, pos: int) -> int:
+    def _read_call_start(self, text: str, pos: int) -> int | NeedMore:
         """Read a function's name and the opening bracket, such as `f(`, and start the tool call.
 
         Examples for a request that offers the function `f`:
@@ -120,7 +121,7 @@ class PythonCallsReader(StepReader):
         self._next_step = self._read_keyword_or_end
         return bracket_start + 1
 
-    def _read_keyword_or_end(self, text: str, pos: int) -> int:
+    def _read_keyword_or_end(self, text: str, pos: int) -> int | NeedMore:
         """Read the keyword and the `=` of the next argument, or the `)` that ends the tool call.
 
             text at `pos`   effect
@@ -150,7 +151,7 @@ class PythonCallsReader(StepReader):
         self._next_step = self._read_value
         return equals_pos + 1
 
-    def _read_value(self, text: str, pos: int) -> int:
+    def _read_value(self, text: str, pos: int) -> int | NeedMore:
         """Read a piece of an argument's value, and write the piece as JSON.
 
         Example: for `'Paris'`, `"Paris"` is written. At the end of the value, the next step reads

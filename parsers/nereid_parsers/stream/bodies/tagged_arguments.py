@@ -14,7 +14,7 @@ from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags, MarkerRole, TagOpening
 from nereid_parsers.stream.bodies.tagged_value import TaggedValue, types_of_value
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_whitespace
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NeedMore, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.python_strings import escape_json
 
@@ -69,7 +69,7 @@ class TaggedReader(StepReader):
         if not self._start_named_call(self._head):
             self.status = BROKEN
 
-    def _read_tag_or_end(self, text: str, pos: int) -> int:
+    def _read_tag_or_end(self, text: str, pos: int) -> int | NeedMore:
         """Read the next opening tag. At a marker such as `</function>`, end the tool call.
 
         The text at `pos` follows the header of the tool call, or the closing marker of a value:
@@ -93,7 +93,7 @@ class TaggedReader(StepReader):
         if isinstance(opening, TagOpening):
             self._start_value(opening)
             return opening.end
-        if opening == NEED_MORE:  # As in `<param`. Never at the end of the message.
+        if opening is NEED_MORE:  # As in `<param`. Never at the end of the message.
             return NEED_MORE
         if self._is_incomplete_tag_or_stop_marker(text, pos):  # Such as `</func`.
             return len(text) if self.is_final else NEED_MORE
@@ -107,7 +107,7 @@ class TaggedReader(StepReader):
         """
         if self._tags.may_become_stop_marker(text, pos):
             return True
-        return self._tags.match(text, pos, is_final=False) == NEED_MORE
+        return self._tags.match(text, pos, is_final=False) is NEED_MORE
 
     def _start_value(self, opening: TagOpening) -> None:
         """Write the JSON key of a new argument, and create the object that stores its value.
@@ -130,7 +130,7 @@ class TaggedReader(StepReader):
         self.writer.write(f"{separator}{quote_json(key)}: ")
         self._next_step = self._skip_padding
 
-    def _skip_padding(self, text: str, pos: int) -> int:
+    def _skip_padding(self, text: str, pos: int) -> int | NeedMore:
         r"""Skip the declared white space before a value. The next step reads the value.
 
         If the value must be a string, write its opening quote. Example: for the declaration
@@ -219,7 +219,7 @@ class TaggedReader(StepReader):
         read yet. Otherwise the tag is a part of the value.
         """
         opening = self._tags.match(text, pos, self.is_final)
-        if opening == NEED_MORE:
+        if opening is NEED_MORE:
             return MarkerRole.UNDECIDED
         if not isinstance(opening, TagOpening):  # The tag is not valid: `<parameter=>`.
             return MarkerRole.PART_OF_VALUE
@@ -228,7 +228,7 @@ class TaggedReader(StepReader):
         is_next_argument = is_declared and key not in self._keys
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
-    def _copy_string(self, text: str, pos: int) -> int:
+    def _copy_string(self, text: str, pos: int) -> int | NeedMore:
         """Write the text of a string as it arrives. At the closing tag, write the closing quote.
 
         The opening quote has been written before. Example: for the pieces `Pa` and
@@ -247,7 +247,7 @@ class TaggedReader(StepReader):
             return next_pos
         return text_end if has_new_text else NEED_MORE
 
-    def _store_value(self, text: str, pos: int) -> int:
+    def _store_value(self, text: str, pos: int) -> int | NeedMore:
         """Store the text of a value. As soon as the value's type is certain, write the text.
 
         The text is stored because `12` is a number, but `12 Main Street` is a string. Examples for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, Mismatch, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.argument_types import escape_surrogates, loads
 
@@ -125,7 +125,7 @@ class JsonScanner:
         return pos + 1
 
 
-def match_object_start(text: str, pos: int) -> int:
+def match_object_start(text: str, pos: int) -> int | Mismatch:
     """Test whether a JSON object starts at `pos`. Return `pos`, NO_MATCH or NEED_MORE.
 
     The result is `pos` if an object starts at `pos`. Examples: `{"` and `{}` start an object, and

@@ -10,7 +10,7 @@ from nereid_parsers.stream.state import State
 
 # The `reason` of a content event with a marker such as `<tool_calls>`, which the parser returns as
 # content because no tool call follows the marker.
-_EMPTY_SECTION = "the tool section contains no call"
+_NO_CALL_IN_SECTION = "the tool section contains no call"
 
 
 class BetweenCallsReader:
@@ -134,28 +134,33 @@ class BetweenCallsReader:
     def _end_empty_section(self, close: str) -> State:
         """End a section without tool calls, such as `<calls></calls>`. Return the next state.
 
-        The opening marker is pending text, and the closing marker `close` is unread. If `close` is
-        a special token, such as `<|calls_end|>`, both markers are removed from the output, because
-        ordinary text contains no special tokens. Other markers are written as content. If
-        `calls_must_come_first` is true, special tokens are written as content, too, because this
-        strict policy removes only tool calls.
+        The opening marker is pending text, and the closing marker `close` is unread:
+
+            `<|calls|><|calls_end|>`   Both markers are removed, because ordinary text contains no
+                                       special tokens.
+            `<calls></calls>`          Both markers are written as content.
         """
-        if is_special_token(close) and not self._calls_must_come_first:
+        # The policy `calls_must_come_first` removes only tool calls from the output. With this
+        # policy, all other text is content, even special tokens.
+        may_drop_markers = not self._calls_must_come_first
+        if may_drop_markers and is_special_token(close):
             self._text_writer.drop_pending()
             self._text_writer.drop_markup(self._buffer.take(len(close)))
             return State.CONTENT
-        return self._call_reader.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
+        return self._call_reader.treat_as_content(
+            reason=_NO_CALL_IN_SECTION, num_unread_chars=len(close)
+        )
 
     def finish(self) -> None:
-        """Handle a message that ends directly after an opening marker such as `<tool_calls>`.
+        """Handle a message that ends after an opening marker, before any tool call starts.
 
-        The marker and the text after it have not been written. Examples: the marker `<tool_calls>`
-        is removed, because it is a tag. The marker `TOOLS:` is written as content, because it is
-        ordinary text. If a tool call has followed the marker, do nothing.
+        Examples: the marker `<tool_calls>` is removed from the output, because it is a tag. The
+        marker `TOOLS:` is written as content, because it is ordinary text. The text after the
+        marker is treated in the same way. If a tool call has started, do nothing.
         """
         if not self._is_after_opening_marker():
             return
         if self._call_reader.has_tag_in_unwritten_text():
             self._call_reader.drop_unwritten_text()
         else:
-            self._call_reader.treat_as_content(_EMPTY_SECTION)
+            self._call_reader.treat_as_content(reason=_NO_CALL_IN_SECTION)

@@ -160,29 +160,38 @@ class CallReader:
 
     # ---- text that is not a tool call ------------------------------------------------------------
 
-    def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
+    def treat_as_content(self, reason: str, *, num_unread_chars: int = 0) -> State:
         """Write text as content. The text looked like a tool call, but is not a tool call.
 
         The text consists of the pending text, which has been read but not written, and of the next
         `num_unread_chars` characters of the buffer. Example: `<tool_call>` is pending, and ` is` is
         unread. With `num_unread_chars=3`, the content `<tool_call> is` is written.
 
-        The stored deviations of the supposed tool call are deleted. If no tool call has started in
-        this message, a marker such as `<tool_calls>` is content, too, so it opens no section.
+        The content event contains the `reason` why the text is not a tool call. Return the state in
+        which the text after this content is read.
+        """
+        self._forget_supposed_call()
+        self._text_writer.write_pending(self._buffer.take(num_unread_chars), reason)
+        return self._state_of_content()
 
-        The content event contains `fault` as its `reason`.
+    def _forget_supposed_call(self) -> None:
+        """Delete what has been stored for a supposed tool call whose text is content.
 
-        Returns:
-            The state in which the text after this content is read.
+        The descriptions of the deviations are deleted. If no tool call has started in this message,
+        a marker before the text, such as `<tool_calls>`, is also content, so no section is open.
         """
         self._call_writer.clear_deviations()
         if not self.has_calls():
             self.section.is_open = False
-        self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
-        # After white space alone, `has_content` is false, so a tool call may still follow.
-        if self._calls_must_come_first and self._text_writer.has_content:
-            return State.CONTENT_ONLY
-        return State.CONTENT
+
+    def _state_of_content(self) -> State:
+        """Return CONTENT_ONLY if all later text is content. Otherwise return CONTENT.
+
+        All later text is content if the policy allows tool calls only before the content, and if
+        content has been written. White space is not content, so a tool call may follow it.
+        """
+        allows_no_calls = self._calls_must_come_first and self._text_writer.has_content
+        return State.CONTENT_ONLY if allows_no_calls else State.CONTENT
 
     def has_tag_in_unwritten_text(self) -> bool:
         """Return whether the unwritten text contains a tag, such as `<tool_call>`.
@@ -213,8 +222,10 @@ class CallReader:
 
             unread text              next state
             `<tool_call>{"`          CALL_BODY, because a tool call starts
-            `<tool_call>{`           None, because more text is required
-            `<tool_call> is a tag`   CONTENT or CONTENT_ONLY, because no tool call starts
+            `<tool_call>{`           None, because more text is required. At the end of the message,
+                                     this text is removed, and the next state is CONTENT.
+            `<tool_call> is a tag`   CONTENT or CONTENT_ONLY, because no tool call starts. The
+                                     marker `<tool_call>` is written as content.
 
         Return the next state, or None if more text is required.
         """
@@ -223,16 +234,20 @@ class CallReader:
             return self._read_head(match)
         if match is NEED_MORE:  # Never at the end of the message.
             return None
-        # If the message ends with an incomplete text that contains a tag, such as `<tool_call>{`,
-        # the text is removed, because no client can use the text. Inside a tool section, a tool
-        # call may lack its opening marker, so `{` alone is incomplete, too.
-        is_cut_off = self._buffer.is_final and self._expected.is_incomplete(
-            self._buffer, includes_unmarked=self.section.is_open
-        )
-        if is_cut_off and self.has_tag_in_unwritten_text():
+        if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
         num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
+
+    def _is_start_cut_off(self) -> bool:
+        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
+
+        Inside a tool section, such as `<tool_calls>{`, a tool call may lack its own opening marker,
+        so the result is True for `{` alone, too.
+        """
+        return self._buffer.is_final and self._expected.is_incomplete(
+            self._buffer, includes_unmarked=self.section.is_open
+        )
 
     def _read_head(self, match: MatchedCall) -> State:
         """Read the matched start of a tool call, and create the reader for its arguments.
@@ -247,11 +262,17 @@ class CallReader:
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
         self._begin_body(match)
-        if self._buffer.has_unread():
-            return State.CALL_BODY
-        # Some readers can start or reject a tool call without any text after the header. The parser
-        # calls `read_body` only if there is unread text, so `read_body` must be called here.
-        return self.read_body() or State.CALL_BODY
+        return State.CALL_BODY if self._buffer.has_unread() else self._read_empty_body()
+
+    def _read_empty_body(self) -> State:
+        """Let the body reader decide about a header that no text follows yet, such as `<call>f`.
+
+        The parser calls `read_body` only if there is unread text. Some body readers start or reject
+        a tool call without any text after the header, so `read_body` is called here. Return the
+        next state, which is CALL_BODY if the body reader needs more text.
+        """
+        next_state = self.read_body()
+        return State.CALL_BODY if next_state is None else next_state
 
     def _begin_body(self, match: MatchedCall) -> None:
         """Store the matched tool call as `_call`, and create the reader for its arguments.
@@ -320,10 +341,10 @@ class CallReader:
             `</f>`        CALL_END        `</call>` may follow.
             `}</call>`    BETWEEN_CALLS   No marker may follow. The superfluous bracket is removed
                                           together with the marker.
-            `Hi`          BETWEEN_CALLS   The model has omitted the markers.
-            `{"name"`     CALL_BODY       A second tool call precedes the markers.
             `</ca`        None            The rest of the marker may still arrive. At the end of the
                                           message, `</ca` is removed.
+            `{"name"`     CALL_BODY       A second tool call precedes the markers.
+            `Hi`          BETWEEN_CALLS   The model has omitted the markers.
 
         Return the next state, or None if more text is required.
         """
@@ -344,7 +365,7 @@ class CallReader:
             case NoMarker.CUT_OFF:
                 return self.drop_incomplete_marker()
             case NoMarker.OTHER_TEXT:
-                return self._start_second_object() or State.BETWEEN_CALLS
+                return self._continue_without_marker()
 
     def drop_incomplete_marker(self) -> State:
         """Remove the unread text, which is an incomplete marker such as `</tool_c`.
@@ -354,39 +375,40 @@ class CallReader:
         self._text_writer.drop_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _start_second_object(self) -> State | None:
-        """If a second JSON object follows, as in `<call>{..}{..}</call>`, start another tool call.
+    def _continue_without_marker(self) -> State:
+        """Decide how to read text that follows a tool call instead of a closing marker.
 
-        The first object has been read, so the unread text is `{..}</call>`. Return the state in
-        which the second object is read, or None if there is no second object.
+        If the text is a second JSON object, as in `<call>{..}{..}</call>`, start another tool call,
+        and return the state in which the second object is read. For any other text, the next state
+        is BETWEEN_CALLS.
         """
-        variant = self._call.variant
-        is_closed = not self._closing_markers  # After `</call>`, no second object can follow.
-        object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
-        is_object = self._buffer.text.startswith("{", object_start)
-        if is_closed or not is_object or not variant.may_repeat_object:
-            return None
-        self._text_writer.store_whitespace(self._buffer.take_until(object_start))
+        is_second_object = self._call.variant.may_repeat_object and self._buffer.starts_with("{")
+        if not is_second_object:
+            return State.BETWEEN_CALLS
         # No marker directly precedes the second object, so it may be ordinary text. It is treated
         # as a tool call only if the request offers the function that it names.
-        return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
+        head = Head(end=self._buffer.pos)  # An empty header, because the object starts here.
+        return self._read_head(MatchedCall(self._call.variant, head, is_confirmed=False))
 
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
         """End the current tool call, because the message has ended. Return the next state.
 
-        If a quote is missing in the arguments, as in `{"a": "x}</call>`, the tool call ends before
-        the closing marker, and the marker is read again. Any other tool call that has started ends
-        with incomplete arguments, such as `{"a": 1`.
+        The first case that applies decides:
 
-        If no tool call has started, an incomplete text with a tag, such as `<call>{"na`, is
-        removed, because no client can use the text. Any other text, such as `{"na`, is written as
-        content.
+            `<call>{"a": "x}</call>`   A quote is missing. The tool call ends before the marker, and
+                                       the marker is read again.
+            `<call>{"a": 1`            The tool call ends with incomplete arguments.
+            `<call>{"na`               No tool call has started. The text is removed, because it
+                                       contains a tag, and no client can use it.
+            `{"na`                     The text is written as content.
         """
-        if self._call.end_at_marker_in_arguments():
+        has_ended_at_marker = self._call.end_at_marker_in_arguments()
+        if has_ended_at_marker:
             return self._end_call()
-        if self._call.finish():
+        has_ended_at_text_end = self._call.finish()
+        if has_ended_at_text_end:
             return State.CONTENT
         is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():

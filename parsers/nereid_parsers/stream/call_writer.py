@@ -75,7 +75,7 @@ class CallWriter:
     """
 
     __slots__ = (
-        "_call", "_deviations", "_events", "_new_id", "_num_cuts", "_policy", "is_open",
+        "_call", "_deviations", "_events", "_new_id", "_num_cuts_left", "_policy", "is_open",
         "last_index", "num_started", "stores_arguments", "tools",
     )  # fmt: skip
 
@@ -102,7 +102,7 @@ class CallWriter:
         self.is_open = False
         self.last_index = -1
         self.num_started = 0
-        self._num_cuts = 0  # How often `cut_arguments_at` has removed text, see `_MAX_CUTS`.
+        self._num_cuts_left = _MAX_CUTS  # How often `cut_arguments_at` may still remove text.
         self._deviations: list[str] = []  # See `add_deviation`.
 
     def add_deviation(self, deviation: str) -> None:
@@ -129,15 +129,10 @@ class CallWriter:
         earlier tool call shows that the text is a tool call. If not, and if the function is not
         offered, the text is content.
         """
-        treatment = self._treatment_of(name, is_confirmed=is_confirmed)
-        if treatment is UnknownTool.CONTENT:
+        if self._is_content(name, is_confirmed=is_confirmed):
             return False
-        self.is_open = True
-        self.num_started += 1
-        is_discarded = treatment is UnknownTool.DROP
-        is_never_wrapped = not may_be_wrapped(name, self.tools)
-        wrapper_filter = WrapperFilter(is_passing=is_never_wrapped)
-        self._call = _StartedCall(name, call_id, is_discarded, wrapper_filter)
+        is_discarded = self._is_unknown(name) and self._policy.unknown_tool is UnknownTool.DROP
+        self._open_call(name, call_id, is_discarded=is_discarded)
         if is_discarded:
             log.warning(
                 "discarded a call of the function %r, which the request does not offer", name
@@ -146,26 +141,39 @@ class CallWriter:
             self._append_start()
         return True
 
-    def _treatment_of(self, name: str, *, is_confirmed: bool) -> UnknownTool:
-        """Decide whether a call of the tool `name` is accepted, discarded or treated as content.
+    def _is_content(self, name: str, *, is_confirmed: bool) -> bool:
+        """Return whether the text of a supposed call of the tool `name` is content.
 
-        The policy has a rule for unknown functions. A function is unknown if the request offers
-        tools, but not this function. The first case that applies decides:
+        `is_confirmed` is true if a marker or an earlier tool call shows that the text is a tool
+        call. The first case that applies decides:
 
-            case                                result
-            `name` is ""                        CONTENT: the text is content.
-            the function is not unknown         FORWARD: the tool call is accepted.
-            unknown, `is_confirmed` is true     the rule of the policy: CONTENT, FORWARD, or DROP,
-                                                which means that the tool call is discarded
-            unknown, `is_confirmed` is false    CONTENT, because nothing shows that the text is a
-                                                tool call
+            case                                   result
+            `name` is ""                           True
+            the tool is not unknown                False
+            unknown, `is_confirmed` is false       True
+            unknown, `is_confirmed` is true        True if the policy for unknown tools is CONTENT
         """
         if not name:
-            return UnknownTool.CONTENT
-        is_unknown = self.tools.is_known and name not in self.tools
-        if not is_unknown:
-            return UnknownTool.FORWARD
-        return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
+            return True
+        if not self._is_unknown(name):
+            return False
+        return not is_confirmed or self._policy.unknown_tool is UnknownTool.CONTENT
+
+    def _is_unknown(self, name: str) -> bool:
+        """Return whether the request offers tools, but no tool with this name."""
+        return self.tools.is_known and name not in self.tools
+
+    def _open_call(self, name: str, model_id: str, *, is_discarded: bool) -> None:
+        """Store a new tool call as the open tool call, and count it. No event is appended.
+
+        `model_id` is the id that the model wrote, or "". If `is_discarded` is true, later methods
+        append no events for this tool call either.
+        """
+        self.is_open = True
+        self.num_started += 1
+        # The filter removes an outer object: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
+        wrapper_filter = WrapperFilter(is_passing=not may_be_wrapped(name, self.tools))
+        self._call = _StartedCall(name, model_id, is_discarded, wrapper_filter)
 
     def _append_start(self) -> None:
         """Increase `last_index` by 1, and append the start event of the tool call with this index.
@@ -180,15 +188,15 @@ class CallWriter:
         """Add a piece of JSON text, such as `{"a": `, to the arguments of the open tool call.
 
         If `stores_arguments` is true, the piece is stored, and `end` appends its event. Otherwise
-        an event with the piece is appended, unless the policy discards the tool call.
+        an event with the piece is appended. No event is appended for a discarded tool call.
         """
         call = self._call
         if self.stores_arguments:
             call.stored_arguments.append(text)
         elif not call.is_discarded:
-            # The filter changes `{"arguments": {"a": 1}}` to `{"a": 1}`. It stores the beginning of
-            # the text, and returns "", until it can decide whether there is an outer object to
-            # remove.
+            # The filter changes `{"arguments": {"a": 1}}` to `{"a": 1}`. The result of `add` is ""
+            # while the filter stores the text, because an outer object may have started. If
+            # `is_passing` is true, the filter would return the piece unchanged.
             wrapper_filter = call.wrapper_filter
             ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
             self._append_arguments(ready_text)  # Appends no event for "".
@@ -239,46 +247,64 @@ class CallWriter:
     def _append_stored_call(self) -> None:
         """Append all events of a tool call whose stored arguments are complete.
 
-        Arguments that are not valid JSON are repaired if possible:
+        Examples of stored arguments:
 
-            stored text   arguments in the event
-            `{"a": 1}`    `{"a": 1}`
-            `{"a": [1`    `{"a": [1]}`, because the text can be repaired
-            `[1]`         `[1]`, which is not an object and cannot be repaired. With the policy
-                          REPAIR_OR_DROP, no event is appended.
+            `{"a": 1}`                 The arguments are not changed.
+            `{"a": [1`                 The arguments are repaired: `{"a": [1]}`.
+            `{"arguments": {"a": 1}}`  A superfluous outer object is removed: `{"a": 1}`.
+            `[1]`                      The arguments are broken. The policy decides about the call.
         """
         model_text = "".join(self._call.stored_arguments).strip() or _EMPTY_ARGUMENTS
-        # Also removes an outer object: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
-        json_object = self._repair_and_unwrap(model_text)
-        drops_broken_arguments = self._policy.broken_arguments is BrokenArguments.REPAIR_OR_DROP
-        if json_object is None and drops_broken_arguments:
-            log.warning(
-                "discarded a call of %r with broken arguments: %.200r", self._call.name, model_text
-            )
-            self.clear_deviations()
-            return
+        json_object = self._repair_arguments(model_text)
+        if json_object is None:
+            self._append_or_discard_broken_call(model_text)
+        else:
+            self._append_whole_call(self._unwrap_arguments(json_object))
+
+    def _append_whole_call(self, arguments: str) -> None:
+        """Append all events of a tool call: its start, its arguments and its end."""
         self._append_start()
-        self._append_arguments(model_text if json_object is None else json_object)
+        self._append_arguments(arguments)
         self._append_end()
 
-    def _repair_and_unwrap(self, text: str) -> str | None:
-        """Repair the arguments in `text` if necessary, and remove a superfluous outer object.
+    def _append_or_discard_broken_call(self, arguments: str) -> None:
+        """Handle a tool call whose arguments are no JSON object and cannot be repaired: `[1]`.
 
-        If the arguments are repaired, or an outer object is removed, `add_deviation` stores a
-        description of this change for the end event. Examples:
-
-            `{"a": [1`                 gives `{"a": [1]}`, because the end of the text is missing.
-            `{"arguments": {"a": 1}}`  gives `{"a": 1}`, if no argument is called "arguments".
-            `[1]`                      gives None, because no repair gives a JSON object.
+        The policy REPAIR_OR_DROP discards the tool call, so no event is appended. With any other
+        policy, the events contain the `arguments` as the model wrote them.
         """
-        json_object: str | None = text
-        if not is_json_object(text):
-            json_object = repair_json_object(text)
-            self.add_deviation(BROKEN_ARGUMENTS if json_object is None else _REPAIRED_ARGUMENTS)
-        if json_object is None or not may_be_wrapped(self._call.name, self.tools):
+        if self._policy.broken_arguments is not BrokenArguments.REPAIR_OR_DROP:
+            self._append_whole_call(arguments)
+            return
+        log.warning(
+            "discarded a call of %r with broken arguments: %.200r", self._call.name, arguments
+        )
+        self.clear_deviations()
+
+    def _repair_arguments(self, text: str) -> str | None:
+        """Return the arguments in `text` as a JSON object. Return None if that is impossible.
+
+        Examples: `{"a": 1}` is returned unchanged. `{"a": [1` is repaired, so the result is
+        `{"a": [1]}`. No repair gives an object for `[1]`, so the result is None. If `text` is not a
+        JSON object, a description of this deviation is stored for the end event.
+        """
+        if is_json_object(text):
+            return text
+        repaired_object = repair_json_object(text)
+        self.add_deviation(BROKEN_ARGUMENTS if repaired_object is None else _REPAIRED_ARGUMENTS)
+        return repaired_object
+
+    def _unwrap_arguments(self, json_object: str) -> str:
+        """Remove a superfluous outer object: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
+
+        If an object is removed, a description of this deviation is stored for the end event.
+        Otherwise the result is `json_object`. The outer object is not superfluous if the function
+        has an argument that is called "arguments".
+        """
+        if not may_be_wrapped(self._call.name, self.tools):
             return json_object
         inner_object = unwrap(json_object)
-        if inner_object is None:
+        if inner_object is None:  # There is no outer object.
             return json_object
         self.add_deviation(_WRAPPED_ARGUMENTS)
         return inner_object
@@ -293,12 +319,12 @@ class CallWriter:
         Return None if no stored arguments contain `marker`, or after `_MAX_CUTS` removals.
         """
         has_stored_arguments = self.is_open and self.stores_arguments
-        if not has_stored_arguments or self._num_cuts == _MAX_CUTS:
+        if not has_stored_arguments or self._num_cuts_left == 0:
             return None
         before, found_marker, after = "".join(self._call.stored_arguments).partition(marker)
         if not found_marker:
             return None
-        self._num_cuts += 1
+        self._num_cuts_left -= 1
         self._call.stored_arguments = [before]
         return found_marker + after
 
@@ -322,15 +348,17 @@ class CallWriter:
         """Restart the numbering, so that the first tool call of the output has the index 0.
 
         The tool calls that have ended in the prompt are no longer counted, because the client does
-        not receive them. If a tool call is open at the end of the prompt, the output continues it.
+        not receive them. A tool call that is open at the end of the prompt is the first tool call
+        of the output, because the output continues it.
         """
-        self.num_started = 1 if self.is_open else 0  # Discarded tool calls count, too.
-        # A tool call gets the next index when its start event is appended. If `last_index` is -1,
-        # the next index is 0.
+        self.num_started = 1 if self.is_open else 0
+        # The next start event gets the index `last_index + 1`. If the start event of the open tool
+        # call has not been appended yet, this event gets the index 0.
         self.last_index = 0 if self._has_events_of_open_call() else -1
         if self.is_open:
-            # The stored arguments contain text of the prompt, which must not become content.
-            self._num_cuts = _MAX_CUTS
+            # Text that is cut from the arguments may become content. The stored arguments contain
+            # text of the prompt, which must not become content.
+            self._num_cuts_left = 0
 
     def _has_events_of_open_call(self) -> bool:
         """Return whether a tool call is open and its start event has been appended.

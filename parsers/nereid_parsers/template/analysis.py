@@ -157,39 +157,43 @@ def analyze_checkpoint_template(
         kwargs=template_kwargs or {},
         added_tokens=frozenset(added_tokens),
     )
-    if prober.template.changes_lists:
-        prober.undecided.append(
-            "The template changes lists, which the sandbox of transformers forbids."
-        )
-    # For a few templates, the analysis cannot infer how the model writes its output. quarantine.py
-    # contains descriptions of the output for these templates.
-    return _analyze(prober, known_format=find_quarantined(jinja_source))
+    # The format of a few templates cannot be inferred. For these templates, quarantine.py declares
+    # the format. For all other templates, the result of the search is None.
+    declared_format = find_quarantined(jinja_source)
+    return _analyze(prober, declared_format)
 
 
-def _analyze(prober: Prober, known_format: QuarantineEntry | None) -> TemplateAnalysis:
-    """Infer the format of a model's output. If `known_format` is not None, only check this format.
+def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> TemplateAnalysis:
+    """Infer the format of a model's output. If `declared_format` is given, only check this format.
 
-    `known_format` is the declared format of a template whose format cannot be inferred, or None.
+    `declared_format` is the entry of quarantine.py for a template whose format cannot be inferred.
+    For all other templates, it is None.
 
-    Mutates: `prober.form`, the form in which the template expects messages. `prober` also stores
-    the comparisons and the open questions, which are copied into the result.
+    Mutates: `prober`. It stores the form in which the template expects messages (`prober.form`),
+    the comparisons and the open questions.
     """
-    prober.form = prober.find_content_form()
-    call_form = prober.find_call_form()  # None if the template renders no tool calls.
-    if call_form is not None:
-        prober.form = call_form
+    content_form = prober.find_content_form()
+    call_form = prober.find_call_form(content_form)  # None if the template renders no tool calls.
+    prober.form = content_form if call_form is None else call_form
     turn = find_model_turn(prober)  # The text around the model's answers.
-    if known_format is None:
+    if declared_format is None:
         checked = _infer_format(turn)
     else:
-        checked = _check_known_format(turn, known_format, has_calls=call_form is not None)
+        checked = _check_declared_format(turn, declared_format, has_calls=call_form is not None)
     return TemplateAnalysis(
         checked.format,
         comparisons=tuple(prober.comparisons),
         supports=_supported_features(checked.findings, prober.form),
-        undecided=tuple(prober.undecided),
+        undecided=(*_problems_of_template(prober.template), *prober.undecided, *checked.problems),
         proofs=tuple(checked.proofs),
     )
+
+
+def _problems_of_template(template: CompiledTemplate) -> list[str]:
+    """Return sentences for the report about statements that transformers does not allow."""
+    if template.changes_lists:
+        return ["The template changes lists, which the sandbox of transformers forbids."]
+    return []
 
 
 def _infer_format(turn: ModelTurn) -> CheckedFormat:
@@ -210,46 +214,52 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
     # also contain tool calls.
     wrapper = content.wrapper or find_content_markers_beside_calls(turn_with_ends, reasoning.part)
     tools = find_tools(turn_with_ends, reasoning.part, wrapper)
-    return make_checked_format(turn_with_ends, Findings(reasoning, wrapper, tools))
+    return make_checked_format(turn_with_ends, Findings(reasoning, tools, wrapper))
 
 
-def _check_known_format(
-    turn: ModelTurn, known_format: QuarantineEntry, *, has_calls: bool
+def _check_declared_format(
+    turn: ModelTurn, declared_format: QuarantineEntry, *, has_calls: bool
 ) -> CheckedFormat:
     """Parse rendered messages with a format that quarantine.py declares. Return the results.
 
-    Only the markers that end a message, such as `<|im_end|>`, are inferred and added to the format.
-    `has_calls` states whether the template renders tool calls.
+    The declaration lacks the markers that end a message, such as `<|im_end|>`. These markers are
+    inferred and added to the format. `has_calls` states whether the template renders tool calls.
 
-    Mutates: `turn.prober`, which stores the comparisons and the reason for the declaration for the
-    report, and also the message fields from which the template reads reasoning.
+    Mutates: `turn.prober`, which stores the comparisons for the report, and the message fields from
+    which the template reads reasoning.
     """
-    turn.prober.undecided.append(
-        f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
-    )
+    # Each of the three steps adds comparisons to the report, in this order.
     reasoning = find_rendered_reasoning(turn)
-    tools = _find_declared_tools(turn, has_calls=has_calls)
+    tools = _compare_declared_calls(turn, has_calls=has_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
-    # `wrapper` is None, because the format already declares the markers around the content.
-    findings = Findings(reasoning, wrapper=None, tools=tools)
-    turn_with_ends = replace(turn, end_markers=end_markers)
-    return check_format(known_format.make_format(end_markers), turn_with_ends, findings)
+    # The declaration already contains the markers around the content, so the findings omit them.
+    findings = Findings(reasoning, tools)
+    fmt = declared_format.make_format(end_markers)
+    checked = check_format(fmt, replace(turn, end_markers=end_markers), findings)
+    reason = (
+        f"The format was recognised, not inferred ({declared_format.model}). "
+        f"{declared_format.reason}"
+    )
+    return checked._replace(problems=(reason,))
 
 
-def _find_declared_tools(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
-    """Find out whether one message can have several tool calls, if their format is declared.
+def _compare_declared_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
+    """Compare renderings of tool calls for the report, if quarantine.py declares their format.
 
-    quarantine.py declares how the model writes a tool call, so the result contains no tool section
-    (`ToolFindings.part`). If the template renders tool calls (`has_calls`), the form in the result
-    is the word _DECLARED_FORM, which the report shows.
+    One comparison adds a tool call to a message (T1), and the other adds a second tool call (T2).
+    The result states whether one message can have several tool calls. Its attribute `part` is None,
+    because the declared format already contains the form of the tool calls. `has_calls` states
+    whether the template renders tool calls.
 
-    Mutates: `turn.prober`, which records the comparisons T1 and T2 for the report.
+    Mutates: `turn.prober`, which records both comparisons.
     """
     renderer = CallRenderer(turn)
-    record_one_call(turn.prober, render_one_call(renderer))  # T1
-    two_calls = render_two_calls(renderer)  # T2; "" if a message can have only one tool call.
-    form_of_calls = _DECLARED_FORM if has_calls else NO_CALLS
-    return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
+    record_one_call(turn.prober, one_call=render_one_call(renderer))
+    two_calls = render_two_calls(renderer)  # This function also records the comparison T2.
+    return ToolFindings(
+        form=_DECLARED_FORM if has_calls else NO_CALLS,
+        is_parallel=bool(two_calls),  # "" if a message can have only one tool call.
+    )
 
 
 def _supported_features(findings: Findings, form: InputForm) -> Supports:

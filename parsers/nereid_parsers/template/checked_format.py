@@ -21,13 +21,13 @@ class Findings(NamedTuple):
 
     Attributes:
         reasoning: The findings about reasoning.
-        wrapper: The markers around the content, or None.
         tools: The findings about tool calls.
+        wrapper: The markers around the content, or None.
     """
 
     reasoning: ReasoningFindings
-    wrapper: Wrapper | None
     tools: ToolFindings
+    wrapper: Wrapper | None = None
 
 
 class CheckedFormat(NamedTuple):
@@ -37,33 +37,39 @@ class CheckedFormat(NamedTuple):
         findings: The findings from which the format was made.
         format: The format.
         proofs: The parsed messages. A proof lists the parts that were parsed wrongly.
+        problems: Sentences for the report that state what could not be inferred, and why.
     """
 
     findings: Findings
     format: Format
     proofs: list[Proof]
+    problems: tuple[str, ...] = ()
 
 
 def make_checked_format(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """Build a `Format` from the findings, and parse rendered messages to check this `Format`.
 
-    If the parser does not return the tool call of a rendered message, the inferred tool calls are
-    wrong. The result is then a format without tool calls, so that their text becomes content.
+    If the parser does not return the tool call of a rendered message, the inferred form of tool
+    calls is wrong. The result is then a format without tool calls, so that their text becomes
+    content.
 
-    Mutates: `turn.prober.undecided`. A sentence for the report is appended for each message that
-    was parsed wrongly, and for findings that contradict each other.
+    The attribute `problems` of the result contains a sentence for the report about each message
+    that was parsed wrongly, and about findings that contradict each other.
     """
-    undecided = turn.prober.undecided
-    checked = _check_findings(turn, findings)
-    wrong_call = _wrongly_parsed_call(checked.proofs)
-    if wrong_call is not None:
-        undecided.append(
-            "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {wrong_call.text!r}."
-        )
-        checked = _check_findings(turn, _without_calls(findings))
-    undecided += [_describe_wrong_parts(proof) for proof in checked.proofs if proof.differs]
-    return checked
+    with_calls = _build_and_check(turn, findings)
+    wrong_call = _wrongly_parsed_call(with_calls.proofs)
+    if wrong_call is None:
+        problems = [*with_calls.problems, *_describe_wrong_messages(with_calls.proofs)]
+        return with_calls._replace(problems=tuple(problems))
+    without_calls = _build_and_check(turn, _without_calls(findings))
+    problems = [
+        *with_calls.problems,
+        "The format of the calls could not be inferred: the parser did not return the call "
+        f"that the template renders as {wrong_call.text!r}.",
+        *without_calls.problems,
+        *_describe_wrong_messages(without_calls.proofs),
+    ]
+    return without_calls._replace(problems=tuple(problems))
 
 
 def _wrongly_parsed_call(proofs: list[Proof]) -> Proof | None:
@@ -84,12 +90,17 @@ def _without_calls(findings: Findings) -> Findings:
     return findings._replace(tools=ToolFindings(inner_headers=findings.tools.inner_headers))
 
 
-def _describe_wrong_parts(proof: Proof) -> str:
-    """Return sentences for the report that name the wrongly parsed parts of a message."""
-    return (
+def _describe_wrong_messages(proofs: list[Proof]) -> list[str]:
+    """Return one text for the report about each message that was parsed wrongly.
+
+    Each text contains the names of the wrongly parsed parts, such as "reasoning, content".
+    """
+    return [
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."
-    )
+        for proof in proofs
+        if proof.differs
+    ]
 
 
 def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFormat:
@@ -101,12 +112,11 @@ def check_format(fmt: Format, turn: ModelTurn, findings: Findings) -> CheckedFor
     return CheckedFormat(findings, fmt, proofs)
 
 
-def _check_findings(turn: ModelTurn, findings: Findings) -> CheckedFormat:
+def _build_and_check(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     """Build a `Format` from the findings, and parse rendered messages to check this `Format`.
 
-    If the findings contradict each other, the result is a format in which all output is content.
-
-    Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
+    If the findings contradict each other, the result contains a format in which all output is
+    content, and a sentence about the contradiction (`problems`).
 
     Raises:
         LimitError: A marker of the format is too long.
@@ -114,11 +124,9 @@ def _check_findings(turn: ModelTurn, findings: Findings) -> CheckedFormat:
     try:
         fmt = _make_format(turn, findings)
     except FormatError as error:
-        turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
-        # This format has no reasoning, so the texts that open the model's answer (`Format.turn`)
-        # are not needed.
-        ends = _ends_of_format(turn, findings)
-        fmt = Format("plain", Sections(), ends=ends, sources=_SOURCES)
+        contradiction = f"The inferred parts contradict each other: {error}"
+        checked = check_format(_make_plain_format(turn, findings), turn, findings)
+        return checked._replace(problems=(contradiction,))
     return check_format(fmt, turn, findings)
 
 
@@ -129,38 +137,45 @@ def _make_format(turn: ModelTurn, findings: Findings) -> Format:
         FormatError: The findings contradict each other.
         LimitError: A marker of the format is too long.
     """
-    tools = findings.tools.part  # The declared form of tool calls, or None.
     reasoning = findings.reasoning.part  # The declared markers of reasoning, or None.
-    # In a prompt that ends with `<|assistant|><think>`, only `<|assistant|>` opens the answer.
-    turn_starts = turn_markers(turn, reasoning_markers=stripped_markers(reasoning))
+    tools = findings.tools.part  # The declared form of tool calls, or None.
+    # A prompt may end with `<|assistant|><think>`. Only `<|assistant|>` opens the answer, because
+    # `<think>` is a part of the answer. Therefore, `turn_markers` ignores the reasoning markers.
+    answer_openings = turn_markers(turn, reasoning_markers=stripped_markers(reasoning))
     fmt = Format(
         "inferred",
         Sections(reasoning=reasoning, content=findings.wrapper, tools=tools),
-        ends=_ends_of_format(turn, findings),
-        turn=turn_starts,
+        ends=_texts_between_messages(turn, findings),
+        turn=answer_openings,
         sources=_SOURCES,
     )
     check_marker_lengths(fmt)
     return fmt
 
 
-def _ends_of_format(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
-    """Return the texts between messages, such as `<|end|>`, that the parser must remove.
+def _make_plain_format(turn: ModelTurn, findings: Findings) -> Format:
+    """Build a `Format` in which all output is content, except the texts between messages."""
+    return Format(
+        "plain", Sections(), ends=_texts_between_messages(turn, findings), sources=_SOURCES
+    )
+
+
+def _texts_between_messages(turn: ModelTurn, findings: Findings) -> tuple[str, ...]:
+    """Return the texts before and after messages that the parser must remove from the output.
 
     There are two kinds of such texts:
 
-        end markers      `<|end|>` ends a message.
-        inner headers    `<|assistant|>` opens a message. Some models write this header inside their
-                         output, for example between the content and a tool call.
-
-    The end markers in `turn` end a turn with content, and the end markers in `findings.tools` end a
-    turn with tool calls.
+        end markers    `<|end|>` ends a message. Messages with content and messages with tool calls
+                       may have different end markers.
+        headers        `<|assistant|>` opens a message. Some models write this header inside their
+                       output, for example between the content and a tool call, or after the result
+                       of a tool.
     """
-    ends = [
-        *turn.end_markers,
-        *findings.tools.end_markers,
+    end_markers = [*turn.end_markers, *findings.tools.end_markers]
+    headers = [
         *findings.tools.inner_headers,
         *findings.reasoning.inner_headers,
-        header_after_result(turn),  # "" if the model writes no header after a tool's result
+        header_after_result(turn),  # "" if the model writes no header after a tool's result.
     ]
-    return tuple(dict.fromkeys(end for end in ends if end))  # without duplicates
+    without_duplicates = dict.fromkeys([*end_markers, *headers])
+    return tuple(text for text in without_duplicates if text)

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nereid_parsers.errors import FormatError, NereidParsersError
 from nereid_parsers.format import Format, Sections, Source
@@ -87,71 +88,92 @@ def format_for_checkpoint(
     text = read_checkpoint(path)
     if chat_template is not None:
         text = dataclasses.replace(text, template=chat_template)
-    file_format = _format_of_files(text)
+    from_files = _format_of_files(text)
     if reasoning is not None:
-        named = get_format(reasoning=reasoning)
-        return _combine_with_files(named, reasoning, file_format, is_reasoning_chosen=True)
+        choice = _UserChoice(reasoning, get_format(reasoning=reasoning), is_for_reasoning=True)
+        return _combine_with_files(choice, from_files)
     if tools is not None:
-        named = get_format(tools=tools)
-        return _combine_with_files(named, tools, file_format, is_reasoning_chosen=False)
-    return file_format
+        choice = _UserChoice(tools, get_format(tools=tools), is_for_reasoning=False)
+        return _combine_with_files(choice, from_files)
+    return from_files
 
 
-def _combine_with_files(
-    named: Format, name: str, from_files: ChosenFormat, *, is_reasoning_chosen: bool
-) -> ChosenFormat:
-    """Combine the format that the user chose and the format from the files of the checkpoint.
+class _UserChoice(NamedTuple):
+    """A registered format that the user chose for one part of the output.
 
-    Example: if the user chose a format only for reasoning, the files of the checkpoint determine
-    how tool calls are written. Only formats whose layout is `Sections` can be combined, because the
-    layout `Messages` has no separate parts. If a layout is `Messages`, the result is `named`.
-
-    The end markers (`ends`) of both formats are the texts that the parser removes because they end
-    a turn. The texts that open a turn (`turn`) are those of the files, because the template of the
-    checkpoint writes them.
-
-    Args:
-        named: The registered format that the user chose.
-        name: The name of this format, as the user wrote it.
-        from_files: The format from the files of the checkpoint, and the reason for this format.
-        is_reasoning_chosen: Whether the user chose `named` for the reasoning. If not, the user
-            chose `named` for the tool calls.
+    Attributes:
+        name: The name of the format, as the user wrote it.
+        format: The format.
+        is_for_reasoning: True if the user chose the format for the reasoning, and False if the user
+            chose the format for the tool calls.
     """
-    why = f"The user chose the format {name!r}."
-    file_format = from_files.format
-    if not isinstance(named.layout, Sections) or not isinstance(file_format.layout, Sections):
-        why += " It is used completely, because formats of this kind cannot be combined."
-        return ChosenFormat(named, "chosen", why)
-    sections = _combine_sections(
-        named.layout, file_format.layout, is_reasoning_chosen=is_reasoning_chosen
+
+    name: str
+    format: Format
+    is_for_reasoning: bool
+
+
+def _combine_with_files(choice: _UserChoice, from_files: ChosenFormat) -> ChosenFormat:
+    """Combine the user's format for one part with the format from the files of the checkpoint.
+
+    Example: if the user chose a format for the reasoning, the files of the checkpoint determine how
+    tool calls are written. Formats with the layout `Messages` have no separate parts. If one of the
+    two formats has this layout, the result is the user's format.
+    """
+    users_layout, files_layout = choice.format.layout, from_files.format.layout
+    if not isinstance(users_layout, Sections) or not isinstance(files_layout, Sections):
+        why = (
+            f"The user chose the format {choice.name!r}. It is used completely, because formats of "
+            "this kind cannot be combined."
+        )
+        return ChosenFormat(choice.format, "chosen", why)
+    layout = _combine_layouts(
+        users_layout, files_layout, is_reasoning_chosen=choice.is_for_reasoning
     )
-    combined = Format(
-        f"{named.name}+{file_format.name}",
-        sections,
-        ends=(*named.ends, *file_format.ends),
-        turn=file_format.turn,
-        sources=(*named.sources, *file_format.sources),
+    why = (
+        f"The user chose the format {choice.name!r}. "
+        f"The source of the other parts: {from_files.why}"
     )
-    why += f" The source of the other parts: {from_files.why}"
+    combined = _join_formats(layout, choice.format, from_files.format)
     return ChosenFormat(combined, "chosen", why, from_files.analysis)
 
 
-def _combine_sections(
-    named: Sections, from_files: Sections, *, is_reasoning_chosen: bool
-) -> Sections:
-    """Combine the layout of a format that the user chose and the layout from the files.
+def _join_formats(layout: Sections, users_format: Format, files_format: Format) -> Format:
+    """Build a `Format` with the given layout. Take the markers around messages from both formats.
 
-    The content and the tool calls are those of `named`, or those of `from_files` if `named` lacks
-    them. If the user chose `named` for the reasoning, the reasoning is that of `named`, even if
-    `named` declares no reasoning. Otherwise, the reasoning of `from_files` is preferred.
+    `users_format` is the format that the user chose. `files_format` is the format from the files of
+    the checkpoint.
     """
-    reasoning = named.reasoning
-    if not is_reasoning_chosen:
-        reasoning = from_files.reasoning or reasoning
+    return Format(
+        f"{users_format.name}+{files_format.name}",
+        layout,
+        # The parser removes the markers that end a message. Unused markers do no harm.
+        ends=(*users_format.ends, *files_format.ends),
+        # The texts that open the model's answer in a prompt. Only the template of the checkpoint
+        # writes prompts.
+        turn=files_format.turn,
+        sources=(*users_format.sources, *files_format.sources),
+    )
+
+
+def _combine_layouts(
+    chosen: Sections, from_files: Sections, *, is_reasoning_chosen: bool
+) -> Sections:
+    """Combine the layout of a format that the user chose with the layout from the files.
+
+    The user chose the format either for its reasoning (`is_reasoning_chosen`) or for its tool
+    calls. Parts that the chosen format lacks, such as tool calls, come from the files.
+    """
+    if is_reasoning_chosen:
+        reasoning = chosen.reasoning  # None if the user chose that the model writes no reasoning.
+    else:
+        # The chosen format may declare reasoning beside its tool calls. The files of the checkpoint
+        # are preferred, because the user did not choose this reasoning.
+        reasoning = from_files.reasoning or chosen.reasoning
     return Sections(
         reasoning=reasoning,
-        content=named.content or from_files.content,
-        tools=named.tools or from_files.tools,
+        content=chosen.content or from_files.content,
+        tools=chosen.tools or from_files.tools,
     )
 
 

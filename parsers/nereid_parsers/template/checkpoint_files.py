@@ -64,34 +64,62 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
     )
 
 
-def _read_templates(path: Path, config: dict[str, Any]) -> object:
-    """Read the chat templates of a checkpoint from the first file that contains chat templates.
+def _read_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[Any, object]:
+    """Read the chat templates of a checkpoint, as a dict from the name to the source of a template.
 
-    The files are, in this order: the .jinja files, chat_template.json, tokenizer_config.json.
-
-    The result is the value in the file. Usually, it is the source of the only template, a dict of
-    names and sources, or a list of objects with a name and a source. The result is None if there
-    are no templates.
+    The templates are those of the first source that contains any: the .jinja files,
+    chat_template.json, or tokenizer_config.json, whose content is `tokenizer_config`. The result is
+    {} if there are no templates.
 
     Raises:
         FormatError: chat_template.json is not a valid JSON file, even if it is not used, or a file
             is too long.
     """
-    # The name of a template in additional_chat_templates/ is the name of its file, such as
-    # "tool_use".
-    jinja_files = sorted((path / "additional_chat_templates").glob("*.jinja"))
-    jinja_templates = {file.stem: _read_text(file) for file in jinja_files}
-    if (path / "chat_template.jinja").is_file():
-        jinja_templates.setdefault("default", _read_text(path / "chat_template.jinja"))
+    jinja_templates = _read_jinja_files(path)
+    # This file is always read, so that an invalid file is reported even if it is not used.
     json_file = _read_json(path / "chat_template.json")  # {} if there is no such file.
     if jinja_templates:
         return jinja_templates
-    if "chat_template" in json_file:
-        return json_file["chat_template"]
-    return config.get("chat_template")
+    config = json_file if "chat_template" in json_file else tokenizer_config
+    return _templates_by_name(config.get("chat_template"))
 
 
-def _select_template(templates: object) -> str | None:
+def _read_jinja_files(path: Path) -> dict[Any, object]:
+    """Read the .jinja files of a checkpoint, as a dict from the name to the source of a template.
+
+    The template in chat_template.jinja has the name "default". The name of a template in the folder
+    additional_chat_templates is the name of its file, such as "tool_use". If this folder contains a
+    file default.jinja, chat_template.jinja is not used.
+    """
+    files = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    templates: dict[Any, object] = {file.stem: _read_text(file) for file in files}
+    default_file = path / "chat_template.jinja"
+    if default_file.is_file():
+        templates.setdefault("default", _read_text(default_file))
+    return templates
+
+
+def _templates_by_name(value: object) -> dict[Any, object]:
+    """Convert the value of "chat_template" in a JSON file into a dict of names and sources.
+
+    In such a file, the value is the source of the only template, a list of objects, or a dict:
+
+    >>> _templates_by_name("source of the template")
+    {'default': 'source of the template'}
+    >>> _templates_by_name([{"name": "tool_use", "template": "source of the template"}])
+    {'tool_use': 'source of the template'}
+
+    A value of another form gives {}.
+    """
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        return {entry.get("name"): entry.get("template") for entry in entries}
+    return value if isinstance(value, dict) else {}
+
+
+def _select_template(templates: dict[Any, object]) -> str | None:
     """Select the chat template for requests with tools. Return the source of this template.
 
     The template with the name "tool_use" is selected, or else the template "default", or else the
@@ -99,24 +127,15 @@ def _select_template(templates: object) -> str | None:
 
     >>> _select_template({"default": "source of one", "tool_use": "source of another"})
     'source of another'
-    >>> _select_template([{"name": "default", "template": "source of one"}])
-    'source of one'
 
-    The result is None if `templates`, a value from the files of a checkpoint, has another form or
-    contains no template.
+    The result is None if there are no templates, or if the selected source is not a string, because
+    the file of the checkpoint is malformed.
     """
-    if isinstance(templates, str):
-        return templates  # The checkpoint has only one template.
-    if isinstance(templates, list):
-        entries = [entry for entry in templates if isinstance(entry, dict)]
-        templates = {entry.get("name"): entry.get("template") for entry in entries}
-    if not isinstance(templates, dict):
+    names = [name for name in ("tool_use", "default", *templates) if name in templates]
+    if not names:
         return None
-    for name in ("tool_use", "default", *templates):
-        if name in templates:
-            source = templates[name]
-            return source if isinstance(source, str) else None
-    return None
+    source = templates[names[0]]
+    return source if isinstance(source, str) else None
 
 
 def _token_text(value: object) -> str:
@@ -153,10 +172,10 @@ def _read_text(path: Path) -> str:
     Raises:
         FormatError: The file is longer than MAX_FILE_BYTES, cannot be read, or is not UTF-8.
     """
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
     try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise FormatError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from nereid_parsers.errors import NereidParsersError
@@ -54,6 +55,24 @@ _PARSED_WRONGLY = 1
 _WRONG_ARGUMENTS = 2
 
 
+class _StorePaths(argparse.Action):
+    """Stores the paths of the command line, without the optional first word "inspect"."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        _option: str | None = None,
+    ) -> None:
+        """Set `namespace.paths`: the words `inspect FILE` and the word `FILE` give ["FILE"].
+
+        `values` contains the words. A single word "inspect" is itself the path of a file.
+        """
+        first, *others = list(values or ())
+        namespace.paths = others if first == "inspect" and others else [first, *others]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command `template` to `parser`.
 
@@ -62,9 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.description = _DESCRIPTION
     # `template inspect FILE` and `template FILE` run the same command. A subparser would require
-    # the word "inspect". Therefore, the word is a positional argument, which `run` removes.
+    # the word "inspect".
     parser.add_argument(
-        "words",
+        "paths",
+        action=_StorePaths,
         nargs="+",
         metavar="[inspect] FILE|CHECKPOINT",
         help="a file that contains a Jinja template, or the folder of a checkpoint",
@@ -94,18 +114,16 @@ def run(options: argparse.Namespace) -> int:
         NereidParsersError: The path is neither a template nor a checkpoint, or the HTML file cannot
             be written.
     """
-    # A single word "inspect" is the path of a file.
-    starts_with_inspect = options.words[0] == "inspect" and len(options.words) > 1
-    paths = options.words[1:] if starts_with_inspect else options.words
-    if len(paths) > 1:
+    path, *further_paths = options.paths
+    if further_paths:
         sys.stderr.write(
             "template: the command accepts exactly one file or checkpoint, "
-            f"but {len(paths)} were given: {', '.join(paths)}\n"
+            f"but {len(options.paths)} were given: {', '.join(options.paths)}\n"
         )
         return _WRONG_ARGUMENTS
-    chosen = format_for_checkpoint(paths[0])
+    chosen = format_for_checkpoint(path)
     why = f"Source of the format: {chosen.source}. {chosen.why}"
-    report = report_of(paths[0], why, chosen.format, chosen.analysis)
+    report = report_of(path, why, chosen.format, chosen.analysis)
     _write_report(report, options)
     is_parsed_wrongly = any(sample.differs for sample in report.samples)
     return _PARSED_WRONGLY if is_parsed_wrongly else _PARSED_CORRECTLY

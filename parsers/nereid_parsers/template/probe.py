@@ -206,17 +206,17 @@ class Prober:
         self.undecided.append(f"The template does not render plain content: {why}")
         return self.form
 
-    def find_call_form(self) -> InputForm | None:
+    def find_call_form(self, content_form: InputForm) -> InputForm | None:
         """Find a form of the input for which the template renders a complete tool call.
 
-        For example, the arguments of a tool call are an object or a JSON string. The attribute
-        `form`, which contains the form of the content, is combined with each form of tool calls.
-        The result is the first combination for which the template renders a complete tool call, or
-        None if all combinations fail.
+        For example, the arguments of a tool call are an object or a JSON string. `content_form`,
+        the form of the content, is combined with each form of tool calls. The result is the first
+        combination for which the template renders a complete tool call, or None if all combinations
+        fail.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
-        for form in forms_of_calls(self.form):
+        for form in forms_of_calls(content_form):
             if _shows_call(self._text_of_answer(conversation, form)):
                 return form
         return None

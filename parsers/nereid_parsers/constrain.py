@@ -14,7 +14,7 @@ follow the reasoning, and must have the form that the format declares. Three det
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.constrain_answer import report_unenforced
 from nereid_parsers.constrain_calls import (
@@ -77,10 +77,11 @@ def structural_tag(
         ConstraintError: The request cannot be expressed as a structural tag of this format. For
             example, xgrammar cannot enforce a keyword in the schema of a strict tool.
     """
-    if request.is_unconstrained:
+    if not request.is_constrained:
         return None
     for tool in request.tools:
-        report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
+        field = f"tools: {tool.name}"
+        report_unenforced(tool.parameters, is_strict=tool.is_strict, field=field)
     layout = fmt.layout
     if isinstance(layout, Messages):
         reasoning_node = reasoning_message(fmt, layout, reasoning)
@@ -95,28 +96,44 @@ def reasoning_gate(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     """Return a `ReasoningGate`: the markers around the reasoning, and where the reasoning starts.
 
     A server that limits the length of the reasoning needs the closing marker to find or to enforce
-    the end of the reasoning. The reasoning starts in the prompt (`is_open`), or the model may still
-    write the opening marker (`may_open`), or the prompt has already closed the reasoning (neither).
-    Return None if the format has no reasoning, or if no marker closes the reasoning.
+    the end of the reasoning. Return None if the format has no reasoning, or if no marker closes the
+    reasoning. `start` describes the end of the prompt:
 
-    Examples for a prompt that ends inside the reasoning (`is_open=True, may_open=False`): the
-    markers are `<think>` and `</think>` if the layout is `Sections`, and
-    `<|channel|>analysis<|message|>` and `<|end|>` if the layout is `Messages`.
+        end of the prompt                                     is_open   may_open
+        inside the reasoning                                  True      False
+        before the reasoning, which the model may still open  False     True
+        after the reasoning                                   False     False
     """
-    layout = fmt.layout
-    if isinstance(layout, Messages):  # The reasoning is a separate message, with a header.
-        route = first_route(layout, Stage.REASONING)
-        if route is None or not layout.ends:
-            return None
-        # The other markers in `layout.ends` end the whole output, not only one message.
-        opening, closing = header_text(layout, route), layout.ends[0]
-    elif layout.reasoning is None:
+    markers = _reasoning_markers(fmt.layout)
+    if markers is None:
         return None
-    else:
-        opening, closing = layout.reasoning.open, layout.reasoning.close
     is_open = start.stage is Stage.REASONING
     may_open = not is_open and not start.has_reasoned
-    return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
+    return ReasoningGate(markers.opening, markers.closing, is_open=is_open, may_open=may_open)
+
+
+class _ReasoningMarkers(NamedTuple):
+    """The markers around the reasoning, such as `<think>` and `</think>`."""
+
+    opening: str
+    closing: str
+
+
+def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
+    """Return the markers around the reasoning, or None if the layout has no such markers.
+
+    Examples: `<think>` and `</think>` for `Sections`. In the layout `Messages`, the reasoning is a
+    separate message with a header, so the markers are, for example,
+    `<|channel|>analysis<|message|>` and `<|end|>`.
+    """
+    if isinstance(layout, Sections):
+        reasoning = layout.reasoning
+        return _ReasoningMarkers(reasoning.open, reasoning.close) if reasoning is not None else None
+    route = first_route(layout, Stage.REASONING)
+    if route is None or not layout.ends:
+        return None
+    # The first marker in `layout.ends` ends one message. The other markers end the whole output.
+    return _ReasoningMarkers(header_text(layout, route), layout.ends[0])
 
 
 # ---- the layout Sections -------------------------------------------------------------------------
@@ -139,24 +156,53 @@ def _reasoning_node(fmt: FormatData, layout: Sections, state: ReasoningState) ->
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
     declaration = layout.reasoning
-    if declaration is None and state is ReasoningState.OPEN:
-        raise unclosed_reasoning_error(fmt)
-    if declaration is None or state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
+    if declaration is None:
+        if state is ReasoningState.OPEN:
+            raise unclosed_reasoning_error(fmt)
         return NOTHING
-    text = _reasoning_text(fmt, layout, declaration)
-    close = declaration.close.strip()
-    header = _repeated_header(fmt)
-    if state is ReasoningState.OPEN:  # The prompt contains the opening marker.
-        rest_of_reasoning: Node = {"type": "tag", "begin": "", "content": text, "end": close}
-        return sequence(rest_of_reasoning, WHITESPACE, header)
+    match state:
+        case ReasoningState.OPEN:
+            return _open_reasoning(fmt, layout, declaration)
+        case ReasoningState.POSSIBLE:
+            return _possible_reasoning(fmt, layout, declaration)
+        case ReasoningState.ENDED | ReasoningState.EXCLUDED:
+            return NOTHING
+
+
+def _open_reasoning(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
+    """Return the grammar node for the rest of the reasoning: `Let me see.</think>`.
+
+    The prompt contains the opening marker. `declaration` declares the markers of the reasoning. A
+    header such as `<|assistant|>` may follow the closing marker, if the format declares this.
+    """
+    reasoning = _tagged_reasoning(fmt, layout, declaration, opening="")
+    return sequence(reasoning, WHITESPACE, _repeated_header(fmt))
+
+
+def _possible_reasoning(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
+    """Return the grammar node for optional reasoning: `<think>Let me see.</think>`, or no text.
+
+    A model that normally starts with `<think>` may write only `</think>` to skip the reasoning. For
+    such a model, the node also matches `</think>`. `declaration` declares the markers. A header
+    such as `<|assistant|>` may follow the closing marker, if the format declares this.
+    """
     opening = declaration.open.strip()
-    options: list[Node] = [{"type": "tag", "begin": opening, "content": text, "end": close}]
+    options = [_tagged_reasoning(fmt, layout, declaration, opening=opening)]
     if declaration.is_opened_by_model:
-        # A model that normally starts with `<think>` may write only `</think>` to skip the
-        # reasoning.
-        options.append(const(close))
+        options.append(const(declaration.close.strip()))
     # White space around the markers is optional, because some models omit the white space.
-    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, header))
+    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE, _repeated_header(fmt)))
+
+
+def _tagged_reasoning(
+    fmt: FormatData, layout: Sections, declaration: Reasoning, *, opening: str
+) -> Node:
+    """Return the grammar node for `opening`, the text of the reasoning, and the closing marker.
+
+    Example of matching text, if `opening` is `<think>`: `<think>Let me see.</think>`.
+    """
+    text = _reasoning_text(fmt, layout, declaration)
+    return {"type": "tag", "begin": opening, "content": text, "end": declaration.close.strip()}
 
 
 def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
@@ -201,20 +247,19 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     """
     if not request.tools:
         return _content_node(layout.content, request.answer)
-    tools = layout.tools
-    if tools is None:
+    section = layout.tools
+    if section is None:
         raise ConstraintError(
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
     if request.must_call:
         # Different templates and models write different white space around tool calls.
-        only_calls = without_outer_whitespace(section_node(tools, request))
+        only_calls = without_outer_whitespace(section_node(section, request))
         return sequence(_empty_content(layout.content), WHITESPACE, only_calls, WHITESPACE)
     if request.answer is None:
-        return _text_with_calls(fmt, layout, tools, request)
-    calls = section_node(tools, request)
-    return one_of(calls, _content_node(layout.content, request.answer))
+        return _text_with_calls(fmt, layout, section, request)
+    return one_of(section_node(section, request), _content_node(layout.content, request.answer))
 
 
 def _content_node(wrapper: Wrapper | None, answer: Node | None) -> Node:
@@ -247,36 +292,61 @@ def _empty_content(wrapper: Wrapper | None) -> Node:
 
 
 def _text_with_calls(
-    fmt: FormatData, layout: Sections, tools: ToolSection, request: Request
+    fmt: FormatData, layout: Sections, section: ToolSection, request: Request
 ) -> Node:
     """Return the grammar node for free text that may contain valid tool calls.
 
-    Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
-    Here `<tool_call>` is the "trigger". xgrammar allows any text before the trigger. The text that
-    starts with the trigger must be a valid tool call.
+    The form of the tool calls, which `section` declares, decides which text the node matches:
+
+        list without a marker      `[f(), g()]`, or text that does not start with `[`
+        calls without end marker   `Let me look.<calls>f(), g()`
+        calls with markers         `Let me look.<call>f()</call>Now g.<call>g()</call>`
     """
-    if _is_unmarked_list(tools):
-        # A list such as `[f(a=1), g()]` starts with `[`, so free text must not start with `[`. Free
-        # text may contain `[` at any other place, so a list cannot follow free text.
-        return one_of(section_node(tools, request), sequence(_NO_BRACKET, any_text()))
-    calls = _marked_calls(tools, request)
+    if _is_unmarked_list(section):
+        return _list_or_text(section, request)
+    calls = _marked_calls(section, request)
     if any(_ends_with_repetition(node) for node in calls):
-        return _text_then_calls(tools, calls)
-    # xgrammar requires that each tag starts with a trigger, such as `<tool_call>`. Therefore white
-    # space before the trigger is removed.
-    tags = [{**node, "begin": node["begin"].lstrip()} for node in map(tag, calls)]
+        return _text_then_calls(section, calls)
+    return _text_around_calls(fmt, layout, section, calls, request)
+
+
+def _list_or_text(section: ToolSection, request: Request) -> Node:
+    """Return the grammar node for a list of tool calls without a marker, or for free text.
+
+    A list such as `[f(a=1), g()]` starts with `[`, so free text must not start with `[`. Free text
+    may contain `[` at any other place, so a list cannot follow free text.
+    """
+    free_text = sequence(_NO_BRACKET, any_text())
+    return one_of(section_node(section, request), free_text)
+
+
+def _text_around_calls(
+    fmt: FormatData, layout: Sections, section: ToolSection, calls: list[Node], request: Request
+) -> Node:
+    """Return the grammar node for free text that may contain tool calls with markers.
+
+    Example of matching text: `Let me look.<call>f()</call>Now g.<call>g()</call>`. Here `<call>` is
+    the "trigger". xgrammar allows any text before the trigger. The text that starts with the
+    trigger must match one of the nodes `calls`. `section` declares the markers of the tool calls.
+    """
+    tags: list[Node] = []
+    for call in calls:
+        call_tag = tag(call)
+        # xgrammar requires that each tag starts with a trigger. Therefore white space before the
+        # trigger is removed.
+        tags.append({**call_tag, "begin": call_tag["begin"].lstrip()})
     return {
         "type": "triggered_tags",
-        "triggers": _triggers(fmt, layout, tools, tags),
+        "triggers": _triggers(fmt, layout, section, tags),
         "tags": tags,
         "stop_after_first": request.is_single,
     }
 
 
-def _is_unmarked_list(tools: ToolSection) -> bool:
+def _is_unmarked_list(section: ToolSection) -> bool:
     """Return whether the format writes tool calls as a list without a marker: `[f(), g()]`."""
-    call = tools.calls[0]
-    has_marker = bool(tools.opens or call.trigger)
+    call = section.calls[0]
+    has_marker = bool(section.opens or call.trigger)
     return isinstance(call.body, ListBody) and not has_marker
 
 
@@ -289,35 +359,51 @@ def _ends_with_repetition(node: Node) -> bool:
     return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
 
 
-def _text_then_calls(tools: ToolSection, calls: list[Node]) -> Node:
+def _text_then_calls(section: ToolSection, calls: list[Node]) -> Node:
     """Return the grammar node for free text, which tool calls without an end marker may follow.
 
     Example of matching text: `Let me look.<calls>f(), g()`. No text can follow the tool calls,
     because no marker shows where they end. The node is a sequence and not a `triggered_tags` node,
     because xgrammar requires an end marker in each tag of a `triggered_tags` node.
     """
-    text = any_text((trigger_of(tools),))
+    text = any_text((trigger_of(section),))
     return sequence(text, optional(one_of(*map(without_outer_whitespace, calls))))
 
 
-def _triggers(fmt: FormatData, layout: Sections, tools: ToolSection, tags: list[Node]) -> list[str]:
+def _triggers(
+    fmt: FormatData, layout: Sections, section: ToolSection, tags: list[Node]
+) -> list[str]:
     """Return the triggers: the texts that start a tool call, such as `<tool_call>`.
 
     All tool calls have one trigger if possible. No other marker of the format may start with the
     trigger. Example: `<|channel|>tool.f` calls the tool `f`, and `<|channel|>answer` opens the
     content. Then `<|channel|>` is no trigger, but `<|channel|>tool.` is.
+
+    `tags` are the grammar nodes of the tool calls. The key `begin` of a tag contains the text at
+    the start of the tool call.
     """
     other_markers = _markers_outside_calls(fmt, layout)
-    call = tools.calls[0]
-    start_of_call = call.open.lstrip() + first_literal(call.head)  # Such as `<|channel|>tool.`.
-    for trigger in (trigger_of(tools), start_of_call):
-        is_ambiguous = any(marker.startswith(trigger) for marker in other_markers)
-        starts_all_tags = all(node["begin"].startswith(trigger) for node in tags)
-        if trigger and starts_all_tags and not is_ambiguous:
+    starts = [node["begin"] for node in tags]
+    call = section.calls[0]  # Constrained output contains only the first variant of a tool call.
+    longer_trigger = call.open.lstrip() + first_literal(call.head)  # Such as `<|channel|>tool.`.
+    for trigger in (trigger_of(section), longer_trigger):
+        if _is_usable_trigger(trigger, starts, other_markers):
             return [trigger]
     # The whole start of each tool call is a trigger, such as `<call>f:`. A long text is less likely
     # to be the start of another marker.
-    return list(dict.fromkeys(node["begin"] for node in tags))
+    return list(dict.fromkeys(starts))
+
+
+def _is_usable_trigger(trigger: str, starts: list[str], other_markers: list[str]) -> bool:
+    """Return whether all tool calls, but no other markers of the format, start with `trigger`.
+
+    `starts` are the texts at the start of the tool calls. Example: `<call>` is usable if the tool
+    calls start with `<call>f:` and `<call>g:`, and the only other marker is `<think>`.
+    """
+    if not trigger:
+        return False
+    is_ambiguous = any(marker.startswith(trigger) for marker in other_markers)
+    return not is_ambiguous and all(start.startswith(trigger) for start in starts)
 
 
 def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
@@ -330,15 +416,15 @@ def _markers_outside_calls(fmt: FormatData, layout: Sections) -> list[str]:
     return [marker.strip() for marker in markers]
 
 
-def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
+def _marked_calls(section: ToolSection, request: Request) -> list[Node]:
     """Return the grammar nodes for tool calls that start with a marker, such as `<tool_call>`.
 
     If each tool call has its own markers, there is one node for each tool of the request. Otherwise
     one node matches all tool calls of a message.
     """
-    if tools.opens:  # As in `<calls><call>f{}</call></calls>`.
-        return [section_node(tools, request)]
-    call = tools.calls[0]
+    if section.opens:  # As in `<calls><call>f{}</call></calls>`.
+        return [section_node(section, request)]
+    call = section.calls[0]
     if isinstance(call.body, ListBody):  # As in `<call>[f(), g()]</call>`.
-        return [list_node(call, call.body, request)]
+        return [list_node(call, request)]
     return [call_node(call, tool) for tool in request.tools]  # As in `<call>f{}</call>`.

@@ -77,52 +77,44 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     )
 
 
-def report_unenforced(
-    schema: Any,  # noqa: ANN401  # JSON
-    is_strict: bool,
-    field: str,
-    *,
-    is_answer: bool = False,
-) -> None:
-    """Report schema keywords that xgrammar does not enforce: log a warning, or raise an error.
+def report_unenforced(schema: object, *, is_strict: bool, field: str) -> None:
+    """Log a warning if a schema has keywords that xgrammar does not enforce.
 
-    An error is raised only if the request demands that the whole schema is enforced ("strict").
-
-    Args:
-        schema: The JSON schema.
-        is_strict: Whether the request demands that the whole schema is enforced.
-        field: The name of the request's field that contains the schema. The warning and the error
-            message start with this name.
-        is_answer: As in `unenforced_keywords`.
+    If the request demands that the whole schema is enforced ("strict"), raise an error instead.
+    `field` is the name of the request's field that contains the schema, for the message.
 
     Raises:
         ConstraintError: `is_strict` is true, and xgrammar does not enforce a keyword of `schema`.
     """
-    report_keywords(unenforced_keywords(schema, is_answer=is_answer), is_strict, field)
+    report_keywords(unenforced_keywords(schema), is_strict=is_strict, field=field)
 
 
-def report_keywords(keywords: list[str], is_strict: bool, field: str) -> None:
-    """Report schema keywords that are not enforced: log a warning, or raise an error.
+def report_keywords(descriptions: list[str], *, is_strict: bool, field: str) -> None:
+    """Log a warning that lists schema keywords that are not enforced, or raise an error.
 
     Args:
-        keywords: The descriptions, such as "not at $.items". If the list is empty, do nothing.
-        is_strict: As in `report_unenforced`.
-        field: As in `report_unenforced`.
+        descriptions: The descriptions of the keywords, such as "not at $.items". If the list is
+            empty, nothing is logged or raised.
+        is_strict: Whether the request demands that the whole schema is enforced. If so, the list is
+            raised as an error.
+        field: The name of the request's field that contains the schema. The message starts with
+            this name.
 
     Raises:
-        ConstraintError: `is_strict` is true, and `keywords` is not empty.
+        ConstraintError: `is_strict` is true, and `descriptions` is not empty.
     """
-    if not keywords:
+    if not descriptions:
         return
+    unenforced_parts = "; ".join(descriptions)
     if is_strict:
         raise ConstraintError(
             f"{field}: strict is true, but constrained decoding cannot enforce these parts of the "
-            f"schema: {'; '.join(keywords)}. Remove these parts, or set strict to false."
+            f"schema: {unenforced_parts}. Remove these parts, or set strict to false."
         )
     log.warning(
         "%s: constrained decoding does not enforce these parts of the schema: %s",
         field,
-        "; ".join(keywords),
+        unenforced_parts,
     )
 
 
@@ -146,7 +138,8 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
         )
     schema = rewrite_for_xgrammar(declared_schema)
     is_strict = bool(schema_and_strict.get("strict"))
-    report_unenforced(schema, is_strict, "response_format", is_answer=True)
+    unenforced = unenforced_keywords(schema, is_answer=True)
+    report_keywords(unenforced, is_strict=is_strict, field="response_format")
     return json_schema(schema)
 
 
@@ -217,8 +210,8 @@ def _check_node(node: object, path: str) -> None:
             f"{shorten(node_type)}"
         )
     if node_type == "json_schema":
-        schema = node.get("json_schema")
-        report_unenforced(schema, bool(node.get("strict")), f"{path}.json_schema")
+        is_strict = bool(node.get("strict"))
+        report_unenforced(node.get("json_schema"), is_strict=is_strict, field=f"{path}.json_schema")
     for inner, inner_path in _inner_nodes(node, node_type, path):
         _check_node(inner, inner_path)
 

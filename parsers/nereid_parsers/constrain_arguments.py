@@ -21,7 +21,7 @@ from nereid_parsers.constrain_nodes import (
     sequence,
     tag,
 )
-from nereid_parsers.constrain_request import ToolSchema
+from nereid_parsers.constrain_request import ObjectSchema, ToolSchema
 from nereid_parsers.constrain_values import ENFORCED_IN_TEXT, Argument, choices_of
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import split_pattern
@@ -38,6 +38,8 @@ _NESTED_PREFIX = "]<]minimax[>["
 # A `json_schema` node with this `style` matches nested tags instead of JSON text.
 _NESTED_TAGS_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
+_BOOLEAN_ONLY = frozenset({"boolean"})
+_NULL_ONLY = frozenset({"null"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # Schema keywords that restrict the text of a string.
 _STRING_RESTRICTIONS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
@@ -84,62 +86,72 @@ def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
-    required = [_tagged_value(declaration, Argument(tool, key)) for key in tool.required_keys]
-    optional_values = [
-        optional(_tagged_value(declaration, Argument(tool, key))) for key in tool.optional_keys
-    ]
-    arguments = [*required, *optional_values]
-    if not arguments:
+
+    def argument(key: str) -> Node:
+        """Return the node for the argument `key`, such as `<parameter=city>Paris</parameter>`."""
+        return _tagged_value(declaration, Argument(tool, key))
+
+    required = [argument(key) for key in tool.arguments.required_keys]
+    optionals = [optional(argument(key)) for key in tool.arguments.optional_keys]
+    if not required and not optionals:
         # Models write a line break in a call without arguments: `<function=f>\n</function>`.
         return WHITESPACE
-    return sequence(*arguments)
+    return sequence(*required, *optionals)
 
 
 def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
-    """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`."""
-    declaration = declaration.for_key(argument.key)
-    schema = argument.tool.argument(argument.key)
-    types = json_types_of(schema, root=schema)
-    if types is None or "string" in types:
-        return _tagged_text(declaration, argument, schema)
-    return _tagged_json(declaration, argument.key, schema, types)
+    """Return the grammar node for one tagged argument: `<parameter=city>Paris</parameter>`.
 
-
-def _tagged_text(
-    declaration: TaggedArguments, argument: Argument, schema: Mapping[str, Any]
-) -> Node:
-    """Return the grammar node for a tagged argument that may be a string: `<p=city>Paris</p>`.
-
-    If `schema` lists the allowed values, the node matches only these values. Otherwise the value
-    may be any text.
+    `declaration` declares the tags. The JSON schema of `argument` determines the value.
     """
-    choices = choices_of(schema)
-    if choices is None:
-        argument.report(schema, ENFORCED_IN_TEXT)
-        return _tagged_free_text(declaration, argument.key)
-    # The node matches only the declared form of the tags. Every further form would repeat the list
-    # of allowed values, which would make the grammar larger.
-    strings = [choice for choice in choices if isinstance(choice, str)]
-    others = [choice for choice in choices if not isinstance(choice, str)]
-    groups = [group for group in (strings, others) if group]
-    return one_of(*(_tagged_choices(declaration, argument.key, group) for group in groups))
+    tags = declaration.for_key(argument.key)
+    schema = argument.schema
+    types = json_types_of(schema, root=schema)
+    may_be_string = types is None or "string" in types
+    if not may_be_string:
+        return _tagged_json(tags, argument.key, schema, types)
+    choices = choices_of(schema)  # The values that the schema lists, or None.
+    if choices is not None:
+        return _tagged_choices(tags, argument.key, choices)
+    # The node matches any text, and does not enforce a keyword such as `maxLength`.
+    argument.report_unenforced(schema, ENFORCED_IN_TEXT)
+    return _tagged_free_text(tags, argument.key)
 
 
 def _tagged_choices(declaration: TaggedArguments, key: str, choices: list[Any]) -> Node:
     """Return the grammar node for a tagged argument whose value is one of `choices`.
 
-    Either all of `choices` are strings, or none of them. Example: if `choices` contains "fast", the
-    node matches `<p=mode>fast</p>`.
+    Example: the choices "fast" and 3 give a node that matches `<p=mode>fast</p>` and
+    `<p=mode>3</p>`. The node matches only the first form of the tags that the format declares.
+    Every further form would repeat the list of choices, which would make the grammar larger.
     """
-    if isinstance(choices[0], str):
-        opening = _opening_tag_of_string(declaration, key)
-        texts = [_escape(declaration, choice) for choice in choices]
-    else:
-        types = frozenset(map(json_type_of, choices))
-        field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
-        opening = pattern_node(declaration.open, field_values)
-        texts = [json.dumps(choice, ensure_ascii=False) for choice in choices]
-    return sequence(opening, one_of(*map(const, texts)), const(declaration.close))
+    strings = [choice for choice in choices if isinstance(choice, str)]
+    other_values = [choice for choice in choices if not isinstance(choice, str)]
+    # The opening tag of a string may differ from the opening tag of another value, as in
+    # `<p name="mode" string="true">`.
+    options: list[Node] = []
+    if strings:
+        options.append(_tagged_strings(declaration, key, strings))
+    if other_values:
+        options.append(_tagged_json_values(declaration, key, other_values))
+    return one_of(*options)
+
+
+def _tagged_strings(declaration: TaggedArguments, key: str, strings: list[str]) -> Node:
+    """Return the grammar node for a tagged argument that is one of `strings`: `<p=a>fast</p>`."""
+    opening = _opening_tag_of_string(declaration, key)
+    texts = [const(_escape(declaration, text)) for text in strings]
+    return sequence(opening, one_of(*texts), const(declaration.close))
+
+
+def _tagged_json_values(declaration: TaggedArguments, key: str, values: list[Any]) -> Node:
+    """Return the grammar node for a tagged argument that is one of `values`, such as `<p=a>3</p>`.
+
+    The values are not strings, and are written as JSON text.
+    """
+    opening = _opening_tag_of_json(declaration, key, types=frozenset(map(json_type_of, values)))
+    texts = [const(json.dumps(value, ensure_ascii=False)) for value in values]
+    return sequence(opening, one_of(*texts), const(declaration.close))
 
 
 def _escape(declaration: TaggedArguments, text: str) -> str:
@@ -181,6 +193,17 @@ def _opening_tag_of_string(form: TaggedArguments, key: str) -> Node:
     return pattern_node(form.open, {"key": [key], "string": ["true"], "type": ["string"]})
 
 
+def _opening_tag_of_json(form: TaggedArguments, key: str, types: frozenset[str]) -> Node:
+    """Return the grammar node for the tag before JSON text, such as `<p name="a" string="false">`.
+
+    `types` contains the JSON types that the value may have. Some tags show the type, as in
+    `<p name="a" type="integer">`.
+    """
+    # Most tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
+    type_names = _declared_type_names(types)
+    return pattern_node(form.open, {"key": [key], "string": ["false"], "type": type_names})
+
+
 def _text_until(opening: Node, close: str) -> Node:
     r"""Return the grammar node that matches `opening`, then free text, and then `close`.
 
@@ -211,26 +234,29 @@ def _tagged_json(
     """Return the grammar node for a tagged argument that cannot be a string: `<p=days>3</p>`.
 
     The value is JSON text. Instead of true, false and null, the model may also write the Python
-    words True, False and None.
+    words True, False and None. `types` contains the JSON types that `schema` allows.
 
     Raises:
         ConstraintError: The value is an array or an object in an attribute.
     """
     _check_type_of_attribute(declaration, key, types)
-    # The texts for the fields of the opening tag, as in `<p name="{key}" string="{string}">`. Most
-    # tags contain only the field `key`. `pattern_node` ignores fields that a tag lacks.
-    field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
+    # A format may declare several forms of the tags. The model may write each of these forms.
     forms = (declaration, *declaration.also)
     if types <= _SCALARS:
-        forms = _forms_of_scalars(forms)
-    options: list[Node] = []
-    for form in forms:
-        opening = pattern_node(form.open, field_values)
-        # The parser ends the value at `</p>`, even if the declared closing tag is `\n</p>\n`.
-        # Therefore the value must not contain `</p>`.
-        value = _json_or_python_word(schema, types, closing_tag=form.closing_marker)
-        options.append(sequence(opening, value, const(form.close)))
-    return one_of(*options)
+        # Models write numbers, booleans and null only in the simplest forms.
+        forms = _simplest_forms(forms)
+    return one_of(*(_tagged_json_in_form(form, key, schema, types) for form in forms))
+
+
+def _tagged_json_in_form(
+    form: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
+) -> Node:
+    """Return the grammar node for a tagged argument in one form of the tags: `<p=days>3</p>`."""
+    opening = _opening_tag_of_json(form, key, types)
+    # The parser ends the value at `</p>`, even if the declared closing tag is `\n</p>\n`.
+    # Therefore the value must not contain `</p>`.
+    value = _json_or_python_word(schema, types, closing_tag=form.closing_marker)
+    return sequence(opening, value, const(form.close))
 
 
 def _check_type_of_attribute(declaration: TaggedArguments, key: str, types: frozenset[str]) -> None:
@@ -238,10 +264,9 @@ def _check_type_of_attribute(declaration: TaggedArguments, key: str, types: froz
 
     Do nothing if the format does not write arguments as attributes, such as `days="3"`. The JSON
     text of an array or of an object contains quotes. In an attribute, quotes must be written as
-    HTML entities, so the value is not JSON text.
+    HTML entities, so the value is not JSON text. `types` contains the JSON types of the value.
     """
-    is_attribute = declaration.escapes == "html" and declaration.closing_marker == '"'
-    if is_attribute and not types <= _SCALARS:
+    if declaration.is_attribute and not types <= _SCALARS:
         raise ConstraintError(
             f'The format writes arguments as attributes, such as {key}="..". Constrained output '
             "supports only attributes that are strings, numbers, booleans or null, but the schema "
@@ -260,22 +285,25 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
     return names if "number" in names else [*names, "number"]
 
 
-def _forms_of_scalars(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return only the forms that are needed for numbers, booleans and null.
+def _simplest_forms(forms: tuple[TaggedArguments, ...]) -> list[TaggedArguments]:
+    """Return only the forms of the tags that are needed for numbers, booleans and null.
 
     Two kinds of forms are omitted:
 
+    - Forms that show the type of the value in the opening tag, such as `<p type="{type}">`, if
+      there is another form without the type. One form is enough, and makes the grammar smaller.
     - Forms with quotes or CDATA around the value, if there is the same form without them. Models
       quote only values with special characters. Example: of `<p>3</p>` and
       `<p><![CDATA[3]]></p>`, only `<p>3</p>` is returned.
-    - Forms that declare the type of the value in the opening tag, such as `<p type="{type}">`, if
-      there is another form without the type. One form is enough, and makes the grammar smaller.
     """
-    quoted_forms = [
-        form for form in forms if any(_is_quoted_form(form, unquoted=other) for other in forms)
-    ]
-    untyped_forms = [form for form in forms if "{type}" not in form.open]
-    return tuple(form for form in untyped_forms or forms if form not in quoted_forms)
+    forms_without_type = [form for form in forms if "{type}" not in form.open]
+    possible_forms = forms_without_type or forms
+    return [form for form in possible_forms if not _has_unquoted_form(form, forms)]
+
+
+def _has_unquoted_form(form: TaggedArguments, forms: tuple[TaggedArguments, ...]) -> bool:
+    """Return whether `forms` contains the same form without the quotes around the value."""
+    return any(_is_quoted_form(form, unquoted=other) for other in forms)
 
 
 def _json_or_python_word(
@@ -321,9 +349,9 @@ def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
 
     def argument(key: str) -> Node:
         """Return the node for `key=value`."""
-        return sequence(const(f"{key}="), _python_value(tool.argument(key)))
+        return sequence(const(f"{key}="), _python_value(tool.arguments.schema_of(key)))
 
-    arguments = comma_separated(tool, argument, ", ")
+    arguments = comma_separated(tool.arguments, argument, ", ")
     return sequence(const(f"{tool.name}{declaration.suffix}("), arguments, const(")"))
 
 
@@ -336,11 +364,11 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     parser accepts the words of both languages.
     """
     types = json_types_of(schema, root=schema)
-    if types == frozenset({"boolean"}):
+    if types == _BOOLEAN_ONLY:
         return one_of(const("True"), const("False"))
-    if types == frozenset({"null"}):
+    if types == _NULL_ONLY:
         return const("None")
-    if types is not None and "null" in types and None in (choices_of(schema) or [None]):
+    if types is not None and "null" in types and _allows_null(schema):
         # `None` replaces the JSON word `null`, so the JSON text need not match the type null.
         other_types = sorted(types - {"null"})
         return one_of(const("None"), json_schema({**schema, "type": other_types}))
@@ -351,26 +379,40 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     return json_schema(schema)
 
 
-def comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
-    """Return the grammar node for the arguments of `tool`, separated by `separator`.
+def _allows_null(schema: Mapping[str, Any]) -> bool:
+    """Return whether null is one of the values that a schema lists, or the schema lists no values.
 
-    The required arguments come first. The model may omit optional arguments. Examples with the
-    separator `,`, for the required argument a and the optional arguments b and c:
+    Examples: the result is True for `{"enum": [1, None]}`, and False for `{"enum": [1]}`.
+    """
+    choices = choices_of(schema)
+    return not choices or None in choices
 
-        arguments   matching texts
+
+def comma_separated(
+    schema: ObjectSchema, member_node: Callable[[str], Node], separator: str
+) -> Node:
+    """Return the grammar node for the members of an object, separated by `separator`.
+
+    The required members come first. The model may omit optional members. Examples with the
+    separator `,`, for the required member a and the optional members b and c:
+
+        members     matching texts
         a, b, c     `a`, `a,b`, `a,c`, `a,b,c`
         b, c        the empty text, `b`, `c`, `b,c`
 
-    `member_node` returns the node for the argument with the given name.
+    Args:
+        schema: The schema of the object, for example of the object of a tool's arguments.
+        member_node: Returns the node for the member with the given key.
+        separator: The text between two members.
     """
-    required = [member_node(key) for key in tool.required_keys]
-    optionals = [member_node(key) for key in tool.optional_keys]
+    required = [member_node(key) for key in schema.required_keys]
+    optionals = [member_node(key) for key in schema.optional_keys]
     if not required:
         return _list_of_optional(optionals, separator)
-    # A separator precedes each argument except the first.
+    # A separator precedes each member except the first.
     first_required, *other_required = required
-    other_arguments = [sequence(const(separator), argument) for argument in other_required]
-    return sequence(first_required, *other_arguments, *_optional_followers(optionals, separator))
+    other_members = [sequence(const(separator), member) for member in other_required]
+    return sequence(first_required, *other_members, *_optional_followers(optionals, separator))
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:

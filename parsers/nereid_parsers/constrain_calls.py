@@ -14,9 +14,7 @@ from nereid_parsers.constrain_arguments import (
 from nereid_parsers.constrain_nodes import (
     WHITESPACE,
     Node,
-    any_text,
     const,
-    elements_of,
     json_schema,
     one_of,
     one_or_more,
@@ -50,8 +48,9 @@ ListBody = JsonArray | PythonCalls
 # the name of each field to the regular expression that the text of the field must match.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
-# Matches the white space inside an array. Models write arrays on one line or on several lines.
-_ARRAY_WHITESPACE: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
+# Matches the white space between two JSON tokens in a list of tool calls. Models write such a list
+# on one line or on several lines.
+_WHITESPACE_IN_LIST: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
 # Matches one token of JSON text: a string, a bracket, a brace, a comma, a colon, or another token
 # such as `12` or `true`.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
@@ -72,38 +71,81 @@ def section_node(section: ToolSection, request: Request) -> Node:
             node also matches a JSON object that the second variant declares.
         request: The tools that the model may call, and whether the model may make only one call.
     """
-    call = section.calls[0]
-    if isinstance(call.body, ListBody):
-        items = [_list_or_object(section, call.body, request)]
+    first_variant = section.calls[0]
+    if isinstance(first_variant.body, ListBody):
+        calls = _lists(section, first_variant, request)
     else:
-        items = [call_node(call, tool) for tool in request.tools]
-    # A message can contain several lists only if each list is enclosed in markers, as in
-    # `<call>[f()]</call><call>[g()]</call>`.
+        calls = _separate_calls(section, first_variant, request)
+    return sequence(const(section.open), calls, const(section.close))
+
+
+def _separate_calls(section: ToolSection, call: Call, request: Request) -> Node:
+    """Return the grammar node for tool calls that are separate texts.
+
+    Example of matching text: `<call>f{"a": 1}</call><call>g{}</call>`. `call` declares how one tool
+    call is written. `section` declares the separator.
+    """
+    calls = [call_node(call, tool) for tool in request.tools]
+    return _one_call_or_more(calls, _separator(section), request)
+
+
+def _lists(section: ToolSection, call: Call, request: Request) -> Node:
+    """Return the grammar node for one list of tool calls, or for several lists.
+
+    A message can contain several lists only if markers enclose each list, as in
+    `<call>[f()]</call><call>[g()]</call>`. `call` declares the list and its markers. `section`
+    declares the separator.
+    """
+    list_of_calls = _list_or_object(section, call, request)
     has_markers = bool(call.open.strip() and call.close.strip())
-    may_repeat = has_markers or not isinstance(call.body, ListBody)
-    if request.is_single or not may_repeat:
-        content = one_of(*items)
-    else:
-        # If the declared separator contains only white space, such as one line break, up to two
-        # spaces or line breaks are allowed, because the parser skips white space between calls.
-        has_text = bool(section.separator.strip())
-        content = one_or_more(items, const(section.separator) if has_text else WHITESPACE)
-    return sequence(const(section.open), content, const(section.close))
+    if not has_markers:
+        return list_of_calls
+    return _one_call_or_more([list_of_calls], _separator(section), request)
 
 
-def _list_or_object(section: ToolSection, body: ListBody, request: Request) -> Node:
+def _one_call_or_more(calls: list[Node], separator: Node, request: Request) -> Node:
+    """Return the grammar node for one of `calls`, or for several of them if the request allows it.
+
+    Example: if `calls` match `f()` and `g()`, and the separator matches `,`, the node matches
+    `f(),g()`. If the model may make only one call, the node matches only `f()` and `g()`.
+    """
+    return one_of(*calls) if request.is_single else one_or_more(calls, separator)
+
+
+def _separator(section: ToolSection) -> Node:
+    """Return the grammar node for the text between two tool calls, such as `; `."""
+    if section.separator.strip():
+        return const(section.separator)
+    # If the declared separator contains only white space, such as one line break, up to two spaces
+    # or line breaks are allowed, because the parser skips white space between calls.
+    return WHITESPACE
+
+
+def _list_or_object(section: ToolSection, list_call: Call, request: Request) -> Node:
     """Return the grammar node for a list of tool calls, such as `[{"name": "f", ..}]` or `[f()]`.
 
     Models of some formats also write a single tool call as a JSON object without the list, such as
-    `{"name": "f", ..}`. `section` then contains a second declaration, of this object, and the node
-    matches both forms.
+    `{"name": "f", ..}`. The node then matches both forms. `list_call` declares the list, and
+    `section` declares whether models write the object.
     """
-    list_call, *other_calls = section.calls
-    list_of_calls = list_node(list_call, body, request)
-    if not other_calls or not isinstance(other_calls[0].body, JsonObject):
+    list_of_calls = list_node(list_call, request)
+    object_call = _single_object(section)
+    if object_call is None:
         return list_of_calls
-    single_objects = [call_node(other_calls[0], tool) for tool in request.tools]
+    single_objects = [call_node(object_call, tool) for tool in request.tools]
     return one_of(list_of_calls, *single_objects)
+
+
+def _single_object(section: ToolSection) -> Call | None:
+    """Return the declaration of a single tool call that is a JSON object: `{"name": "f", ..}`.
+
+    `section` declares several variants of tool calls. Only the second variant is used, because the
+    first variant is a list. Return None if there is no second variant, or if it is no JSON object.
+    """
+    second_variant = section.calls[1] if len(section.calls) > 1 else None
+    if second_variant is None or not isinstance(second_variant.body, JsonObject):
+        return None
+    return second_variant
 
 
 def trigger_of(section: ToolSection) -> str:
@@ -127,15 +169,25 @@ def trigger_of(section: ToolSection) -> str:
     if call.trigger:  # A marker precedes each tool call.
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        any_name = sequence(const('"'), any_text(), const('"'))
-        members = _members_node(call.body.keys, name=any_name, arguments=any_text())
-        # The constant text before the first free text, for example `{"name": "`.
-        return str(elements_of(sequence(const("{"), members))[0]["value"])
+        return _start_of_object(call.body.keys)
     raise ConstraintError(
         "The format writes tool calls without a marker, so constrained output cannot separate "
         "them from other text. Set tool_choice to 'required', so that the output contains only "
         "tool calls."
     )
+
+
+def _start_of_object(keys: Keys) -> str:
+    """Return the text at the start of a tool call's JSON object, before the first value.
+
+    Examples: `{"name": "` if the name of the function is the first value, and `{"arguments": ` if
+    the arguments are the first value. If the path of the name is `function.name`, the text is
+    `{"function": {"name": "`.
+    """
+    first_member = keys.order[0]
+    keys_of_path = keys.path_of(first_member).split(".")
+    start = "".join(f"{{{json.dumps(key)}: " for key in keys_of_path)
+    return start + '"' if first_member == "name" else start
 
 
 def call_node(call: Call, tool: ToolSchema) -> Node:
@@ -148,27 +200,40 @@ def call_node(call: Call, tool: ToolSchema) -> Node:
     return sequence(const(call.open), head, _body_node(call.body, tool), const(call.close))
 
 
-def list_node(call: Call, body: ListBody, request: Request) -> Node:
+def list_node(call: Call, request: Request) -> Node:
     """Return the grammar node for a list of tool calls and the markers around the list.
 
     Example of matching text, if `call` opens with `<tool_call>`, closes with `</tool_call>` and has
     a list of Python calls as body: `<tool_call>[f(a=1), g()]</tool_call>`.
 
-    `body` is the body of `call`.
+    Raises:
+        TypeError: `call` does not declare a list.
     """
+    match call.body:
+        case PythonCalls() as python_calls:
+            calls = _python_list(python_calls, request)
+        case JsonArray() as array:
+            calls = _json_list(array, request)
+        case _:
+            raise TypeError(f"{call.body} does not declare a list of tool calls")
     # The text before the list contains no function name, because the names are inside the list.
     head = _head_node(call.head, name="")
-    if isinstance(body, PythonCalls):
-        calls = [python_call(body, tool) for tool in request.tools]
-        separator = const(body.separator)
-        opening, closing = const(body.open), const(body.close)
-    else:
-        calls = [_array_member(body, tool) for tool in request.tools]
-        separator = sequence(const(","), _ARRAY_WHITESPACE)
-        opening = sequence(const("["), _ARRAY_WHITESPACE)
-        closing = sequence(_ARRAY_WHITESPACE, const("]"))
-    members = one_of(*calls) if request.is_single else one_or_more(calls, separator)
-    return sequence(const(call.open), head, opening, members, closing, const(call.close))
+    return sequence(const(call.open), head, calls, const(call.close))
+
+
+def _python_list(declaration: PythonCalls, request: Request) -> Node:
+    """Return the grammar node for a list of Python calls, such as `[f(a=1), g()]`."""
+    calls = [python_call(declaration, tool) for tool in request.tools]
+    members = _one_call_or_more(calls, const(declaration.separator), request)
+    return sequence(const(declaration.open), members, const(declaration.close))
+
+
+def _json_list(array: JsonArray, request: Request) -> Node:
+    """Return the grammar node for a JSON array of tool calls, such as `[{"name": "f", ..}]`."""
+    calls = [_array_member(array, tool) for tool in request.tools]
+    separator = sequence(const(","), _WHITESPACE_IN_LIST)
+    members = _one_call_or_more(calls, separator, request)
+    return sequence(const("["), _WHITESPACE_IN_LIST, members, _WHITESPACE_IN_LIST, const("]"))
 
 
 def _array_member(array: JsonArray, tool: ToolSchema) -> Node:
@@ -183,8 +248,10 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
     """Return the grammar node for the part of a tool call that contains the arguments.
 
     The body is the text after the header of the tool call and before its closing marker. Examples
-    of matching texts: `{"a": 1}` and `{"name": "f", "arguments": {"a": 1}}`. For a body that is a
-    list of tool calls, use `list_node` instead.
+    of matching texts: `{"a": 1}` and `{"name": "f", "arguments": {"a": 1}}`.
+
+    Raises:
+        TypeError: The body is a list of tool calls, for which `list_node` returns the node.
     """
     match body:
         case JsonObject(keys=keys):
@@ -195,8 +262,10 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
             return tagged_arguments(body, tool)
         case NestedTags():
             return nested_arguments(body, tool)
-    assert isinstance(body, BareKeyArguments)  # All other types are lists of tool calls.
-    return unquoted_key_arguments(body, tool)
+        case BareKeyArguments():
+            return unquoted_key_arguments(body, tool)
+        case JsonArray() | PythonCalls():
+            raise TypeError(f"{body} declares a list of tool calls")
 
 
 def _head_node(head: str, name: str) -> Node:
@@ -241,16 +310,34 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
         return sequence(const("{"), name, const(": "), arguments, const("}"))
-    members = _members_node(keys, name, arguments)
-    is_id_in_outermost_object = keys.id is not None and "." not in keys.id
-    if is_id_in_outermost_object and "id" not in keys.order:
-        # The optional id may be the first or the last member. The grammar also accepts an
-        # object that contains the id twice, as the first and the last member.
-        id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
-        id_at_start = optional(sequence(id_member, const(", ")))
-        id_at_end = optional(sequence(const(", "), id_member))
-        members = sequence(id_at_start, members, id_at_end)
-    return sequence(const("{"), members, const("}"))
+    required_members = _members_node(keys, name, arguments)
+    id_key = _key_of_optional_id(keys)
+    if id_key is None:
+        return sequence(const("{"), required_members, const("}"))
+    return sequence(const("{"), _with_optional_id(required_members, id_key), const("}"))
+
+
+def _key_of_optional_id(keys: Keys) -> str | None:
+    """Return the key of the optional id in the JSON object of a tool call, such as "id".
+
+    Return None if the object has no id, or if `keys.order` already contains the required id. Also
+    return None if the path of the id contains a dot, because the id is then in an inner object.
+    """
+    is_in_inner_object = keys.id is not None and "." in keys.id
+    is_required = "id" in keys.order
+    return None if is_in_inner_object or is_required else keys.id
+
+
+def _with_optional_id(members: Node, id_key: str) -> Node:
+    """Return the grammar node for `members`, with an optional id as the first or last member.
+
+    Examples of matching texts: `"name": "f"`, `"id": "1", "name": "f"`, `"name": "f", "id": "1"`.
+    For simplicity, the node also matches a text with both ids.
+    """
+    id_member = sequence(const(f"{json.dumps(id_key)}: "), _QUOTED_ID)
+    id_at_start = optional(sequence(id_member, const(", ")))
+    id_at_end = optional(sequence(const(", "), id_member))
+    return sequence(id_at_start, members, id_at_end)
 
 
 def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
@@ -261,38 +348,37 @@ def _members_node(keys: Keys, name: Node, arguments: Node) -> Node:
     order contains the id, the node also matches a member with any id. The node `name` also matches
     the quotes around the name.
     """
-    # A path such as "function.name" contains the keys of nested objects.
-    members = {"name": (keys.name, name), "arguments": (keys.arguments, arguments)}
-    if keys.id is not None:
-        members["id"] = (keys.id, _QUOTED_ID)
-    return _members_at_paths(dict(members[member] for member in keys.order))
+    nodes = {"name": name, "arguments": arguments, "id": _QUOTED_ID}
+    return _members_at_paths({keys.path_of(member): nodes[member] for member in keys.order})
 
 
-def _members_at_paths(values: Mapping[str, Node]) -> Node:
+def _members_at_paths(node_by_path: Mapping[str, Node]) -> Node:
     """Return the grammar node for the members of a JSON object, separated by commas.
 
-    The keys of `values` are paths, in which dots separate the keys of nested objects. The values
-    are the nodes for the JSON text at these paths. Example: the paths `function.name` and
+    The keys of `node_by_path` are paths, in which dots separate the keys of nested objects. The
+    values are the nodes for the JSON text at these paths. Example: the paths `function.name` and
     `function.arguments` give a node that matches `"function": {"name": "f", "arguments": {}}`.
     """
-    values_by_key: dict[str, dict[str, Node]] = {}  # Grouped by the first key of the path.
-    for path, value in values.items():
-        key, _, inner_path = path.partition(".")
-        values_by_key.setdefault(key, {})[inner_path] = value
-    first, *others = (_member(key, inner_values) for key, inner_values in values_by_key.items())
-    return sequence(first, *(sequence(const(", "), member) for member in others))
+    nodes_by_key: dict[str, dict[str, Node]] = {}  # Grouped by the first key of the path.
+    for path, node in node_by_path.items():
+        key, _, inner_path = path.partition(".")  # `inner_path` is "" if the path is only one key.
+        nodes_by_key.setdefault(key, {})[inner_path] = node
+    members = [_member(key, node_by_inner_path) for key, node_by_inner_path in nodes_by_key.items()]
+    members_after_first = [sequence(const(", "), member) for member in members[1:]]
+    return sequence(*members[:1], *members_after_first)
 
 
-def _member(key: str, values: Mapping[str, Node]) -> Node:
+def _member(key: str, node_by_inner_path: Mapping[str, Node]) -> Node:
     """Return the grammar node for one member of a JSON object, such as `"name": "f"`.
 
-    The keys of `values` are paths inside the member's value, as in `_members_at_paths`, and the
-    values are the nodes for the texts at these paths. The path "" belongs to the whole value.
+    The keys of `node_by_inner_path` are paths inside the member's value, as in `_members_at_paths`.
+    The values are the nodes for the JSON text at these paths. The path "" belongs to the whole
+    value.
     """
-    if "" in values:
-        value = values[""]
+    if "" in node_by_inner_path:
+        value = node_by_inner_path[""]
     else:
-        value = sequence(const("{"), _members_at_paths(values), const("}"))
+        value = sequence(const("{"), _members_at_paths(node_by_inner_path), const("}"))
     return sequence(const(f"{json.dumps(key)}: "), value)
 
 
@@ -315,15 +401,16 @@ def _with_whitespace(node: Node) -> Node:
 
 
 def _tokens_with_whitespace(json_text: str) -> list[Node]:
-    """Return a node for each token of `json_text`, and nodes for the white space between tokens.
+    """Return a node for each token of a part of a JSON object, and nodes for white space.
 
-    Example: `{"a": ` gives nodes for `{`, white space, `"a"`, `:` and white space.
+    White space is allowed before `}`, and after `{`, commas and colons. Example: `{"a": ` gives
+    nodes for `{`, white space, `"a"`, `:` and white space.
     """
-    parts: list[Node] = []
+    nodes: list[Node] = []
     for token in _JSON_TOKENS.findall(json_text):
         if token == "}":
-            parts.append(_ARRAY_WHITESPACE)
-        parts.append(const(token))
+            nodes.append(_WHITESPACE_IN_LIST)
+        nodes.append(const(token))
         if token in ("{", ",", ":"):
-            parts.append(_ARRAY_WHITESPACE)
-    return parts
+            nodes.append(_WHITESPACE_IN_LIST)
+    return nodes

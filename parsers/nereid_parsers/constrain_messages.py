@@ -82,26 +82,36 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
         POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or the empty
                          text. A model may write one more reasoning message after an ended message.
 
+    If the format has no reasoning message, or no marker that ends messages, the node matches only
+    the empty text in the states POSSIBLE and ENDED.
+
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
-    next_message_start = const(layout.start)
+    next_message_start = const(layout.start)  # Such as `<|start|>assistant`.
     if state is ReasoningState.EXCLUDED:
         return next_message_start
     route = first_route(layout, Stage.REASONING)
-    if route is None or not layout.ends:  # The format has no reasoning message that can end.
-        if state is ReasoningState.OPEN:
-            raise unclosed_reasoning_error(fmt)
+    has_reasoning_message = route is not None and bool(layout.ends)
+    if state is ReasoningState.OPEN and not has_reasoning_message:
+        raise unclosed_reasoning_error(fmt)
+    if route is None or not has_reasoning_message:
         return NOTHING
-    # The other markers in `layout.ends` end the whole output, so the text of the reasoning must not
-    # contain these markers.
-    first_end, *other_ends = layout.ends
-    text = any_text((layout.start, *other_ends, *fmt.ends))
-    body: Node = {"type": "tag", "begin": "", "content": text, "end": first_end}
-    text_after_header = sequence(body, next_message_start)
+    rest_of_message = sequence(_reasoning_body(fmt, layout), next_message_start)
     if state is ReasoningState.OPEN:
-        return text_after_header
-    return optional(sequence(const(header_text(layout, route)), text_after_header))
+        return rest_of_message
+    return optional(sequence(const(header_text(layout, route)), rest_of_message))
+
+
+def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
+    """Return the grammar node for the text of a reasoning message and its end marker: `Hm.<|end|>`.
+
+    The first marker in `layout.ends` ends the message. The other markers end the whole output, so
+    the text must not contain these markers.
+    """
+    message_end, *output_ends = layout.ends
+    text = any_text((layout.start, *output_ends, *fmt.ends))
+    return {"type": "tag", "begin": "", "content": text, "end": message_end}
 
 
 def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
@@ -145,12 +155,13 @@ def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> 
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the grammar node for one or more messages that are tool calls.
 
-    Example of a matching text with two calls, in which the second line separates the two messages.
-    The text itself contains no line breaks:
+    Example of a matching text with the calls of `f` and `g`:
 
-        ` to=functions.f<|message|>{"a": 1}`
-        `<|end|><|start|>assistant`
-        ` to=functions.g<|message|>{}`
+        ` to=functions.f<|message|>{"a": 1}<|end|><|start|>assistant to=functions.g<|message|>{}`
+
+    Here, `<|end|>` is the marker after a message, and `<|start|>assistant` is the marker before a
+    message. The markers before the first message and after the last message do not belong to the
+    node.
 
     Raises:
         ConstraintError: The format has no messages that are tool calls.
@@ -164,11 +175,13 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     calls = [_call_message(layout, routes, tool) for tool in request.tools]
     # Some models write a special marker, such as `<|call|>`, after a tool call. This marker ends
     # the whole output, so no second tool call can follow.
-    if request.is_single or layout.call_end:
+    call_ends_output = bool(layout.call_end)
+    if request.is_single or call_ends_output:
         return one_of(*calls)
-    # The first marker in `layout.ends` ends one message. The other markers also end the turn.
+    # The first marker in `layout.ends` ends one message. The other markers end the whole output.
     message_end = layout.ends[0] if layout.ends else ""
-    return one_or_more(calls, const(message_end + layout.start))
+    separator = const(message_end + layout.start)
+    return one_or_more(calls, separator)
 
 
 def _call_message(layout: Messages, routes: list[Route], tool: ToolSchema) -> Node:
@@ -177,12 +190,19 @@ def _call_message(layout: Messages, routes: list[Route], tool: ToolSchema) -> No
     Example of a matching text: ` to=functions.f<|message|>{"city": "Paris"}`. `routes` are the
     declarations of the headers of tool calls. The most common header is first.
     """
-    first, *others = routes
-    # The grammar needs at least one header, so the first header is always used. Any other header is
-    # used only if `written` declares its text. Otherwise, the header may contain unknown text.
-    exact_others = [route for route in others if route.written]
-    headers = [header_text(layout, route, tool.name) for route in (first, *exact_others)]
+    headers = [header_text(layout, route, tool.name) for route in _routes_with_known_text(routes)]
     header = one_of(*map(const, headers))
     if isinstance(layout.body, TaggedArguments):
         return sequence(header, tagged_arguments(layout.body, tool))
     return sequence(header, json_schema(tool.parameters))
+
+
+def _routes_with_known_text(routes: list[Route]) -> list[Route]:
+    """Return the first route, and each other route that declares the exact text of its header.
+
+    A route declares the header of a message. `Route.header` is a pattern, which may match different
+    texts. `Route.written` is the one text that the model should write, or "". The first route is
+    always returned, because the grammar needs at least one header.
+    """
+    first, *others = routes
+    return [first, *(route for route in others if route.written)]

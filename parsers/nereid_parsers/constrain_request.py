@@ -14,6 +14,63 @@ from nereid_parsers.stream.values.argument_types import follow_references
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectSchema:
+    """The JSON schema of an object, for example of the object that contains a tool's arguments.
+
+    Attributes:
+        schema: The JSON schema. It contains the definitions to which its references refer.
+    """
+
+    schema: Mapping[str, Any]
+
+    def schema_of(self, key: str) -> Mapping[str, Any]:
+        """Return the JSON schema of the property `key`, which must be declared.
+
+        Example: `ObjectSchema({"properties": {"a": {"type": "string"}}}).schema_of("a")` gives
+        `{"type": "string"}`.
+        """
+        return inner_schema(self.schema["properties"][key], root=self.schema)
+
+    @property
+    def required_keys(self) -> list[str]:
+        """The names of the required properties, in the order of the schema."""
+        required = self.schema.get("required")
+        if not isinstance(required, list):
+            return []
+        # A set, because a client may send tens of thousands of names.
+        required_names = {name for name in required if isinstance(name, str)}
+        return [key for key in self._keys() if key in required_names]
+
+    @property
+    def optional_keys(self) -> list[str]:
+        """The names of the optional properties, in the order of the schema."""
+        required_names = set(self.required_keys)
+        return [key for key in self._keys() if key not in required_names]
+
+    def _keys(self) -> list[str]:
+        """Return the names of all declared properties, in the order of the schema."""
+        properties = self.schema.get("properties")
+        return list(properties) if isinstance(properties, Mapping) else []
+
+
+def inner_schema(schema: object, *, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Copy a schema out of the schema `root` that contains it.
+
+    If the inner schema is a reference, the definition is returned. The definitions of `root` are
+    added to the result, because the result may refer to them. Example: the inner schema
+    `{"$ref": "#/$defs/T"}` and the root `{"$defs": {"T": {"type": "array"}}, ..}` give
+    `{"$defs": {"T": {"type": "array"}}, "type": "array"}`.
+
+    An inner schema that is not an object, such as `true`, gives `{}`, which accepts any value.
+    """
+    if not isinstance(schema, Mapping):
+        return {}
+    keywords_of_definitions = [keyword for keyword in ("$defs", "definitions") if keyword in root]
+    definitions = {keyword: root[keyword] for keyword in keywords_of_definitions}
+    return {**definitions, **follow_references(schema, root=root)}
+
+
+@dataclass(frozen=True, slots=True)
 class ToolSchema:
     """One tool of the request.
 
@@ -48,45 +105,10 @@ class ToolSchema:
         is_strict = bool(function.get("strict") or tool.get("strict"))
         return cls(name, follow_references(rewrite_for_xgrammar(parameters)), is_strict)
 
-    def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the schema of the argument `key`, including the tool's definitions (`$defs`).
-
-        The schema of the argument may refer to these definitions (`$defs`). Example: if the
-        parameters are `{"$defs": {"C": {..}}, "properties": {"city": {"$ref": "#/$defs/C"}}}`, the
-        argument `city` gives the definition `C` and `{"$defs": {"C": {..}}}`. A schema that is not
-        an object, such as `true`, gives `{}`, which accepts any value.
-        """
-        declared_schema = self.parameters["properties"][key]
-        if not isinstance(declared_schema, Mapping):
-            return {}
-        schema = follow_references(declared_schema, root=self.parameters)
-        definitions = {
-            keyword: self.parameters[keyword]
-            for keyword in ("$defs", "definitions")
-            if keyword in self.parameters
-        }
-        return {**definitions, **schema}
-
     @property
-    def required_keys(self) -> list[str]:
-        """The names of the required arguments, in the order of the schema."""
-        required = self.parameters.get("required")
-        if not isinstance(required, list):
-            return []
-        # A set, because a client may send tens of thousands of names.
-        required_names = {name for name in required if isinstance(name, str)}
-        return [key for key in self._argument_names() if key in required_names]
-
-    @property
-    def optional_keys(self) -> list[str]:
-        """The names of the optional arguments, in the order of the schema."""
-        required_names = set(self.required_keys)
-        return [key for key in self._argument_names() if key not in required_names]
-
-    def _argument_names(self) -> list[str]:
-        """Return the names of all arguments, in the order of the schema."""
-        properties = self.parameters.get("properties")
-        return list(properties) if isinstance(properties, Mapping) else []
+    def arguments(self) -> ObjectSchema:
+        """The schema of the object that contains the arguments of a call."""
+        return ObjectSchema(self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +161,17 @@ class Request:
         )
 
     @property
-    def is_unconstrained(self) -> bool:
-        """Whether the request allows any output.
+    def is_constrained(self) -> bool:
+        """Whether the request forbids some outputs.
 
         A request that only offers tools allows any output. The output is constrained if the request
         demands a tool call or a form of the answer, if a tool is strict, or if the model may make
         at most one tool call.
         """
+        demands_form_of_answer = self.answer is not None
         has_strict_tool = any(tool.is_strict for tool in self.tools)
         limits_number_of_calls = bool(self.tools) and self.is_single
-        is_constrained = (
-            self.answer is not None or self.must_call or has_strict_tool or limits_number_of_calls
-        )
-        return not is_constrained
+        return self.must_call or demands_form_of_answer or has_strict_tool or limits_number_of_calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nereid_parsers.constrain_arguments import comma_separated
@@ -17,14 +17,12 @@ from nereid_parsers.constrain_nodes import (
     optional,
     sequence,
 )
-from nereid_parsers.constrain_request import ToolSchema
+from nereid_parsers.constrain_request import ObjectSchema, ToolSchema, inner_schema
 from nereid_parsers.constrain_values import (
     ENFORCED_IN_TEXT,
-    MAX_INNER_VALUES,
     Argument,
     choices_of,
 )
-from nereid_parsers.errors import ConstraintError
 from nereid_parsers.stream.values.argument_types import json_types_of
 from nereid_parsers.tool_declarations import BareKeyArguments
 
@@ -37,116 +35,132 @@ _MAX_ITEM_LIMIT = 256
 
 
 def unquoted_key_arguments(declaration: BareKeyArguments, tool: ToolSchema) -> Node:
-    """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`."""
+    """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`.
+
+    The members of the object are the arguments of `tool`. `declaration` declares the text before
+    and after each string, here `<q>`.
+    """
 
     def member(key: str) -> Node:
         """Return the node for `key:value`."""
-        value = _unquoted_key_value(declaration, Argument(tool, key), tool.argument(key))
-        return sequence(const(f"{key}:"), value)
+        argument = Argument(tool, key)
+        return sequence(const(f"{key}:"), _value_node(declaration, argument, argument.schema))
 
-    return _unquoted_key_object(tool, member)
-
-
-def _unquoted_key_object(tool: ToolSchema, member_node: Callable[[str], Node]) -> Node:
-    """Return the node for an object whose members match the nodes that `member_node` returns."""
-    return sequence(const("{"), comma_separated(tool, member_node, ","), const("}"))
+    return _in_braces(comma_separated(tool.arguments, member, ","))
 
 
-def _inner_unquoted_key_value(
+def _in_braces(members: Node) -> Node:
+    """Return the node for an object in braces: the node for `a:1` gives the node for `{a:1}`."""
+    return sequence(const("{"), members, const("}"))
+
+
+def _inner_value_node(
     declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
 ) -> Node:
-    """Return the node for a value inside an object or array of `argument`.
+    """Return the grammar node for a value inside an object or an array, and count the value.
 
     Example: the argument `{city:<q>Paris<q>}` contains the value `<q>Paris<q>`. `schema` is the
-    JSON schema of the value. The values are counted, because a recursive schema declares an
-    unlimited number of them, and each value needs a node.
+    JSON schema of the value. `argument` is the argument that contains the value.
 
     Raises:
-        ConstraintError: The argument contains more than `MAX_INNER_VALUES` values.
+        ConstraintError: The argument contains too many values.
     """
-    argument.num_inner_values += 1
-    if argument.num_inner_values > MAX_INNER_VALUES:
-        raise ConstraintError(
-            "The format writes arguments as objects with unquoted keys. Constrained output "
-            "supports only arguments whose objects and arrays declare at most "
-            f"{MAX_INNER_VALUES} values in total, but the schema of an argument is recursive or "
-            "declares more values. Use a smaller schema, or set tool_choice to auto."
-        )
-    return _unquoted_key_value(declaration, argument, schema)
+    argument.count_inner_value()
+    return _value_node(declaration, argument, schema)
 
 
-def _unquoted_key_value(
+def _value_node(
     declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
 ) -> Node:
     """Return the grammar node for a value in an object with unquoted keys, as in `{days:3}`.
 
-    `declaration.quote` is the text before and after each string. Examples of matching texts with
-    the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for an array, and
-    `{city:<q>Paris<q>}` for an object. Every other value is JSON text.
+    Examples of matching texts, if the text `<q>` encloses each string:
 
-    The value with the JSON schema `schema` is `argument`, or is inside `argument`.
+        string            `<q>Paris<q>`
+        array             `[<q>Paris<q>,<q>Rome<q>]`
+        object            `{city:<q>Paris<q>}`
+        any other value   `3`, which is JSON text
+
+    Args:
+        declaration: Declares the text before and after each string.
+        argument: The argument of the tool that is, or contains, the value. A restriction in
+            `schema` that the node does not enforce is reported with the name of the argument.
+        schema: The JSON schema of the value.
     """
-    quote = declaration.quote
     types = json_types_of(schema, root=schema)
-    if quote == '"' and types is not None and types.isdisjoint({"array", "object"}):
-        return json_schema(schema)  # Strings are written as in JSON, so the whole value is JSON.
-    choices = choices_of(schema)  # The allowed values, or None.
-    if choices is not None and not any(isinstance(choice, list | dict) for choice in choices):
-        return one_of(*(const(_unquoted_key_text(choice, quote)) for choice in choices))
+    is_scalar = types is not None and types.isdisjoint({"array", "object"})
+    if is_scalar and declaration.quote == '"':  # Strings are written as in JSON, too.
+        return json_schema(schema)
+    choices = choices_of(schema)  # The values that the schema lists, or None.
+    if choices is not None and _are_scalars(choices):
+        return one_of(*(const(_text_of_scalar(choice, declaration.quote)) for choice in choices))
     if types is None or "string" in types:
         # For a union such as "string or integer", the node matches only strings. The output is
         # valid, because the union accepts every string.
-        argument.report(schema, ENFORCED_IN_TEXT)
-        return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
+        argument.report_unenforced(schema, ENFORCED_IN_TEXT)
+        return _string_node(declaration.quote)
     if types == frozenset({"array"}):
-        return _array_of_unquoted_key_values(declaration, argument, schema)
+        return _array_node(declaration, argument, schema)
     if types == frozenset({"object"}):
-        return _inner_unquoted_key_object(declaration, argument, schema)
+        return _object_node(declaration, argument, schema)
     return json_schema(schema)
 
 
-def _unquoted_key_text(value: str | float | bool | None, quote: str) -> str:
+def _are_scalars(values: list[Any]) -> bool:
+    """Return whether none of the JSON values is an array or an object."""
+    return not any(isinstance(value, list | dict) for value in values)
+
+
+def _text_of_scalar(value: str | float | bool | None, quote: str) -> str:
     """Write a value that is no array or object: `"a"` gives `<q>a<q>`, and `True` gives `true`."""
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
-def _array_of_unquoted_key_values(
+def _string_node(quote: str) -> Node:
+    """Return the grammar node for a string with any text, such as `<q>Paris<q>`."""
+    return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
+
+
+def _array_node(
     declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
 ) -> Node:
     """Return the grammar node for an array in an object with unquoted keys, as in `{days:[1,2]}`.
 
-    `schema` is the JSON schema of the array, which is `argument` or is inside `argument`.
+    Args:
+        declaration: Declares the text before and after each string.
+        argument: The argument of the tool that is, or contains, the array. A restriction in
+            `schema` that the node does not enforce is reported with the name of the argument.
+        schema: The JSON schema of the array.
     """
     has_valid_limits = _has_valid_item_limits(schema)
-    argument.report(schema, _ENFORCED_IN_LISTS if has_valid_limits else _ENFORCED_IN_ANY_LIST)
-    # `ToolSchema` replaces the references in the schema of a property, so the schema of the items
-    # is passed as the schema of a property named "items".
-    array_as_tool = ToolSchema(
-        name="", parameters={**schema, "properties": {"items": schema.get("items")}}
-    )
-    item = _inner_unquoted_key_value(declaration, argument, array_as_tool.argument("items"))
+    enforced = _ENFORCED_IN_LISTS if has_valid_limits else _ENFORCED_IN_ANY_LIST
+    argument.report_unenforced(schema, enforced)
+    schema_of_item = inner_schema(schema.get("items"), root=schema)
+    item = _inner_value_node(declaration, argument, schema_of_item)
     items = _items_node(item, schema if has_valid_limits else {})
     return sequence(const("["), items, const("]"))
 
 
-def _inner_unquoted_key_object(
+def _object_node(
     declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
 ) -> Node:
-    """Return the grammar node for an object with unquoted keys, such as `{city:<q>Paris<q>}`.
+    """Return the grammar node for an inner object with unquoted keys, as in `{stay:{days:3}}`.
 
-    `schema` is the JSON schema of the object, which is `argument` or is inside `argument`.
+    Args:
+        declaration: Declares the text before and after each string.
+        argument: The argument of the tool that is, or contains, the object. A restriction in
+            `schema` that the node does not enforce is reported with the name of the argument.
+        schema: The JSON schema of the object.
     """
-    argument.report(schema, _ENFORCED_IN_OBJECTS)
-    # The members of an object are written in the same way as the arguments of a tool. The name of
-    # the tool is not part of the node.
-    object_as_tool = ToolSchema(name="", parameters=schema)
+    argument.report_unenforced(schema, _ENFORCED_IN_OBJECTS)
+    object_schema = ObjectSchema(schema)
 
     def member(key: str) -> Node:
         """Return the node for `key:value`."""
-        value = _inner_unquoted_key_value(declaration, argument, object_as_tool.argument(key))
+        value = _inner_value_node(declaration, argument, object_schema.schema_of(key))
         return sequence(const(f"{key}:"), value)
 
-    return _unquoted_key_object(object_as_tool, member)
+    return _in_braces(comma_separated(object_schema, member, ","))
 
 
 def _has_valid_item_limits(schema: Mapping[str, Any]) -> bool:

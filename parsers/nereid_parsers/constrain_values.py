@@ -8,15 +8,15 @@ from typing import Any
 
 from nereid_parsers.constrain_answer import report_keywords
 from nereid_parsers.constrain_request import ToolSchema
+from nereid_parsers.errors import ConstraintError
 from nereid_parsers.stream.values.argument_types import follow_references
 from nereid_parsers.unenforced_keywords import RESTRICTIONS
 
 # The keywords that the grammar node for free text enforces. Other keywords are reported.
 ENFORCED_IN_TEXT = frozenset({"type", "anyOf", "oneOf", "$ref"})
 # The maximum number of values inside the objects and arrays of one argument, in a format with
-# unquoted keys. The grammar contains a node for each of these values. A recursive schema would have
-# an unlimited number of them.
-MAX_INNER_VALUES = 100
+# unquoted keys.
+_MAX_INNER_VALUES = 100
 
 
 @dataclass(slots=True)
@@ -27,31 +27,59 @@ class Argument:
         tool: The tool.
         key: The name of the argument.
         num_inner_values: The number of values inside the objects and arrays of the argument for
-            which a grammar node has been requested. `MAX_INNER_VALUES` limits this number.
+            which a grammar node has been requested; see `count_inner_value`.
     """
 
     tool: ToolSchema
     key: str
     num_inner_values: int = 0
 
-    def report(self, schema: Mapping[str, Any], enforced: frozenset[str]) -> None:
-        """Report each restriction in `schema`, or in its alternatives, that is not in `enforced`.
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of the argument."""
+        return self.tool.arguments.schema_of(self.key)
 
-        Example: the node for the free text of a string does not enforce `maxLength`. An alternative
-        is a member of `anyOf` or `oneOf`.
+    def report_unenforced(self, schema: Mapping[str, Any], enforced: frozenset[str]) -> None:
+        """Log a warning if `schema` has restrictions that a grammar node does not enforce.
+
+        If the tool is strict, raise an error instead. Example: the node for a string enforces only
+        the keywords in `ENFORCED_IN_TEXT`, so `maxLength` is reported.
+
+        Args:
+            schema: The JSON schema of the argument, or of a value inside the argument. The members
+                of its keywords `anyOf` and `oneOf` are examined, too.
+            enforced: The keywords that the node enforces.
 
         Raises:
-            ConstraintError: The tool is strict, and there is such a restriction.
+            ConstraintError: The tool is strict, and `schema` has such a restriction.
         """
-        schemas = [schema, *_alternatives(schema)]
-        keywords = sorted({keyword for part in schemas for keyword in RESTRICTIONS & part.keys()})
+        keywords = set(schema).union(*_alternatives(schema))
         descriptions = [
             f"{keyword} inside $.properties.{self.key}, because the format does not write this "
             "value as JSON"
-            for keyword in keywords
-            if keyword not in enforced
+            for keyword in sorted((keywords & RESTRICTIONS) - enforced)
         ]
-        report_keywords(descriptions, self.tool.is_strict, f"tools: {self.tool.name}")
+        report_keywords(
+            descriptions, is_strict=self.tool.is_strict, field=f"tools: {self.tool.name}"
+        )
+
+    def count_inner_value(self) -> None:
+        """Increase the number of values inside the argument by one, and check the number.
+
+        The number is limited, because each value needs a grammar node. A recursive schema declares
+        an unlimited number of values.
+
+        Raises:
+            ConstraintError: The argument contains more than `_MAX_INNER_VALUES` values.
+        """
+        self.num_inner_values += 1
+        if self.num_inner_values > _MAX_INNER_VALUES:
+            raise ConstraintError(
+                "The format writes arguments as objects with unquoted keys. Constrained output "
+                "supports only arguments whose objects and arrays declare at most "
+                f"{_MAX_INNER_VALUES} values in total, but the schema of an argument is recursive "
+                "or declares more values. Use a smaller schema, or set tool_choice to auto."
+            )
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -47,6 +47,11 @@ class Keys:
         self._check_paths()
         self._check_order()
 
+    def path_of(self, member: str) -> str:
+        """Return the path of a member of `order`, which is "name", "arguments" or "id"."""
+        paths = {"name": self.name, "arguments": self.arguments, "id": self.id or ""}
+        return paths[member]
+
     def _check_paths(self) -> None:
         """Raise FormatError if a path has an empty part. Example: `function..name`."""
         paths = [self.name, self.arguments, *self.also]
@@ -154,6 +159,11 @@ class TaggedArguments:
     def closing_marker(self) -> str:
         """The text that ends the value: `close` without white space around it, or a line break."""
         return self.close.strip() or "\n"
+
+    @property
+    def is_attribute(self) -> bool:
+        """Whether the values are XML attributes, as in `days="3"`, with entities such as `&lt;`."""
+        return self.escapes == "html" and self.closing_marker == '"'
 
     def for_key(self, key: str) -> TaggedArguments:
         """Return the tags of one argument: in `close`, the name of the argument replaces `{key}`.
@@ -263,12 +273,15 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        """Check that exactly one of `head` and `body` contains the function's name.
+        """Raise FormatError if `head`, `id` or `close` is not valid, or does not suit `body`."""
+        self._check_name()
+        self._check_id()
+        self._check_close()
 
-        Raises:
-            FormatError: The name is in the header and in the body, or in neither. Or `id`, the
-                pattern of the tool call's id, is not valid. Or a NestedTags body has no closing
-                marker.
+    def _check_name(self) -> None:
+        """Raise FormatError unless exactly one of `head` and `body` contains the function's name.
+
+        Example: in `<call><function=f>{"a": 1}</call>`, the header contains the name `f`.
         """
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
@@ -282,7 +295,13 @@ class Call:
                 f"Call.head is {self.head!r}. A {type(self.body).__name__} body already contains "
                 "the function's name, so remove {name} from Call.head."
             )
-        split_pattern(self.id)  # Raises FormatError if the id contains an unknown field.
+
+    def _check_id(self) -> None:
+        """Raise FormatError if the pattern `id` is not valid, for example has an unknown field."""
+        split_pattern(self.id)
+
+    def _check_close(self) -> None:
+        """Raise FormatError if a body of nested tags has no marker `close` that ends the body."""
         if isinstance(self.body, NestedTags) and not self.close.strip():
             raise FormatError(
                 f"Call.close is {self.close!r}, but must contain a marker, because the arguments "

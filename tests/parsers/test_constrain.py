@@ -631,8 +631,8 @@ def test_thousands_of_arguments_and_allowed_values_take_little_time():
     }
     start = time.process_time()
     offered = ToolSchema.of({"name": "f", "parameters": parameters})
-    assert offered.required_keys == names
-    assert offered.optional_keys == []
+    assert offered.arguments.required_keys == names
+    assert offered.arguments.optional_keys == []
     merged = merge_schemas({"enum": [*names, [1]]}, {"enum": [*reversed(names), [1]]})
     assert merged == {"enum": [*names, [1]]}
     assert time.process_time() - start < 2

@@ -314,7 +314,7 @@ class CallReader:
         The rest of the arguments is written unchanged. Example: in `{"a": x}</call>`, `x` is not
         valid, and `x}` is the rest. Return the next state, or None if the marker has not arrived.
         """
-        return self._end_call() if self._call.write_invalid_rest() else None
+        return None if self._call.read_invalid_rest() is None else self._end_call()
 
     def _end_call(self) -> State:
         """Record that the arguments of a tool call have ended. Return the next state.

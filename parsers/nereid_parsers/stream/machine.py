@@ -72,8 +72,10 @@ class Machine:
         """
         self._events: list[Event] = []
         self._buffer = TextBuffer()
-        self._text_writer = TextWriter(self._events)
         self._call_writer = CallWriter(self._events, tools, policy, new_id)
+        # The parser can read the end of a tool call again only if the arguments are stored.
+        may_reread_calls = self._call_writer.stores_arguments
+        self._text_writer = TextWriter(self._events, may_reread_calls=may_reread_calls)
         context = ReaderContext(fmt, policy, self._buffer, self._text_writer)
         self._call_reader = CallReader(context, self._call_writer)
         self._between_calls_reader = BetweenCallsReader(context, self._call_reader)

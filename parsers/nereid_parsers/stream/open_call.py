@@ -10,7 +10,7 @@ from nereid_parsers.stream.bodies.body_reader import (
 )
 from nereid_parsers.stream.call_writer import BROKEN_ARGUMENTS
 from nereid_parsers.stream.expected_call import MatchedCall
-from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.status import DONE, MORE
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 
@@ -19,7 +19,7 @@ class Outcome(Enum):
     """The result of reading one tool call or one list of tool calls.
 
     ENDED    The tool call has ended. Closing markers may follow.
-    BROKEN   The arguments are not valid JSON. `OpenCall.write_invalid_rest` writes their rest.
+    BROKEN   The arguments are not valid JSON. `OpenCall.read_invalid_rest` reads their rest.
     NO_CALL  The text is not a tool call, so it is content.
     """
 
@@ -54,7 +54,6 @@ class OpenCall:
         "_buffer",
         "_call_writer",
         "_is_confirmed",
-        "_may_reread_arguments",
         "_text_writer",
         "variant",
     )
@@ -78,63 +77,68 @@ class OpenCall:
         self._buffer = buffer
         self._text_writer = text_writer
         self._call_writer = body_reader.writer
-        # Whether the parser may later read the end of the arguments again, as the text after the
-        # tool call. Example: in `{"a": "x}</call> Hi`, the closing quote is missing. The parser
-        # first reads `</call> Hi` as a part of the string, and later as a marker and content. Text
-        # can be removed from the arguments only if the CallWriter stores the arguments until the
-        # tool call ends.
-        self._may_reread_arguments = body_reader.writer.stores_arguments
 
     def read(self) -> Outcome | None:
         """Read the next part of the body. Return the outcome, or None if the body has not ended.
 
-        The body reader parses the part. The TextWriter then receives the text of the part: as text
-        of a tool call if a tool call has started, otherwise as pending text, which may be content.
-        Examples of three parts of one body:
-
-            `{"na`                        pending text, because no tool call has started
-            `me": "f", "arguments": {`    text of the tool call, which has started and is open
-            `}}`                          text of the tool call, which has ended
+        The body reader parses the part and changes the arguments into events. The TextWriter then
+        receives the text of the part, for the trace.
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
         was_call_open = self._call_writer.is_open
-        start = buffer.pos
-        buffer.pos = self._body_reader.read(buffer.text, start)
-        # The part is text of a tool call if a tool call is open after the part, or has ended in it.
-        # If a tool call has ended, then a tool call was open before the part, or the whole body has
-        # ended, or a member of a list has ended.
-        if self._call_writer.is_open:
-            self._trace_as_call(buffer.text[start : buffer.pos])
-        elif (
-            was_call_open
-            or self._body_reader.status is DONE
-            or self._body_reader.last_call_end is not None
-        ):
-            self._pass_ended_call(start)
-        else:
-            self._text_writer.store_pending(buffer.text[start : buffer.pos])
+        part_start = buffer.pos
+        buffer.pos = self._body_reader.read(buffer.text, part_start)
+        self._classify_part(part_start, was_call_open)
         return None if self._body_reader.status is MORE else self._leave_body()
 
-    def _trace_as_call(self, text: str) -> None:
-        """Pass a part of the tool call's text to the TextWriter, which classifies it as a call."""
-        self._text_writer.accept_call_text(text, may_be_reread=self._may_reread_arguments)
+    def _classify_part(self, part_start: int, was_call_open: bool) -> None:
+        """Pass the part of the body that was just read to the TextWriter.
 
-    def _pass_ended_call(self, part_start: int) -> None:
-        """Pass a part of the body to the TextWriter. The part contains the end of a tool call.
+        The part starts at `part_start`, and ends at the position of the buffer. `was_call_open` is
+        true if a tool call was open before the part. Examples of three parts of one body:
+
+            `{"name": "f", "arguments": {`   text of the tool call, which has started and is open
+            `}}`                             text of the tool call, which has ended
+            `{"na`                           pending text, because no tool call has started
+        """
+        part = self._buffer.text[part_start : self._buffer.pos]
+        if self._call_writer.is_open:
+            self._text_writer.trace_call_text(part)
+            return
+        call_end = self._call_end_in_part(was_call_open)
+        if call_end is None:
+            self._text_writer.store_pending(part)
+        else:
+            self._split_part_at(call_end, part_start)
+
+    def _call_end_in_part(self, was_call_open: bool) -> int | None:
+        """Return the position at which a tool call has ended in the part that was just read.
+
+        No tool call is open after the part. `was_call_open` is true if a tool call was open before
+        the part. Return None if no tool call has ended in the part. Examples:
+
+            part            result
+            ` 1}}, {"na`    the position after `}}`, where the first member of a list has ended
+            ` 1}}`          the end of the part
+            `{"na`          None
+        """
+        last_call_end = self._body_reader.last_call_end
+        if last_call_end is not None:  # The body is a list of tool calls.
+            return last_call_end
+        has_call_ended = was_call_open or self._body_reader.status is DONE
+        return self._buffer.pos if has_call_ended else None
+
+    def _split_part_at(self, call_end: int, part_start: int) -> None:
+        """Pass the text before `call_end` as text of a tool call, and the text after it as pending.
 
         The part starts at `part_start`, and ends at the position of the buffer. In a list of tool
         calls, text may follow the ended tool call. This text becomes pending text, because it is
-        not certain that another tool call follows. Examples:
-
-            part            text of the tool call   pending text
-            ` 1}}`          ` 1}}`                  none
-            ` 1}}, {"na`    ` 1}}`                  `, {"na`
+        not certain that another tool call follows. Example: in the part ` 1}}, {"na`, ` 1}}` is
+        text of the tool call, and `, {"na` is pending text.
         """
         text, part_end = self._buffer.text, self._buffer.pos
-        last_call_end = self._body_reader.last_call_end  # None if the body is not a list.
-        call_end = part_end if last_call_end is None else last_call_end
-        self._trace_as_call(text[part_start:call_end])
+        self._text_writer.trace_call_text(text[part_start:call_end])
         self._text_writer.end_traced_call()
         if call_end < part_end:
             self._text_writer.store_pending(text[call_end:part_end])
@@ -153,48 +157,58 @@ class OpenCall:
         return Outcome.ENDED
 
     def _leave_invalid_body(self) -> Outcome:
-        """Stop reading a body that is not valid. End the tool call if possible.
+        """Stop reading a body that is not valid. End the tool call if its end is known.
 
         Examples of JSON objects after the marker `<call>`:
 
             `{"x": 1}`                                NO_CALL, because the name is missing
+            `{"name": "f", "arguments": {}]`          ENDED, if the format has no closing marker
             `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
-
-        If the invalid arguments are stored and contain `</call>`, because a quote is missing, the
-        tool call ends at this marker, and the outcome is ENDED.
         """
         if not self._call_writer.is_open:
             return Outcome.NO_CALL  # The caller writes the pending text as content.
-        if not self._body_reader.writes_model_text:
-            # The body reader has created the JSON text of the arguments, so it can also complete
-            # this JSON text, for example with closing brackets.
+        if self._end_invalid_call():
+            return Outcome.ENDED
+        return Outcome.BROKEN
+
+    def _end_invalid_call(self) -> bool:
+        """End the open tool call, whose text is not valid, if its end is known.
+
+        The first case that applies decides:
+
+            case                                    end of the tool call
+            the reader converts arguments to JSON   here, and the reader completes the JSON text
+            complete arguments, no closing marker   here, because the rest may be content
+            stored arguments that contain `</call>` at this marker (a quote is missing before it)
+
+        Return whether the tool call has ended. If not, the rest of the arguments must be read.
+        """
+        converts_arguments = not self._body_reader.writes_model_text
+        if converts_arguments:
             self._body_reader.end_invalid_call()
-            return Outcome.ENDED
+            return True
         if self._body_reader.has_all_arguments and not self.variant.closing_markers:
-            # No marker shows where the tool call ends, so the rest of the text may be content.
             self._call_writer.end(BROKEN_AFTER_ARGUMENTS)
-            return Outcome.ENDED
-        has_ended = self.end_at_marker_in_arguments()
-        return Outcome.ENDED if has_ended else Outcome.BROKEN
+            return True
+        return self.end_at_marker_in_arguments()
 
     def end_at_marker_in_arguments(self) -> bool:
-        """Cut the tool call's stored arguments at their first closing marker, and end the call.
+        """If the tool call's incomplete arguments contain a closing marker, end the call there.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
         `</call> Hi` is put back into the buffer, so that the parser reads it again.
 
-        Return whether the tool call has ended. It has not ended if the stored arguments do not
-        contain the marker, if the arguments are not stored or are complete, or if the reader has
-        converted the arguments to JSON.
+        Return whether the tool call has ended. The tool call stays open if no arguments with a
+        marker are stored.
         """
-        closing_markers = self.variant.closing_markers
-        # In complete arguments, a marker is a part of a value.
-        are_arguments_incomplete = not self._body_reader.has_all_arguments
-        may_cut = self._body_reader.writes_model_text and are_arguments_incomplete
-        if not closing_markers or not may_cut:
+        if not self.variant.closing_markers:
             return False
-        first_tag = closing_markers[0]  # Such as `</f>` in `</f></call>`.
+        if self._body_reader.has_all_arguments:
+            return False  # In complete arguments, a marker is a part of a value.
+        if not self._body_reader.writes_model_text:
+            return False  # The stored arguments are not the model's text, which must be read again.
+        first_tag = self.variant.closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_to_reread = self._call_writer.cut_arguments_at(first_tag)
         if text_to_reread is None:
             return False
@@ -203,28 +217,29 @@ class OpenCall:
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
 
-    def write_invalid_rest(self) -> bool:
-        """Write the rest of invalid arguments unchanged, up to the next marker.
+    def read_invalid_rest(self) -> Outcome | None:
+        """Read the rest of a tool call that is not valid, up to the next marker.
 
-        Example: in `{"a": [1}</tool_call>`, `]` is missing. The arguments up to `[1` have been
-        written, so `}` is read and written, and the tool call ends. The marker stays unread. If no
-        marker has arrived yet, all text is read and written, and the tool call stays open.
+        If the arguments are incomplete, the rest belongs to them, and is written unchanged.
+        Otherwise the rest is not written. The marker stays unread. Examples:
 
-        In `{"name": "f", "arguments": {}]`, the arguments are complete, and only the text after
-        them is invalid. Then the rest, `]`, is read, but not written, because it is no argument.
+            text of the tool call                     rest    effect
+            `{"a": [1}</call>`                        `}`     written, because `]` is missing
+            `{"name": "f", "arguments": {}]</call>`   `]`     not written
 
-        Return whether the tool call has ended, because a marker was found.
+        Return ENDED if a marker was found, which ends the tool call. Otherwise return None, because
+        more text is required.
         """
-        arguments_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
-        if arguments_end > self._buffer.pos:
-            piece = self._buffer.take_until(arguments_end)
+        rest_end, marker = self.variant.end_of_invalid_arguments.find(self._buffer)
+        if rest_end > self._buffer.pos:
+            rest = self._buffer.take_until(rest_end)
             if not self._body_reader.has_all_arguments:
-                self._call_writer.write(piece)
-            self._trace_as_call(piece)
+                self._call_writer.write(rest)
+            self._text_writer.trace_call_text(rest)
         if not marker:
-            return False
+            return None
         self._call_writer.end(self._description_of_fault())
-        return True
+        return Outcome.ENDED
 
     def _description_of_fault(self) -> str:
         """Return the description of the fault in a tool call that is not valid JSON."""
@@ -242,12 +257,11 @@ class OpenCall:
         Return whether the text is a tool call. If not, the caller decides whether to remove the
         text or to write it as content.
         """
-        was_open = self._call_writer.is_open
-        self._body_reader.finish()  # This method ends the open tool call, and sets `status`.
-        # The status is now BROKEN, unless a tool call was open, or the body is a list of tool calls
-        # that lacks only its closing bracket, or a tool call without arguments.
+        # `finish` ends an open tool call, and sets `status` to DONE. The status is also DONE if
+        # the body is a list of tool calls that lacks only its closing bracket.
+        self._body_reader.finish()
         has_calls = self._call_writer.num_started > 0
-        is_call = was_open or (self._body_reader.status is not BROKEN and has_calls)
+        is_call = has_calls and self._body_reader.status is DONE
         if is_call:
             self._text_writer.end_traced_call()
             self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.

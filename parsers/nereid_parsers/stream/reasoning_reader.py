@@ -150,7 +150,7 @@ class ReasoningReader:
         Such a marker is removed. If reasoning text precedes the marker, as in `I write <think>`,
         the marker is a part of the reasoning.
         """
-        if self._text_writer.has_text:
+        if self._text_writer.has_text_since_marker:
             return self._write_marker_as_reasoning(marker)
         self._drop_marker(marker)
         return State.REASONING
@@ -169,7 +169,7 @@ class ReasoningReader:
 
         Return the next state.
         """
-        is_quoted = self._text_writer.has_text and not is_special_token(marker)
+        is_quoted = self._text_writer.has_text_since_marker and not is_special_token(marker)
         if is_quoted:
             return self._write_marker_as_reasoning(marker)
         self._drop_marker(marker)
@@ -239,7 +239,7 @@ class ReasoningReader:
         if match is NO_MATCH:
             return self._write_marker_as_reasoning(marker)
         # Inline reasoning is never empty, because it contains the opening marker.
-        has_reasoning = self._text_writer.has_text or self._is_inline
+        has_reasoning = self._text_writer.has_text_since_marker or self._is_inline
         if has_reasoning and self._may_closing_marker_follow:
             return State.INTERRUPTED_REASONING
         return self._end_at_call()

@@ -23,6 +23,50 @@ _MARKUP = "markup"  # Text that no event contains, for example the marker `</thi
 _match_blank_lines = re.compile(r"(?:\s*[\r\n])?").match
 
 
+class _Tracer:
+    """Passes the pieces of a message, in order, to a trace function.
+
+    Attributes:
+        function: The trace function, or None if no function receives the pieces.
+    """
+
+    __slots__ = ("_call_parts", "_may_reread_calls", "function")
+
+    def __init__(self, *, may_reread_calls: bool) -> None:
+        """Create a tracer without a trace function.
+
+        `may_reread_calls` is true if the parser may read the end of a tool call again, as other
+        text. The text of a tool call is then stored until the tool call ends.
+        """
+        self.function: Trace | None = None
+        self._may_reread_calls = may_reread_calls
+        self._call_parts: list[str] = []  # The stored text of the open tool call.
+
+    def add_call_text(self, text: str) -> None:
+        """Pass a piece of a tool call to the trace function, or store the piece."""
+        if self.function is None:
+            return
+        if self._may_reread_calls:
+            self._call_parts.append(text)
+        elif text:
+            self.function(_CALL, text)
+
+    def shorten_call(self, num_chars: int) -> None:
+        """Remove the last `num_chars` characters from the stored text of a tool call.
+
+        Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. `num_chars`
+        must be at least 1. If the stored text is shorter than `num_chars`, no text stays stored.
+        """
+        self._call_parts = ["".join(self._call_parts)[:-num_chars]]
+
+    def end_call(self) -> None:
+        """Pass the stored text of the tool call to the trace function, and delete this text."""
+        text = "".join(self._call_parts)
+        self._call_parts = []
+        if self.function is not None and text:
+            self.function(_CALL, text)
+
+
 class TextWriter:
     r"""Appends events for reasoning and content to a list.
 
@@ -41,65 +85,54 @@ class TextWriter:
     Attributes:
         has_content: Whether content other than white space has been written.
         is_after_marker: Whether a marker or a tool call directly precedes the next text. Blank
-            lines at the start of that text are then removed together with the marker.
+            lines at the start of that text are then removed together with the marker. At the start
+            of a message, the ReasoningReader sets this attribute to true if the prompt ends with a
+            marker such as `<think>`.
     """
 
     __slots__ = (
-        "_call_text", "_events", "_last_text_type", "_num_prompt_chars", "_pending_parts",
-        "_removed_whitespace", "_trace", "_whitespace", "has_content", "is_after_marker",
+        "_content_separator", "_events", "_last_text_type", "_num_prompt_chars", "_pending_parts",
+        "_tracer", "_trailing_whitespace", "has_content", "is_after_marker",
     )  # fmt: skip
 
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, events: list[Event], *, may_reread_calls: bool) -> None:
         """Create a writer that appends the events for reasoning and content to the list `events`.
 
-        The writer does not append the events of tool calls.
+        A CallWriter appends the events of tool calls. `may_reread_calls` is true if the parser may
+        read the end of a tool call again, as other text.
         """
         self._events = events
-        # ---- The trace.
-        self._trace: Trace | None = None
-        # The text of the open tool call that the trace function has not received, because the
-        # parser may read the end of the tool call again, as other text.
-        self._call_text: list[str] = []
-        # ---- The text that has been written.
-        self.has_content = False
-        # The class of the last event, or None if a marker or a tool call follows the last event.
-        self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        # If true, blank lines at the start of the next text are removed. The field becomes true
-        # after a marker or a tool call, and false when visible text has been written. At the start
-        # of a message, no marker precedes the text. If the prompt ends with a marker such as
-        # `<think>`, the ReasoningReader sets this field to true.
-        self.is_after_marker = False
-        # ---- The text that is stored until later text shows how to classify it.
+        self._tracer = _Tracer(may_reread_calls=may_reread_calls)
         # The pieces of the pending text, such as `<call>`, which may be markup or content.
         self._pending_parts: list[str] = []
-        # The stored white space directly before the next text. If the next text is a marker, the
-        # white space is removed together with the marker.
-        self._whitespace: list[str] = []
-        # The white space that was removed together with the marker after the last content: `\n` in
-        # `One\n<call>..</call>Two`. The next content event starts with this white space, so that
-        # `One` and `Two` stay separated.
-        self._removed_whitespace = ""
-        # ---- The prompt.
-        # The number of characters of the prompt at the start of the next text. Events omit these
-        # characters. Example: the prompt ends with `<th`, and the model writes `ink>`. The next
-        # text is then `<think>`, and this number is 3.
+        # The white space at the end of the received text. A marker that follows removes it.
+        self._trailing_whitespace: list[str] = []
+        # The white space between the last content and a marker, such as the line break in
+        # `One\n<call>..</call>Two`. The next content event starts with this white space.
+        self._content_separator = ""
+        # The number of characters at the start of the next text that belong to the prompt. Example:
+        # the prompt ends with `<th`, so the next text is `<think>`, and this number is 3.
         self._num_prompt_chars = 0
+        # The type of the last event for visible text, or None if a marker follows this text.
+        self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
+        self.has_content = False
+        self.is_after_marker = False
 
     @property
-    def has_text(self) -> bool:
+    def has_text_since_marker(self) -> bool:
         """Whether text other than white space has been written since the last marker."""
         return self._last_text_type is not None
 
     def set_trace(self, trace: Trace | None) -> None:
         """From now on, call `trace` with each piece of text and its classification."""
-        self._trace = trace
+        self._tracer.function = trace
 
     def _classify(self, classification: str, text: str) -> None:
         """Pass `text` and its classification to the trace function. Omit text of the prompt."""
         if self._num_prompt_chars:
-            text = self._without_prompt(text)
-        if self._trace is not None and text:
-            self._trace(classification, text)
+            text = self._cut_prompt(text)
+        if self._tracer.function is not None and text:
+            self._tracer.function(classification, text)
 
     # ---- reasoning and content -------------------------------------------------------------------
 
@@ -110,15 +143,13 @@ class TextWriter:
         blank lines before `Hm.` belong to the marker. The line break after `Hm.` is stored. The
         next text starts with this line break, unless a marker follows.
         """
-        if self._num_prompt_chars:
-            text = self._without_prompt(text)
-        ready_text = self._store_trailing_whitespace(text)
+        ready_text = self._take_ready_text(text)
         if not ready_text:
             return
         if self.is_after_marker:
-            ready_text = self._without_blank_lines(ready_text)
-        if self._trace is not None:
-            self._trace(_REASONING, ready_text)
+            ready_text = self._drop_blank_lines(ready_text)
+        if self._tracer.function is not None:
+            self._tracer.function(_REASONING, ready_text)
         self._events.append(ReasoningDelta(ready_text))
         self.is_after_marker = False
         self._last_text_type = ReasoningDelta
@@ -126,40 +157,44 @@ class TextWriter:
     def write_content(self, text: str) -> None:
         r"""Append an event for the content `text`, but store its trailing white space for later.
 
-        Example: after a marker, `write_content("\n\nHi\n")` appends `ContentDelta("Hi")`. The blank
-        lines before `Hi` belong to the marker, unless content precedes the marker. The line break
-        after `Hi` is stored. The next text starts with this line break, unless a marker follows.
+        Blank lines after a marker are removed, unless they separate two pieces of content:
+
+            message                    content events
+            `<call>..</call>\n\nHi`    `ContentDelta("Hi")`
+            `A<call>..</call>\n\nHi`   `ContentDelta("A")`, `ContentDelta("\n\nHi")`
         """
-        if self._num_prompt_chars:
-            text = self._without_prompt(text)
-        ready_text = self._store_trailing_whitespace(text)
+        ready_text = self._take_ready_text(text)
         if not ready_text:
             return
-        # If content precedes the marker, the blank lines separate two pieces of content, so they
-        # are kept.
         if self.is_after_marker and not self.has_content:
-            ready_text = self._without_blank_lines(ready_text)
+            ready_text = self._drop_blank_lines(ready_text)
         self._append_content(ready_text)
 
-    def _store_trailing_whitespace(self, text: str) -> str:
-        r"""Store the white space at the end of `text`. Return the text that can be written now.
+    def _take_ready_text(self, text: str) -> str:
+        r"""Return the part of the received `text` that can be written now, and store the rest.
 
-        The result starts with the white space that was stored before this call. Example: if `"\n"`
-        is stored, `"you "` gives `"\nyou"`, and `" "` is stored. If `text` is only white space, all
-        white space stays stored, and the result is "".
+        The white space at the end of `text` is stored, because a marker may follow. The result
+        starts with the white space that was stored before this call. Example: if `"\n"` is stored,
+        `"you "` gives `"\nyou"`, and `" "` is stored. If `text` is only white space, the result is
+        "", and all white space stays stored.
+
+        If `text` starts with characters of the prompt, these characters are removed.
         """
+        if self._num_prompt_chars:
+            text = self._cut_prompt(text)
         visible = text.rstrip()
         ready_text = visible
-        if visible and self._whitespace:
+        if visible and self._trailing_whitespace:
             ready_text = self._take_whitespace() + visible
         if len(visible) < len(text):
-            self._whitespace.append(text[len(visible) :])
+            self._trailing_whitespace.append(text[len(visible) :])
         return ready_text
 
-    def _without_blank_lines(self, text: str) -> str:
-        r"""Remove blank lines from the start of `text`. Pass these lines to the trace function.
+    def _drop_blank_lines(self, text: str) -> str:
+        r"""Remove the blank lines at the start of `text`, because they belong to a marker.
 
-        Example: `"\n\n  Hello"` gives `"  Hello"`.
+        The trace function receives these lines as "markup". Return the rest of `text`. Example:
+        `"\n\n  Hello"` gives `"  Hello"`.
         """
         match = _match_blank_lines(text)
         assert match is not None  # The regex also matches the empty text.
@@ -169,18 +204,18 @@ class TextWriter:
     def _append_content(self, text: str, fault: str | None = None) -> None:
         r"""Append an event for the content `text`, and pass `text` to the trace function.
 
-        The event starts with the white space between the last content and the marker after this
-        content. Example: in `One\n<call>..</call>Two`, the marker `<call>` removes `"\n"`, and the
-        last event is `ContentDelta("\nTwo")`, so that the client receives `One\nTwo`. The trace
-        function receives `"\n"` once, as a part of the markup.
+        If a marker separates `text` from the last content, the event starts with the white space
+        before the marker. Example: for `One\n<call>..</call>Two`, the last event is
+        `ContentDelta("\nTwo")`, so that the client receives `One\nTwo`.
 
-        `text` contains a character that is not white space. `fault` is the reason for returning
-        text that looked like a marker as content, or None.
+        `text` contains a character that is not white space. If `text` looked like a tool call,
+        `fault` describes why `text` is content.
         """
-        if self._trace is not None:
-            self._trace(_CONTENT, text)
-        self._events.append(ContentDelta(self._removed_whitespace + text, fault))
-        self._removed_whitespace = ""
+        # The trace function has already received `_content_separator`, as a part of the markup.
+        if self._tracer.function is not None:
+            self._tracer.function(_CONTENT, text)
+        self._events.append(ContentDelta(self._content_separator + text, fault))
+        self._content_separator = ""
         self.has_content = True
         self.is_after_marker = False
         self._last_text_type = ContentDelta
@@ -234,52 +269,63 @@ class TextWriter:
         if self._pending_parts:
             self._pending_parts.append(whitespace)
         else:
-            self._whitespace.append(whitespace)
+            self._trailing_whitespace.append(whitespace)
 
     def _take_whitespace(self) -> str:
         """Return and delete the stored white space."""
-        whitespace = "".join(self._whitespace)
-        self._whitespace = []
+        whitespace = "".join(self._trailing_whitespace)
+        self._trailing_whitespace = []
         return whitespace
 
     def drop_whitespace(self) -> None:
         r"""Remove the stored white space from the output, because a marker follows.
 
-        Example: in `"Hi\n<call>"`, the line break is removed. The trace function receives the white
-        space as "markup". White space that follows content is also saved in `_removed_whitespace`,
-        because content after the marker restores this white space. No event follows the marker
-        yet, so `_last_text_type` becomes None, and `has_text` becomes False.
+        Example: in `"Hi\n<call>"`, the line break is removed. The trace function receives the line
+        break as "markup". If more content follows the marker, as in `Hi\n<call>..</call>you`, the
+        line break is written before `you`.
         """
         whitespace = self._take_whitespace()
         if self._last_text_type is ContentDelta:
-            self._removed_whitespace = whitespace
+            self._content_separator = whitespace
         self._classify(_MARKUP, whitespace)
-        self._last_text_type = None
+        self._last_text_type = None  # No text follows the marker yet.
 
     def finish_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> None:
-        r"""At the end of the message, write or remove the stored white space.
+        """At the end of the message, write or remove the stored white space.
 
-        Examples of messages that end with a line break:
-
-            message               the line break
-            `<think>Hm\n`         belongs to the reasoning and is written.
-            `Hi\n`                belongs to the content and is written.
-            `\n`                  is content, because the message contains nothing else.
-            `<call>..</call>\n`   is removed, because it directly follows a marker.
+        The white space is written if it belongs to reasoning or content. If it belongs to markup,
+        no event is appended for it. `is_reasoning` is true if the message ends inside reasoning.
+        `has_calls` is true if the message contains a tool call.
         """
         whitespace = self._take_whitespace()
         if not whitespace:
             return
+        classification = self._class_of_last_whitespace(
+            is_reasoning=is_reasoning, has_calls=has_calls
+        )
+        self._classify(classification, whitespace)
+        if classification == _REASONING:
+            self._events.append(ReasoningDelta(whitespace))
+        elif classification == _CONTENT:
+            self._events.append(ContentDelta(whitespace))
+
+    def _class_of_last_whitespace(self, *, is_reasoning: bool, has_calls: bool) -> str:
+        r"""Return the classification of the white space at the end of the message.
+
+            message               result
+            `<think>Hm\n`         "reasoning", because the white space follows reasoning
+            `Hi\n`                "content", because the white space follows content
+            `<call>..</call>\n`   "markup", because the white space follows a marker
+            `\n`                  "content", because the message contains nothing else
+
+        `is_reasoning` is true if the message ends inside reasoning. `has_calls` is true if the
+        message contains a tool call.
+        """
+        if self.has_text_since_marker:
+            return _REASONING if is_reasoning else _CONTENT
         # Reasoning always follows an opening marker. This marker may be in the prompt.
         has_markup = self.is_after_marker or is_reasoning or has_calls
-        if self.has_text and is_reasoning:
-            self._classify(_REASONING, whitespace)
-            self._events.append(ReasoningDelta(whitespace))
-        elif self.has_text or not has_markup:
-            self._classify(_CONTENT, whitespace)
-            self._events.append(ContentDelta(whitespace))
-        else:
-            self._classify(_MARKUP, whitespace)  # Without an event, the white space is removed.
+        return _MARKUP if has_markup else _CONTENT
 
     # ---- pending text --------------------------------------------------------------------------
 
@@ -312,7 +358,7 @@ class TextWriter:
         # The pending text may start in the prompt. Example: the prompt ends with `<tool`, and the
         # model writes `_call> is`. The characters `<tool` of the prompt are not a part of the
         # output.
-        content = self._without_prompt(self.pending_text + text)
+        content = self._cut_prompt(self.pending_text + text)
         self._pending_parts = []
         if content.strip():
             self._append_content(self._take_whitespace() + content, fault)
@@ -322,63 +368,54 @@ class TextWriter:
 
     # ---- the text of calls -----------------------------------------------------------------------
 
-    def accept_call_text(self, text: str, *, may_be_reread: bool) -> None:
-        """Remove the pending text, and pass `text`, a piece of a tool call, to the trace function.
+    def trace_call_text(self, text: str) -> None:
+        """Pass `text`, a piece of a tool call, to the trace function. Append no event.
 
-        The pending text is the opening marker of the tool call. Example: with the pending text
-        `<call>` and the text `{"a": 1}`, the trace function receives `<call>` as "markup" and
-        `{"a": 1}` as "call". The CallWriter appends the events of the tool call.
+        If there is pending text, it is the opening marker of the tool call. The marker is removed
+        from the output. Example: with the pending text `<call>` and the piece `{"a": 1}`, the trace
+        function receives `<call>` as "markup" and `{"a": 1}` as "call".
 
-        Args:
-            text: The next piece of the tool call, as the model wrote it.
-            may_be_reread: Whether the parser may read the end of the tool call again, as other
-                text. If so, the classification of `text` may change, so `text` is stored until
-                `end_traced_call` is called.
+        If the parser may read the end of the tool call again, as other text, the piece is stored
+        until `end_traced_call` is called.
         """
         if self._pending_parts:
             self.drop_pending()
         if self._num_prompt_chars:  # The prompt ends with the start of this tool call.
-            text = self._without_prompt(text)
-        if self._trace is None:
-            return
-        if may_be_reread:
-            self._call_text.append(text)
-        elif text:
-            self._trace(_CALL, text)
+            text = self._cut_prompt(text)
+        if self._tracer.function is not None:
+            self._tracer.add_call_text(text)
 
     def shorten_traced_call(self, num_chars: int) -> None:
         """Remove the last `num_chars` characters from the stored text of a tool call.
 
-        Example: from `{"a": "x}</call>`, the last 7 characters `</call>` are removed. `num_chars`
-        must be at least 1. If the stored text is shorter than `num_chars`, no text stays stored.
+        `num_chars` must be at least 1.
         """
-        self._call_text = ["".join(self._call_text)[:-num_chars]]
+        self._tracer.shorten_call(num_chars)
 
     def end_traced_call(self) -> None:
         """Pass the stored text of the tool call to the trace function, and delete this text."""
-        text = "".join(self._call_text)
-        if self._trace is not None and text:
-            self._trace(_CALL, text)
-        self._call_text = []
+        self._tracer.end_call()
 
     # ---- the prompt ------------------------------------------------------------------------------
 
     def mark_prompt_end(self, num_unwritten_chars: int) -> None:
         """Treat all text received so far as a part of the prompt. Later events omit this text.
 
-        The pending text stays stored, because later text shows whether it is content. The event
-        that contains this content omits the characters of the prompt, too.
+        Example: the prompt ends with `<th`, which a reader stores, so `num_unwritten_chars` is 3.
+        If the model writes `ink of it`, the text `<think of it` is content. The content event
+        omits the prompt, and contains only `ink of it`.
 
-        `num_unwritten_chars` is the number of characters of the prompt that this writer has not
-        received yet, because a reader stores them.
+        `num_unwritten_chars` is the number of characters at the end of the prompt that this writer
+        has not received yet, because a reader stores them.
         """
-        # The stored white space belongs to the prompt. If it were not deleted here, it would be
-        # written before the first content of the output.
-        self._whitespace = []
-        self._removed_whitespace = ""
+        # White space of the prompt must not be written before the first content of the output.
+        self._trailing_whitespace = []
+        self._content_separator = ""
+        # The pending text and the unwritten characters belong to the prompt, but they stay stored,
+        # because later text shows whether they are content.
         self._num_prompt_chars = len(self.pending_text) + num_unwritten_chars
 
-    def _without_prompt(self, text: str) -> str:
+    def _cut_prompt(self, text: str) -> str:
         """Remove the characters of the prompt from the start of `text`, and return the rest.
 
         Example: the prompt ends with `<th`, so `_num_prompt_chars` is 3, and the model writes

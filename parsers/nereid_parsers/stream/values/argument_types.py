@@ -31,6 +31,33 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SCHEMA_DEPTH = 8
 
 
+class _Function(NamedTuple):
+    """The name of a function that a tool declares, and the JSON schema of its parameters."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+def _read_function(tool: object) -> _Function | None:
+    """Read a member of a tools list. Return None if the member declares no function with a name.
+
+    Example: `{"type": "function", "function": {"name": "f", "parameters": {...}}}` declares the
+    function `f`. The inner object alone declares the same function.
+    """
+    if not isinstance(tool, Mapping):
+        return None
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping):
+        return None
+    name = function.get("name")
+    if not isinstance(name, str):
+        return None
+    # Some clients write the schema of the parameters under the key `input_schema`.
+    schema_key = "parameters" if "parameters" in function else "input_schema"
+    schema = function.get(schema_key)
+    return _Function(name, follow_references(schema) if isinstance(schema, Mapping) else {})
+
+
 class Tools:
     """The tools that the prompt offers to the model.
 
@@ -53,12 +80,9 @@ class Tools:
         # argument's name. A value of None means that the argument may have any type.
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         for tool in tools or ():
-            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                continue
-            schema = function.get("parameters", function.get("input_schema"))
-            is_object = isinstance(schema, Mapping)
-            self.parameters[function["name"]] = follow_references(schema) if is_object else {}
+            function = _read_function(tool)
+            if function is not None:
+                self.parameters[function.name] = function.parameters
 
     def __contains__(self, name: str) -> bool:
         """Return whether the tools contain a function with this name."""
@@ -102,91 +126,95 @@ def json_types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str] | N
     `root` contains the definitions to which the references (`$ref`) of `schema` point. A `$ref` to
     its own schema and a schema inside more than `_MAX_SCHEMA_DEPTH` other schemas define no type.
     """
-    return _types_at_depth(schema, root, depth=0, known_types={})
+    return _TypeFinder(root).types_of(schema, depth=0)
 
 
-def _types_at_depth(
-    schema: object,
-    root: Mapping[str, Any],
-    depth: int,
-    known_types: dict[str, frozenset[str] | None],
-) -> frozenset[str] | None:
-    """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
+class _TypeFinder:
+    """Finds the JSON types that schemas allow. The references of these schemas point to `root`.
 
-    Example: `{"type": "integer", "nullable": true}` gives `{"integer", "null"}`.
-
-    `depth` is the number of schemas that enclose `schema` or refer to it. `known_types` contains
-    the types of the references that have already been looked up.
+    Each reference is looked up once, because the time would otherwise grow exponentially with the
+    number of definitions that refer to each other.
     """
-    if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        """Create a finder for schemas whose definitions `root` contains."""
+        self._root = root
+        # The types of the references that have been looked up. The keys are the references.
+        self._known_types: dict[str, frozenset[str] | None] = {}
+
+    def types_of(self, schema: object, depth: int) -> frozenset[str] | None:
+        """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
+
+        Example: `{"type": "integer", "nullable": true}` gives `{"integer", "null"}`.
+
+        `depth` is the number of schemas that enclose `schema` or refer to it. If it is greater than
+        `_MAX_SCHEMA_DEPTH`, the result is None.
+        """
+        if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
+            return None
+        types = self._declared_types(schema, depth)
+        if types is not None and schema.get("nullable") is True:
+            return types | {"null"}
+        return types
+
+    def _declared_types(self, schema: Mapping[str, Any], depth: int) -> frozenset[str] | None:
+        """Return the JSON types of the first keyword in `schema` that decides the type.
+
+        Return None if no keyword decides, or if the type has an unknown name. Examples, in the
+        order of the keywords:
+
+            {"$ref": "#/$defs/City"}    the types of the schema to which the reference points
+            {"type": "integer"}         integer
+            {"enum": ["a", 1]}          string, integer
+            {"const": 1}                integer
+            {"anyOf": [...]}            the types of all parts
+            {"items": {}}               array, because this keyword applies only to arrays
+
+        `depth` is the number of schemas that enclose `schema` or refer to it.
+        """
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self._types_of_reference(reference, depth)
+        if schema.get("type") is not None:
+            return _types_with_names(schema["type"])
+        if isinstance(schema.get("enum"), list):
+            return frozenset(json_type_of(value) for value in schema["enum"])
+        if "const" in schema:
+            return frozenset({json_type_of(schema["const"])})
+        for keyword, combine_types in _COMBINE_TYPES_OF_PARTS.items():
+            parts = schema.get(keyword)
+            if isinstance(parts, list):
+                return combine_types([self.types_of(part, depth + 1) for part in parts])
+        for keyword, json_type in _TYPE_OF_KEYWORD:
+            if keyword in schema:
+                return frozenset({json_type})
         return None
-    types = _declared_types(schema, root, depth, known_types)
-    if types is not None and schema.get("nullable") is True:
-        return types | {"null"}
-    return types
+
+    def _types_of_reference(self, reference: str, depth: int) -> frozenset[str] | None:
+        """Return the JSON types of the schema to which `reference` points.
+
+        Example: if `root["$defs"]["City"]` is `{"type": "string"}`, `#/$defs/City` gives
+        `{"string"}`. Return None if this schema defines no type.
+
+        `depth` is the depth of the schema that contains the reference.
+        """
+        if reference not in self._known_types:
+            # If the definition refers to itself, the inner reference finds this result.
+            self._known_types[reference] = None
+            definition = _resolve(reference, self._root)
+            self._known_types[reference] = self.types_of(definition, depth + 1)
+        return self._known_types[reference]
 
 
-def _declared_types(
-    schema: Mapping[str, Any],
-    root: Mapping[str, Any],
-    depth: int,
-    known_types: dict[str, frozenset[str] | None],
-) -> frozenset[str] | None:
-    """Return the JSON types that the keywords of `schema` allow, or None if they allow any type.
+def _types_with_names(names: object) -> frozenset[str] | None:
+    """Return the JSON types that the keyword `type` names, or None if a name is not known.
 
-    The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
-    or a keyword that occurs only in schemas of one type. Examples:
-
-        {"type": "int"}      integer, because clients also write Python's type names
-        {"enum": ["a", 1]}   string, integer
-        {"items": {}}        array
-
-    The caller handles the keyword `nullable`, and limits `depth`. `known_types` contains the types
-    of the references that have already been looked up.
+    `names` is one name or a list of names. Example: `["int", "null"]` gives `{"integer", "null"}`,
+    because clients also write Python's names of types.
     """
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _types_of_reference(reference, root, depth, known_types)
-    if schema.get("type") is not None:
-        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
-        return frozenset(types) if types <= ALL_TYPES else None
-    if isinstance(schema.get("enum"), list):
-        return frozenset(json_type_of(value) for value in schema["enum"])
-    if "const" in schema:
-        return frozenset({json_type_of(schema["const"])})
-    for keyword, combine_types in _COMBINE_TYPES_OF_PARTS.items():
-        parts = schema.get(keyword)
-        if isinstance(parts, list):
-            return combine_types(
-                [_types_at_depth(part, root, depth + 1, known_types) for part in parts]
-            )
-    for keyword, json_type in _TYPE_OF_KEYWORD:
-        if keyword in schema:
-            return frozenset({json_type})
-    return None
-
-
-def _types_of_reference(
-    reference: str,
-    root: Mapping[str, Any],
-    depth: int,
-    known_types: dict[str, frozenset[str] | None],
-) -> frozenset[str] | None:
-    """Return the JSON types of the schema in `root` to which `reference` points.
-
-    Example: if `root["$defs"]["City"]` is `{"type": "string"}`, `#/$defs/City` gives `{"string"}`.
-    Return None if this schema defines no type.
-
-    `depth` is the depth of the schema that contains the reference. The result is stored in
-    `known_types`. Each reference is looked up once, because the time would otherwise grow
-    exponentially with the number of definitions that refer to each other.
-    """
-    if reference not in known_types:
-        known_types[reference] = None  # The result if the definition refers to itself.
-        definition = _resolve(reference, root)
-        known_types[reference] = _types_at_depth(definition, root, depth + 1, known_types)
-    return known_types[reference]
+    lower_names = [str(name).lower() for name in (names if isinstance(names, list) else [names])]
+    types = frozenset(_TYPE_ALIASES.get(name, name) for name in lower_names)
+    return types if types <= ALL_TYPES else None
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
@@ -337,29 +365,41 @@ class _Literal(NamedTuple):
 
 
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a value must be converted to a JSON string, for example `12` to `"12"`.
+    """Return whether a value must be written as a JSON string, for example `12` as `"12"`.
 
-    The value is the text that the model wrote between two tags, as in `<p=days>12</p>`. Examples:
+    The model wrote the value between two tags, as in `<p=days>12</p>`. Examples:
 
         value    allowed types   result
+        `"x"`    string          True, because the quotes belong to the string in `<p=a>"x"</p>`
+        `12`     not known       False
         `12`     number          False, because each integer is a number
         `12`     string          True
-        `12`     array           True, because any unexpected word becomes a string
-        `null`   integer         False, because null, arrays and objects are kept
+        `12`     array           True, because no allowed type is similar to an integer
     """
-    if json_type == "string":
-        # Strings between tags have no quotes, so the quotes in `<p=a>"x"</p>` belong to the string.
-        return types is None or "string" in types
+    is_string = json_type == "string"
     if types is None:
-        return False
-    is_integer_as_number = json_type == "integer" and "number" in types
-    if json_type in types or is_integer_as_number:
-        return False
+        return is_string
     if "string" in types:
-        return True
-    if json_type == "number" and "integer" in types:
-        return False  # The number `1.5` is nearer to an integer than a string.
-    return json_type in ("integer", "number", "boolean")
+        # Strings between tags have no quotes, so quotes do not show that the value fits the types.
+        return is_string or not _fits(json_type, types)
+    return not _fits(json_type, types) and not _is_kept(json_type, types)
+
+
+def _fits(json_type: str, types: frozenset[str]) -> bool:
+    """Return whether a value of the type `json_type` is valid. Each integer is also a number."""
+    return json_type in types or (json_type == "integer" and "number" in types)
+
+
+def _is_kept(json_type: str, types: frozenset[str]) -> bool:
+    """Return whether a value stays unchanged although it has none of the allowed `types`.
+
+    Strings, arrays, objects and null stay unchanged. The number `1.5` stays unchanged if an integer
+    is allowed, because the number is nearer to an integer than a string would be. Other numbers
+    and the words `true` and `false` do not stay unchanged.
+    """
+    if json_type == "number":
+        return "integer" in types
+    return json_type not in ("integer", "boolean")
 
 
 def _parse_literal(text: str) -> _Literal | None:
@@ -401,16 +441,27 @@ def _parse_inexact_json(text: str) -> _Literal | None:
 
 
 def _parse_python_literal(text: str) -> _Literal | None:
-    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is not a literal."""
+    """Parse a Python literal, such as `{'a': 1}`. Return None if `text` is not a literal.
+
+    Also return None if JSON cannot represent the value. Example: the set `{1}` gives None.
+    """
     if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
         return None
     try:
-        with warnings.catch_warnings():
-            # Python warns about invalid escape sequences. The model wrote the text, so the warnings
-            # are of no use to the operator of the server.
-            warnings.simplefilter("ignore")
-            value = ast.literal_eval(text)
+        value = _evaluate_literal(text)
         json_text = to_json_text(value)
-        return _Literal(json_type_of(value), json_text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return None
+    return _Literal(json_type_of(value), json_text)
+
+
+def _evaluate_literal(text: str) -> object:
+    """Return the value of a Python literal. Raise ValueError if `text` is not a literal."""
+    # Python warns about invalid escape sequences. The model wrote the text, so the warnings are of
+    # no use to the operator of the server.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.literal_eval(text)
+        except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise ValueError("The text is not a Python literal") from error

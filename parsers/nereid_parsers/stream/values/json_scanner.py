@@ -18,11 +18,12 @@ _MATCH_STRING_CHARS: dict[str, _Matcher] = {
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
 }
 # Matches the text up to the next bracket or quote inside an array or object.
-_match_chars_in_container: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
+_match_chars_in_brackets: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
 # Matches a number or a word such as `true`.
 _match_scalar: _Matcher = re.compile(r"[\w.+\-]*").match
 _QUOTES = frozenset(_MATCH_STRING_CHARS)
 _BRACKET_PAIRS = {"{": "}", "[": "]"}
+_OPENING_CHARS = _QUOTES | frozenset(_BRACKET_PAIRS)
 
 
 class JsonScanner:
@@ -35,12 +36,12 @@ class JsonScanner:
     the piece, with the status MORE. The second call returns 2 with the status DONE.
     """
 
-    __slots__ = ("_is_escaped", "_missing_brackets", "_quote", "status")
+    __slots__ = ("_closing_brackets", "_is_escaped", "_quote", "status")
 
     def __init__(self) -> None:
         """Create a scanner for one value."""
-        # The closing brackets that are still missing, outermost bracket first: `}]` for `{"a": [`.
-        self._missing_brackets = ""
+        # The closing brackets that are still missing, outermost first: `}` and `]` for `{"a": [`.
+        self._closing_brackets: list[str] = []
         self._quote = ""  # The quote of the open string, or "".
         self._is_escaped = False  # Whether the last piece ended with a backslash in a string.
         self.status = MORE
@@ -63,10 +64,19 @@ class JsonScanner:
             self._is_escaped = False
             pos += 1
         while pos < size and self.status is MORE:
+            char = text[pos]
             if self._quote:
                 pos = self._scan_string(text, pos)
+            elif char in _QUOTES:
+                self._quote = char
+                pos += 1
+            elif char in _BRACKET_PAIRS:
+                self._closing_brackets.append(_BRACKET_PAIRS[char])
+                pos += 1
+            elif self._closing_brackets:
+                pos = self._scan_in_brackets(text, pos)
             else:
-                pos = self._scan_outside_string(text, pos)
+                pos = self._scan_scalar(text, pos)
         return pos
 
     def _scan_string(self, text: str, pos: int) -> int:
@@ -87,42 +97,48 @@ class JsonScanner:
             self._is_escaped = True
             return pos + 1
         self._quote = ""  # The character at `pos` closes the string.
-        is_inside_brackets = bool(self._missing_brackets)
+        is_inside_brackets = bool(self._closing_brackets)
         if not is_inside_brackets:
             self.status = DONE  # The whole value is a string.
         return pos + 1
 
-    def _scan_outside_string(self, text: str, pos: int) -> int:
-        """Scan up to the next bracket or quote, and return the position after this character.
+    def _scan_in_brackets(self, text: str, pos: int) -> int:
+        """Scan up to the next quote or opening bracket, or over the next closing bracket.
 
-        Example: for the text `1, [2]` inside an array, the result is the position after `[`. The
-        last closing bracket sets the status DONE. A bracket that does not match the open bracket
-        sets the status BROKEN. A number or a word outside all brackets ends at the next character
-        that cannot belong to the number or the word, and sets the status DONE.
+        Return the position of the quote or opening bracket, or the position after the closing
+        bracket. If the text contains none of them, return its end. Examples, inside an array:
+
+            `1, [2]`   The result is the position of `[`.
+            `1] x`     The result is the position of ` x`. If no other bracket is open, the status
+                       becomes DONE.
+            `1} x`     The result is the position of `}`. The status becomes BROKEN, because this
+                       bracket does not close an array.
         """
-        is_in_container = bool(self._missing_brackets)
-        match = (_match_chars_in_container if is_in_container else _match_scalar)(text, pos)
-        assert match is not None  # Both regexes also match the empty text.
+        match = _match_chars_in_brackets(text, pos)
+        assert match is not None  # The regex also matches the empty text.
         pos = match.end()
-        if pos == len(text):
+        if pos == len(text) or text[pos] in _OPENING_CHARS:
             return pos
-        char = text[pos]
-        if char in _QUOTES:
-            self._quote = char
-            return pos + 1
-        if char in _BRACKET_PAIRS:
-            self._missing_brackets += _BRACKET_PAIRS[char]
-            return pos + 1
-        if not is_in_container:  # The number or the word has ended.
-            self.status = DONE
-            return pos
-        if char != self._missing_brackets[-1]:  # The character must close the innermost bracket.
+        if text[pos] != self._closing_brackets[-1]:
             self.status = BROKEN
             return pos
-        self._missing_brackets = self._missing_brackets[:-1]
-        if not self._missing_brackets:
+        self._closing_brackets.pop()
+        if not self._closing_brackets:
             self.status = DONE
         return pos + 1
+
+    def _scan_scalar(self, text: str, pos: int) -> int:
+        """Scan a value outside all brackets: a number or a word such as `true`. Return its end.
+
+        Example: for `12 </call>`, the result is the position after `12`, and the status becomes
+        DONE. At the end of the text, the status does not change, because more digits may arrive.
+        """
+        match = _match_scalar(text, pos)
+        assert match is not None  # The regex also matches the empty text.
+        end = match.end()
+        if end < len(text) and text[end] not in _OPENING_CHARS:
+            self.status = DONE
+        return end
 
 
 def match_object_start(text: str, pos: int) -> int | Mismatch:

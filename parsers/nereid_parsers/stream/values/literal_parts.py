@@ -5,9 +5,12 @@ python_literals.py reads the literal.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
+from json.encoder import encode_basestring as quote_json
 
+from nereid_parsers.stream.values.argument_types import to_json
 from nereid_parsers.stream.values.python_strings import StringReader
 
 
@@ -52,18 +55,18 @@ class OpenString:
 
     Attributes:
         role: The use of the string.
-        reader: The reader, which appends the JSON text of the string to `json_parts`.
-        json_parts: The JSON text that has been read. For the role VALUE, this list is the output of
-            the whole literal. For the other roles, it contains only this string, without quotes.
+        reader: The reader of the string.
+        stored_parts: The JSON text that the reader has read, without quotes. The list stays empty
+            for the role VALUE, because the text is then written at once.
     """
 
     role: StringRole
     reader: StringReader
-    json_parts: list[str]
+    stored_parts: list[str]
 
     def whole_json(self) -> str:
         """Return the whole string as JSON text, with quotes. `role` must not be VALUE."""
-        return '"' + "".join(self.json_parts) + '"'
+        return '"' + "".join(self.stored_parts) + '"'
 
 
 @dataclass(slots=True)
@@ -81,6 +84,11 @@ class Container:
     json_close: str
     has_written_key: bool = False
 
+    @property
+    def lacks_opening_brace(self) -> bool:
+        """Whether the container is an object whose opening brace has not been written."""
+        return self.json_close == "}" and not self.has_written_key
+
 
 @dataclass(frozen=True, slots=True)
 class KeyOrItem:
@@ -96,3 +104,18 @@ class KeyOrItem:
 
     key_json: str
     item_json: str
+
+    @classmethod
+    def from_string(cls, json_text: str) -> KeyOrItem:
+        """Create a key or item from a string in quotes, such as `'a'`, whose JSON text is given."""
+        return cls(key_json=json_text, item_json=json_text)
+
+    @classmethod
+    def from_word(cls, word: str) -> KeyOrItem:
+        """Create a key or item from a word without quotes, such as `1` or `days`."""
+        return cls(key_json=quote_json(word), item_json=to_json(word, types=None))
+
+    def key(self) -> str:
+        """Return the key as ordinary text, for example `city` for the JSON text `"city"`."""
+        key: str = json.loads(self.key_json)
+        return key

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
@@ -17,7 +16,7 @@ from nereid_parsers.stream.values.literal_parts import (
     OpenString,
     StringRole,
 )
-from nereid_parsers.stream.values.python_strings import Dialect, StringReader, matcher_after_string
+from nereid_parsers.stream.values.python_strings import Dialect, StringPlace, StringReader
 
 _match_word = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _match_unquoted_string = re.compile(r"""[^,\[\]{}"<>|]*""").match
@@ -28,6 +27,8 @@ _MAX_DEPTH = 200  # JSON parsers accept only a limited number of nested brackets
 # arrives. Without this limit, the total parsing time would not be linear.
 _MAX_WORD_CHARS = 4096
 _KEYS = (Expected.FIRST_KEY, Expected.KEY)
+# Instead of an item or a key, the closing bracket may follow.
+_ITEMS_AND_KEYS = (Expected.FIRST_ITEM, Expected.ITEM, *_KEYS)
 
 
 class LiteralReader:
@@ -92,9 +93,11 @@ class LiteralReader:
             elif text[pos].isspace():
                 end = skip_whitespace(text, pos)
             elif self._expected is Expected.COLON:
-                end = self._read_colon(text, pos)
+                end = self._read_after_key(text, pos)
             elif self._expected is Expected.COMMA:
                 end = self._read_comma_or_bracket(text, pos)
+            elif self._expected in _ITEMS_AND_KEYS and text[pos] == self._containers[-1].close:
+                end = self._close_container(pos)  # As in `[]` and `{'a': 1,}`.
             else:
                 end = self._read_value(text, pos, is_final)
             if end == pos:  # More text is required, or the text is not valid.
@@ -108,22 +111,33 @@ class LiteralReader:
         The opening brace of an object is written together with the first key. Examples:
 
             `{"a": `        `null}`, where `null` replaces the missing value.
-            `{"a": 1, 'b`   `}`, because the incomplete key is omitted.
-            `{'a`           `{}`, because no brace has been written. The incomplete key is omitted.
-            `{"a": 1`       `}`, because the last value is complete.
-            `{"days": "3`   `3}`, if the schema allows only an integer for `days`.
             `{"a": ["x`     `"]}`, where `"` closes the string.
+            `{"a": 1, 'b`   `}`, because the incomplete key is omitted.
+            `{'a`           `{}`, because no brace has been written.
         """
-        brackets = "".join(container.json_close for container in reversed(self._containers))
+        brackets = [container.json_close for container in reversed(self._containers)]
+        if self._containers and self._containers[-1].lacks_opening_brace:
+            brackets.insert(0, "{")
+        return self._rest_of_value() + "".join(brackets)
+
+    def _rest_of_value(self) -> str:
+        """Return the JSON text that completes an unfinished value or item, without brackets.
+
+        Examples: a missing value gives `null`, and the open string in `["x` gives `"`. If the
+        schema allows only an integer for `days`, the stored string in `{"days": "3` gives `3`. The
+        result is "" if no value is unfinished. An unfinished key is not written at all.
+        """
         if self._expected is Expected.VALUE:
-            return "null" + brackets
-        is_key_incomplete = self._expected in (Expected.FIRST_KEY, Expected.COLON)
-        if is_key_incomplete:
-            return brackets if self._containers[-1].has_written_key else "{" + brackets
-        if self._string is None:  # The last value is complete.
-            return brackets
-        is_string_stored = self._string.role is StringRole.CONVERTED_VALUE
-        return (self._convert_string(self._string) if is_string_stored else '"') + brackets
+            return "null"
+        if self._string is None:
+            return ""
+        match self._string.role:
+            case StringRole.KEY:
+                return ""
+            case StringRole.VALUE:
+                return '"'
+            case StringRole.CONVERTED_VALUE:
+                return self._convert_string(self._string)
 
     def _reject(self, pos: int) -> int:
         """Set the status BROKEN and return `pos`."""
@@ -132,49 +146,60 @@ class LiteralReader:
 
     # ---- punctuation -----------------------------------------------------------------------------
 
-    def _read_colon(self, text: str, pos: int) -> int:
-        """Read the colon after a key, and write the key. Return the position after the colon.
+    def _read_after_key(self, text: str, pos: int) -> int:
+        """Read the sign at `pos`, which follows a key. The sign shows what the braces enclose.
 
         Examples for the text after `{'a'`:
 
-            `: 1}`   The colon is read, and `{"a": ` is written.
-            `, 1}`   The braces enclose a set, and `'a'` is its first item. `["a"` is written, and
-                     the comma is read.
+            `: 1}`   The braces enclose an object. The colon is read, and `{"a": ` is written.
+            `, 1}`   The braces enclose a set. The comma is read, and `["a"` is written.
             `1}`     The text is not valid. The status becomes BROKEN.
+
+        Return the position after the sign, or `pos` if the text is not valid.
         """
         key = self._key
         assert key is not None  # The key has been stored before the colon is expected.
         self._key = None
-        char = text[pos]
-        if char == ":":
+        if text[pos] == ":":
             self._write_key(key)
             return pos + 1
-        is_first_key = not self._containers[-1].has_written_key
-        if is_first_key and char in ",}":
-            # The braces enclose a set, which becomes a JSON array.
-            self._containers[-1].json_close = "]"
-            self._json_parts.append("[" + key.item_json)
+        is_first_key = self._containers[-1].lacks_opening_brace
+        if is_first_key and text[pos] in ",}":
+            self._start_set(key)
             return self._read_comma_or_bracket(text, pos)
         return self._reject(pos)
 
-    def _write_key(self, key: KeyOrItem) -> None:
-        """Write the key of an object's member, and store which JSON types the value may have.
+    def _start_set(self, first_item: KeyOrItem) -> None:
+        """Treat the innermost open braces as a set, and write the first item of the set.
 
-        Example: in `{'a': 1}`, `{"a": ` is written. If the schema declares that `a` is an integer,
-        `_value_types` becomes `{"integer"}`.
+        A set becomes a JSON array. Example: in `{'a', 'b'}`, `["a"` is written.
+        """
+        self._containers[-1].json_close = "]"
+        self._json_parts.append("[" + first_item.item_json)
+
+    def _write_key(self, key: KeyOrItem) -> None:
+        """Write the key of an object's member. The value of the member is expected next.
+
+        Examples: in `{'a': 1, 'b': 2}`, `{"a": ` is written for the key `'a'`, and `, "b": ` for
+        the key `'b'`.
         """
         container = self._containers[-1]
-        before_key = ", " if container.has_written_key else "{"
+        before_key = "{" if container.lacks_opening_brace else ", "
         self._json_parts.append(f"{before_key}{key.key_json}: ")
         container.has_written_key = True
-        # The members of the outermost object are the arguments of the tool call. The schema
-        # declares only the types of the arguments, so inner members may have any type.
-        is_argument = len(self._containers) == 1
-        if is_argument and self._types_of is not None:
-            self._value_types = self._types_of(json.loads(key.key_json))
-        else:
-            self._value_types = None
+        self._value_types = self._types_of_value(key)
         self._expected = Expected.VALUE
+
+    def _types_of_value(self, key: KeyOrItem) -> frozenset[str] | None:
+        """Return the JSON types that the schema allows for the value of `key`, or None for all.
+
+        The members of the outermost object are the arguments of the tool call. The schema declares
+        only the types of the arguments, so the values of inner members may have any type.
+        """
+        is_argument = len(self._containers) == 1
+        if self._types_of is None or not is_argument:
+            return None
+        return self._types_of(key.key())
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
         """Read the comma or bracket after a value. Return the position after the comma or bracket.
@@ -187,55 +212,53 @@ class LiteralReader:
             return pos
         container = self._containers[-1]
         if text[pos] == container.close:
-            self._close_container()
-        elif text[pos] == ",":
-            # The comma is not written here, but together with the next item or key. JSON allows no
-            # comma before a closing bracket, so `[1,]` must become `[1]`.
-            is_object = container.json_close == "}"
-            self._expected = Expected.KEY if is_object else Expected.ITEM
-        else:
+            return self._close_container(pos)
+        if text[pos] != ",":
             return self._reject(pos)
+        # The comma is not written here, but together with the next item or key. JSON allows no
+        # comma before a closing bracket, so `[1,]` must become `[1]`.
+        is_object = container.json_close == "}"
+        self._expected = Expected.KEY if is_object else Expected.ITEM
         return pos + 1
 
-    def _close_container(self) -> None:
-        """Write the closing bracket of the innermost container, and leave this container.
+    def _close_container(self, pos: int) -> int:
+        """Read the closing bracket at `pos`, and leave the innermost container.
 
         A container is a list, tuple, set or object. If no container is open any more, the status
-        becomes DONE.
+        becomes DONE. Example: for the `)` of `(1, 2)`, `]` is written.
+
+        Return the position after the bracket.
         """
-        if self._expected is Expected.FIRST_KEY:  # The first key would have written the `{`.
+        container = self._containers.pop()
+        if container.lacks_opening_brace:  # The object is empty, so no key has written the brace.
             self._json_parts.append("{")
-        self._json_parts.append(self._containers.pop().json_close)
+        self._json_parts.append(container.json_close)
         self._expected = Expected.COMMA
         if not self._containers:
             self.status = DONE
+        return pos + 1
 
     # ---- values and keys -------------------------------------------------------------------------
 
     def _read_value(self, text: str, pos: int, is_final: bool) -> int:
-        """Read the start of a value or key: a quote, an opening bracket or a whole word.
+        """Read the start of a value, item or key: a quote, an opening bracket or a whole word.
 
-        Instead of an item or key, a closing bracket may follow an opening bracket or a comma, as in
-        `[]` and `{'a': 1,}`. Examples: for `(`, `[` is written, and for `None`, `null` is written.
+        Examples: for `(`, `[` is written, and for `None`, `null` is written.
 
-        Return the position after the text that was read, or `pos` if more text is required.
+        Return the position after the text that was read, or `pos` if more text is required. If
+        `is_final` is true, no more text will arrive.
         """
-        char = text[pos]
-        # An item or a key is expected only inside brackets, so `_containers` is not empty.
-        is_item_or_key = self._expected is not Expected.VALUE
-        if is_item_or_key and char == self._containers[-1].close:
-            self._close_container()
-            return pos + 1
         # A quote may have several characters, such as `'''` or a marker of the model.
         if not is_final and self._dialect.is_quote_incomplete(text, pos):
             return pos
         quote = self._dialect.quote_at(text, pos)
         if quote:
-            self._open_string(quote)
-            return pos + len(quote)
-        if char in _BRACKET_PAIRS:
-            return self._open_container(char, pos)
-        return self._read_word(text, pos, is_final)
+            return self._open_string(quote, pos)
+        if text[pos] in _BRACKET_PAIRS:
+            return self._open_container(text[pos], pos)
+        if self._expected in _KEYS:
+            return self._read_unquoted_key(text, pos, is_final)
+        return self._read_unquoted_value(text, pos, is_final)
 
     def _open_container(self, bracket: str, pos: int) -> int:
         """Read an opening bracket: `[`, `(` or `{`. Return the position after the bracket.
@@ -271,69 +294,97 @@ class LiteralReader:
         if self._expected is Expected.ITEM:
             self._json_parts.append(", ")
 
-    def _read_word(self, text: str, pos: int, is_final: bool) -> int:
-        """Read a number, a constant, a key without quotes or a string without quotes.
+    def _read_unquoted_key(self, text: str, pos: int, is_final: bool) -> int:
+        """Read a key without quotes, such as `days` in `{days: 3}`. Store the key until its colon.
+
+        The word may also turn out to be the first item of a set, such as `1` in `{1, 2}`. Return
+        the position after the word, or `pos` if no complete word was read.
+        """
+        match = _match_word(text, pos)
+        assert match is not None  # The regex also matches the empty text.
+        word = self._complete_word(match, is_final)
+        if not word:
+            return pos
+        self._key = KeyOrItem.from_word(word)
+        self._expected = Expected.COLON
+        return match.end()
+
+    def _read_unquoted_value(self, text: str, pos: int, is_final: bool) -> int:
+        """Read a number, a constant or a string without quotes, and write its JSON text.
 
         Examples: the constant `True` is written as `true`, the number `07` as `7`, and the string
-        `New York` in `{city:New York}` as `"New York"`. The key `days` in `{days:3}` is stored.
-
-        Return the position after the word. The result is `pos` if the word may continue after the
-        end of the text, and also if the text is not valid. In the second case, the status becomes
-        BROKEN.
+        `New York` in `{city:New York}` as `"New York"`. Return the position after the word, or
+        `pos` if no complete word was read.
         """
-        is_key = self._expected in _KEYS
-        may_contain_spaces = self._dialect.allows_unquoted_strings and not is_key
-        match_word = _match_unquoted_string if may_contain_spaces else _match_word
+        may_be_string = self._dialect.allows_unquoted_strings
+        match_word = _match_unquoted_string if may_be_string else _match_word
         match = match_word(text, pos)
         assert match is not None  # Both regexes also match the empty text.
-        end = match.end()
-        may_continue = end == len(text) and not is_final
-        if may_continue:
-            return pos if end - pos <= _MAX_WORD_CHARS else self._reject(pos)
-        if end == pos:
-            return self._reject(pos)
-        word = text[pos:end].rstrip()
-        if is_key:
-            # `1` in `{1` is stored as the key `"1"`, and as the number `1`, because it may turn out
-            # to be the first item of a set, as in `{1, 2}`.
-            self._key = KeyOrItem(quote_json(word), item_json=to_json(word, types=None))
-            self._expected = Expected.COLON
-        else:
-            self._write_comma_before_item()
-            self._json_parts.append(to_json(without_leading_zeros(word), types=None))
-            self._expected = Expected.COMMA
-        return end
+        word = self._complete_word(match, is_final)
+        if not word:
+            return pos
+        self._write_comma_before_item()
+        self._json_parts.append(to_json(without_leading_zeros(word), types=None))
+        self._expected = Expected.COMMA
+        return match.end()
+
+    def _complete_word(self, match: re.Match[str], is_final: bool) -> str:
+        """Return the matched word, or "" if the word is incomplete or not valid.
+
+        A word at the end of the text is incomplete, unless `is_final` shows that no more text will
+        arrive. An empty or very long word is not valid, so the status becomes BROKEN. Example: the
+        word `Tru` at the end of the text may become `True`.
+        """
+        word = match.group()
+        may_continue = match.end() == len(match.string) and not is_final
+        if may_continue and len(word) <= _MAX_WORD_CHARS:
+            return ""
+        if may_continue or not word:
+            self.status = BROKEN
+            return ""
+        return word.rstrip()
 
     # ---- strings ---------------------------------------------------------------------------------
 
-    def _open_string(self, quote: str) -> None:
-        """Create a reader for a string whose opening quote, `quote`, has already been read.
+    def _open_string(self, quote: str, pos: int) -> int:
+        """Read the opening quote of a string at `pos`. Return the position after the quote.
 
-        Examples: the string in `['a']` is a value, so each piece is written when it arrives. In
-        `{'a': '1'}`, the key `'a'` is stored until its colon arrives. The value `'1'` is stored,
-        too, if the schema requires a number.
+        Examples: for the value in `['a']`, `"` is written. The key in `{'a': '1'}` is stored until
+        its colon arrives, so nothing is written yet.
         """
-        is_key = self._expected in _KEYS
-        is_member_value = self._expected is Expected.VALUE
-        schema_forbids_string = self._value_types is not None and "string" not in self._value_types
-        output: list[str] = []  # The text of a key, or of a value that will be converted.
-        if is_key:
-            role = StringRole.KEY
-        elif is_member_value and schema_forbids_string:
-            role = StringRole.CONVERTED_VALUE
-        else:
-            role = StringRole.VALUE
+        role = self._role_of_next_string()
+        is_written_at_once = role is StringRole.VALUE
+        if is_written_at_once:
             self._write_comma_before_item()
             self._json_parts.append('"')
-            output = self._json_parts  # The text of any other value is written as it arrives.
+        stored_parts: list[str] = []
+        output = self._json_parts if is_written_at_once else stored_parts
+        reader = StringReader(quote, self._dialect, self._place_of_next_string(), output)
+        self._string = OpenString(role, reader, stored_parts)
         # A colon must follow a key. A comma or a closing bracket must follow any other string.
-        self._expected = Expected.COLON if is_key else Expected.COMMA
-        # In `'it's'`, the second quote is a part of the string, because the text after this quote
-        # cannot follow a string. If a string is outside all lists and objects, the string is the
-        # whole value of an argument.
-        match_text_after = matcher_after_string(is_key=is_key, is_argument=not self._containers)
-        reader = StringReader(quote, self._dialect, match_text_after, output)
-        self._string = OpenString(role, reader, output)
+        self._expected = Expected.COLON if role is StringRole.KEY else Expected.COMMA
+        return pos + len(quote)
+
+    def _role_of_next_string(self) -> StringRole:
+        """Return the role of a string that starts now: a key, a value or a converted value.
+
+        Example: if the schema requires a number for `n`, the string in `{'n': '1'}` is converted.
+        """
+        if self._expected in _KEYS:
+            return StringRole.KEY
+        is_member_value = self._expected is Expected.VALUE
+        schema_forbids_string = self._value_types is not None and "string" not in self._value_types
+        must_be_converted = is_member_value and schema_forbids_string
+        return StringRole.CONVERTED_VALUE if must_be_converted else StringRole.VALUE
+
+    def _place_of_next_string(self) -> StringPlace:
+        """Return the place of a string that starts now. The place determines where the string ends.
+
+        A string outside all lists and objects is the whole value of an argument.
+        """
+        if self._expected in _KEYS:
+            return StringPlace.KEY
+        return StringPlace.ITEM if self._containers else StringPlace.ARGUMENT
 
     def _close_string(self, string: OpenString) -> None:
         """Finish a string: write the rest of a value, or store a key until its colon is read.
@@ -348,8 +399,7 @@ class LiteralReader:
             case StringRole.CONVERTED_VALUE:
                 self._json_parts.append(self._convert_string(string))
             case StringRole.KEY:
-                json_text = string.whole_json()
-                self._key = KeyOrItem(key_json=json_text, item_json=json_text)
+                self._key = KeyOrItem.from_string(string.whole_json())
 
     def _convert_string(self, string: OpenString) -> str:
         """Convert a stored string to a type that the schema allows. Return the result as JSON text.

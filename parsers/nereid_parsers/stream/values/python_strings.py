@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from json.encoder import encode_basestring as quote_json
 
@@ -45,24 +46,25 @@ def escape_json(text: str) -> str:
     return quote_json(text)[1:-1]
 
 
-def matcher_after_string(*, is_key: bool, is_argument: bool) -> _Matcher:
-    """Return a function that matches a text, such as `,`, after the closing quote of a string.
+class StringPlace(Enum):
+    """The place of a string. The place determines which text can follow the closing quote.
 
-    Examples of these texts, for three kinds of strings:
-
-        the key in `{'a': 1}`           `:`
-        the argument in `f(a='x', b=1)` `, b=` or `)`
-        the item in `['x', 'y']`        `,` or `]`
-
-    The function has the arguments `text`, `start` and `end`, and matches the start of
-    `text[start:end]`. The function also matches the beginning of such a text, because the missing
-    characters may still arrive.
-
-    `is_argument` is true if the string is an argument of a Python call.
+    KEY       The key of an object. In `{'a': 1}`, `:` follows.
+    ITEM      An item of a list, or the value of an object's member. In `['x', 'y']`, `,` follows.
+    ARGUMENT  An argument of a Python call. In `f(a='x', b=1)`, `, b=` follows.
     """
-    if is_key:
-        return _match_after_key
-    return _match_after_argument if is_argument else _match_after_item
+
+    KEY = "key"
+    ITEM = "item"
+    ARGUMENT = "argument"
+
+
+# For each place, the function that matches the text after the closing quote.
+_MATCH_TEXT_AFTER: dict[StringPlace, _Matcher] = {
+    StringPlace.KEY: _match_after_key,
+    StringPlace.ITEM: _match_after_item,
+    StringPlace.ARGUMENT: _match_after_argument,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,18 @@ class StringReader:
         "_find_end", "_match_text_after", "_may_occur_inside", "_output", "_quote", "is_closed",
     )  # fmt: skip
 
-    def __init__(
-        self, quote: str, dialect: Dialect, match_text_after: _Matcher, output: list[str]
-    ) -> None:
+    def __init__(self, quote: str, dialect: Dialect, place: StringPlace, output: list[str]) -> None:
         """Create a reader for the string that `quote` has opened.
 
-        `match_text_after` is a result of `matcher_after_string`. The quote closes the string only
-        if this function matches the text after the quote, for example `,`. The JSON text of the
-        string is appended to `output`, without quotes.
+        `dialect` contains the rules for strings in the model's output. `place` determines which
+        text can follow the closing quote, for example `:` after a key. The JSON text of the string
+        is appended to `output`, without quotes.
         """
         self.is_closed = False
         self._quote = quote
         # Whether the quote may also occur inside the string without a backslash, as in `'it's'`.
         self._may_occur_inside = quote in dialect.quotes_allowed_inside
-        self._match_text_after = match_text_after
+        self._match_text_after = _MATCH_TEXT_AFTER[place]
         # Finds the closing quote or an escape sequence, whichever comes first.
         has_escapes = quote in dialect.quotes_with_escapes
         self._find_end = _string_end_regex(quote, has_escapes).search
@@ -172,21 +172,27 @@ class StringReader:
 
         Return the position after the quote, or `pos` if more text is required to decide. Examples:
 
-            `f(a='x', b=1)`             The quote after `x` closes the string, because the text
-                                        `, b=` can follow an argument.
-            `f(a='sed 's/x/y/' b')`     Only the last quote closes the string.
-            `f(a='x',`                  More text is required: ` b=` or ` or not'` may follow.
+            `f(a='x', b=1)`           The quote after `x` closes the string, because the text `, b=`
+                                      can follow an argument.
+            `f(a='sed 's/x/y/' b')`   The text `s/` cannot follow an argument, so the second quote
+                                      is a part of the string.
+            `f(a='x',`                More text is required, because only `,` has arrived.
+
+        If `is_final` is true, no more text will arrive.
         """
         quote_end = pos + len(self._quote)
-        if self._may_occur_inside:
-            max_end = quote_end + _MAX_LOOKAHEAD_CHARS
-            text_after = self._match_text_after(text, quote_end, max_end)
-            if text_after is None:
-                self._output.append(escape_json(self._quote))
-                return quote_end
-            may_continue = text_after.end() == len(text) and len(text) < max_end and not is_final
-            if may_continue:
-                return pos
+        if not self._may_occur_inside:
+            self.is_closed = True
+            return quote_end
+        max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+        text_after = self._match_text_after(text, quote_end, max_end)
+        if text_after is None:
+            self._output.append(escape_json(self._quote))
+            return quote_end
+        # If the match ends at the end of the text, later characters may change the decision.
+        may_change = text_after.end() == len(text) and len(text) < max_end
+        if may_change and not is_final:
+            return pos
         self.is_closed = True
         return quote_end
 

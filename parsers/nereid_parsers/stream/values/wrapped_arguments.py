@@ -83,7 +83,7 @@ class WrapperFilter:
         is_unwrapped: Whether `finish` has removed a superfluous object.
     """
 
-    __slots__ = ("_position", "_stored_text", "is_passing", "is_unwrapped")
+    __slots__ = ("_position", "_stored_parts", "is_passing", "is_unwrapped")
 
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
@@ -93,7 +93,7 @@ class WrapperFilter:
         self.is_passing = is_passing
         self.is_unwrapped = False
         self._position = _Position.BEFORE_BRACE
-        self._stored_text: list[str] = []
+        self._stored_parts: list[str] = []  # The text that `add` has not returned.
 
     def add(self, text: str) -> str:
         """Add the next piece of the arguments. Return the text that can be passed on.
@@ -101,19 +101,22 @@ class WrapperFilter:
         A superfluous object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The
         filter stores the text until the first key shows that there is no such object.
 
-        Example: for the pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and
-        `3}`. The piece `"a` was stored, because it could become the key `"arguments"`.
+        Examples:
+            pieces                             results
+            `{`, `"a`, `ge": `, `3}`           `{`, "", `"age": `, `3}`: the piece `"a` was stored,
+                                               because it could become the key `"arguments"`
+            `{`, `"arguments": `, `{"age": `   `{`, "", "": all text after the brace is stored until
+                                               `finish` removes the superfluous object
         """
         if self.is_passing:  # The arguments have no superfluous object.
             return text
-        self._stored_text.append(text)
-        match self._position:
-            case _Position.BEFORE_BRACE:
-                return self._read_brace("".join(self._stored_text))
-            case _Position.IN_FIRST_KEY:
-                return self._read_key("".join(self._stored_text))
-            case _Position.INSIDE_WRAPPER:
-                return ""
+        self._stored_parts.append(text)
+        if self._position is _Position.INSIDE_WRAPPER:
+            return ""
+        stored_text = "".join(self._stored_parts)  # Short, because the first key is not complete.
+        if self._position is _Position.BEFORE_BRACE:
+            return self._read_brace(stored_text)
+        return self._read_key(stored_text)
 
     def _read_brace(self, text: str) -> str:
         """Read the opening brace of the arguments. Return the text that can be passed on.
@@ -129,10 +132,12 @@ class WrapperFilter:
         before_brace, brace, after_brace = text.partition("{")
         if before_brace.strip():
             return self._pass_all(text)
-        if not brace:
-            return "" if len(text) <= _MAX_WHITESPACE_CHARS else self._pass_all(text)
-        self._position = _Position.IN_FIRST_KEY
-        return before_brace + brace + self._read_key(after_brace)
+        if brace:
+            self._position = _Position.IN_FIRST_KEY
+            return before_brace + brace + self._read_key(after_brace)
+        if len(text) > _MAX_WHITESPACE_CHARS:
+            return self._pass_all(text)
+        return ""
 
     def _read_key(self, text: str) -> str:
         """Read the first key of the arguments. Return `text`, or "" if the text must be stored.
@@ -146,36 +151,46 @@ class WrapperFilter:
         """
         key = text.lstrip()
         num_whitespace_chars = len(text) - len(key)
-        is_wrapper_key = key.startswith(_QUOTED_KEYS)
-        may_become_wrapper_key = any(quoted_key.startswith(key) for quoted_key in _QUOTED_KEYS)
-        may_be_wrapper_key = is_wrapper_key or may_become_wrapper_key
-        if not may_be_wrapper_key or num_whitespace_chars > _MAX_WHITESPACE_CHARS:
+        if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
             return self._pass_all(text)
-        self._stored_text = [text]  # Without the brace, which has been passed on.
-        if is_wrapper_key:
+        if key.startswith(_QUOTED_KEYS):
             self._position = _Position.INSIDE_WRAPPER
+        elif not any(quoted_key.startswith(key) for quoted_key in _QUOTED_KEYS):
+            return self._pass_all(text)
+        self._stored_parts = [text]  # Without the brace, which has been passed on.
         return ""
 
     def _pass_all(self, text: str) -> str:
         """Stop filtering: return `text`, and let `add` return all later text unchanged."""
         self.is_passing = True
-        self._stored_text = []
+        self._stored_parts = []
         return text
 
     def finish(self) -> str:
-        """At the end of the arguments, return the stored text. Remove the wrapper, if there is one.
+        """At the end of the arguments, return the stored text. Remove a superfluous outer object.
 
-        A wrapper is a superfluous object around the arguments. The opening brace of the arguments
-        has already been passed on, so the result does not contain this brace. Examples:
+        The opening brace of the arguments has already been passed on, so neither the stored text
+        nor the result contains this brace. Examples:
 
-            whole arguments              stored text                 result
-            `{"arguments": {"a": 1}}`    `"arguments": {"a": 1}}`    `"a": 1}`
-            `{"arguments": 1, "b": 2}`   `"arguments": 1, "b": 2}`   the stored text
+            stored text                 result
+            `"arguments": {"a": 1}}`    `"a": 1}`
+            `"arguments": 1, "b": 2}`   the stored text, because the outer object has two members
         """
-        stored_text = "".join(self._stored_text)
-        is_inside_wrapper = self._position is _Position.INSIDE_WRAPPER
-        inner_object = unwrap("{" + stored_text) if is_inside_wrapper else None
-        if inner_object is None:
+        stored_text = "".join(self._stored_parts)
+        if self._position is not _Position.INSIDE_WRAPPER:
+            return stored_text
+        inner_members = _unwrap_members(stored_text)
+        if inner_members is None:
             return stored_text
         self.is_unwrapped = True
-        return inner_object.removeprefix("{")
+        return inner_members
+
+
+def _unwrap_members(members: str) -> str | None:
+    """Return the members of the inner object if `members` belong to a superfluous outer object.
+
+    Both texts start after the opening brace and end with the closing brace. Example:
+    `"arguments": {"a": 1}}` gives `"a": 1}`. Return None if no outer object is superfluous.
+    """
+    inner_object = unwrap("{" + members)
+    return None if inner_object is None else inner_object.removeprefix("{")

@@ -26,7 +26,8 @@ from nereid_parsers.tool_declarations import TaggedArguments
 
 # A value may contain a marker that normally ends a tool call, such as `</function>`. To decide
 # whether the marker belongs to the value, the parser searches for the closing tag of the value,
-# such as `</parameter>`, in the next `_MAX_UNDECIDED_CHARS` characters.
+# such as `</parameter>`, in the next `_MAX_UNDECIDED_CHARS` characters. During the search, the
+# client receives no text, so the search is limited.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
 
@@ -54,9 +55,10 @@ class CompiledTag:
         opening: The pattern of the opening tag.
         padding: The declared white space after the opening tag. The padding is not a part of the
             value.
-        close: The closing marker, without white space.
+        closing_marker: The closing marker, without white space.
         escapes: The kind of escape sequences in the value, see `TaggedArguments`.
-        may_be_escaped: Whether `close` is a part of the value if a backslash precedes it.
+        may_be_escaped: Whether a backslash before the closing marker makes the marker a part of the
+            value.
         find_end: A function that finds the closing marker (group "close") or an early end (group
             "early"). An early end is a marker that follows a value without a closing marker. The
             match includes the declared white space before the marker.
@@ -66,51 +68,67 @@ class CompiledTag:
     """
 
     def __init__(self, declaration: TaggedArguments, early_ends: tuple[str, ...]) -> None:
-        r"""Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
+        """Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
-        White space before a closing marker is optional in the model's text. Example: with the
-        declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value `a`. If
-        `early_ends` contains `</call>`, the text `a</call>` has the value `a`, too.
-
-        `early_ends` are the markers that follow the value if its closing marker is missing.
+        `early_ends` are the markers that follow the value if its closing marker is missing. Example
+        for the early end `</call>`: both `a</p>` and `a</call>` have the value `a`.
         """
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
-        # The format may declare white space between the opening tag and the value, such as `\n` in
-        # `<p={key}>\n`. This white space is not a part of the value.
         self.padding = declaration.open.removeprefix(opening_tag)
-        self.close = declaration.closing_marker
+        self.closing_marker = declaration.closing_marker
         self.escapes = declaration.escapes
-        # In a JSON string, a quote after a backslash does not close the value. But `"</p>` always
-        # closes the value, because a string rarely contains this text, and because models sometimes
-        # forget to escape a backslash at the end of a string.
-        self.may_be_escaped = self.escapes == "json" and not looks_like_markup(self.close)
-        # The format may declare white space before the closing marker, such as the first `\n` in
-        # `\n</p>\n`. This white space is not a part of the value, so the regex matches it together
-        # with the marker. The model may also omit the white space. If `declaration.close` is only a
-        # line break, the line break is the marker, and no white space precedes it.
-        close = declaration.close.rstrip()
-        whitespace = close.removesuffix(close.lstrip())
-        markers = (self.close, *early_ends)
-        complete = _value_end_regex(self.close, early_ends, whitespace)
-        possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
-        # The look-ahead makes the search faster, because it rejects most characters with one test.
-        lookahead = _first_char_lookahead((*markers, whitespace))
-        self.find_end = re.compile(f"{lookahead}(?:{complete})").search
-        # `find_possible_end` also finds an incomplete marker, such as `</`, at the end of the text.
-        self.find_possible_end = re.compile(f"{lookahead}(?:{possible})").search
+        self.may_be_escaped = _may_escape_closing_marker(declaration)
+        whitespace = _whitespace_before_marker(declaration.close)
+        end_markers = (self.closing_marker, *early_ends)
+        end = _value_end_regex(self.closing_marker, early_ends, whitespace)
+        incomplete_ends = _value_end_prefixes(end_markers, whitespace)
+        # A match starts with a marker, or with the white space before a marker.
+        first_char = _first_char_lookahead((*end_markers, whitespace))
+        self.find_end = _compile_union(first_char, [end]).search
+        self.find_possible_end = _compile_union(first_char, [end, *incomplete_ends]).search
 
 
-def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
+def _may_escape_closing_marker(declaration: TaggedArguments) -> bool:
+    r"""Return whether a backslash before the closing marker makes the marker a part of the value.
+
+    Example: in a JSON string, a quote after a backslash does not close the value. But a marker such
+    as `"</p>` always closes the value. A string rarely contains this text, and models sometimes
+    forget to escape a backslash at the end of a string, as in `"C:\"</p>`.
+    """
+    return declaration.escapes == "json" and not looks_like_markup(declaration.closing_marker)
+
+
+def _whitespace_before_marker(closing_text: str) -> str:
+    r"""Return the white space before the marker in `closing_text`: the first `\n` of `\n</p>\n`.
+
+    The format declares this white space, but the model may omit it. The white space is not a part
+    of the value. If `closing_text` is only a line break, the line break is the marker, so the
+    result is "".
+    """
+    marker = closing_text.strip()
+    return closing_text.partition(marker)[0] if marker else ""
+
+
+def _compile_union(first_char: str, regexes: Iterable[str]) -> re.Pattern[str]:
+    """Compile a regex that matches a text which matches one of `regexes`.
+
+    `first_char` is a look-ahead that accepts the first character of all these texts. The look-ahead
+    makes a search faster, because it rejects most positions with one test.
+    """
+    return re.compile(f"{first_char}(?:{'|'.join(regexes)})")
+
+
+def _value_end_regex(closing_marker: str, early_ends: tuple[str, ...], whitespace: str) -> str:
     r"""Return a regex that matches any of the markers that can end a value.
 
-    The group "close" matches `close`, the closing marker of the value. The group "early" matches a
-    marker that follows the value if the closing marker is missing. If there is no such marker, this
-    group never matches. `whitespace` is the optional white space before these markers. Example: for
-    the closing marker `</p>`, the early end `</call>` and the white space `\n`, the regex matches
+    The group "close" matches the closing marker of the value. The group "early" matches a marker
+    that follows the value if the closing marker is missing. If there is no such marker, this group
+    never matches. `whitespace` is the optional white space before these markers. Example: for the
+    closing marker `</p>`, the early end `</call>` and the white space `\n`, the regex matches
     `\n</p>` and `</call>`.
     """
-    close_group = f"(?P<close>{_any_marker_regex((close,))})"
+    close_group = f"(?P<close>{_any_marker_regex((closing_marker,))})"
     early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
     return f"(?:{re.escape(whitespace)})?(?:{close_group}|{early_group})"
 
@@ -151,13 +169,13 @@ class TagOpening:
     """The matched opening tag of a tagged value, for example `<parameter=city>`.
 
     Attributes:
-        variant: The declared way to write a value whose opening tag matches the text.
+        variant_index: The index of the matched variant in `CompiledTags.variants`.
         end: The position after the opening tag.
         fields: The texts of the pattern's fields. Example: `{"key": "city"}` for the pattern
             `<parameter={key}>`.
     """
 
-    variant: CompiledTag
+    variant_index: int
     end: int
     fields: dict[str, str]
 
@@ -193,34 +211,27 @@ class CompiledTags:
         self.stop_markers = stop_markers
         self._declaration = declaration
         self._head = head
-        self._all_markers_between_calls = markers_between_calls
+        self._markers_between_calls = markers_between_calls
         declarations = (declaration, *declaration.also)
-        # The start of each opening tag, such as `<parameter=`, without duplicates. There is no such
-        # text if a tag starts with the key, as `{key}=` does.
-        literals = [first_literal(each.open) for each in declarations]
-        openings = tuple(dict.fromkeys(literal for literal in literals if literal))
-        # If the closing tag of a value is missing, the value ends before one of these texts. The
-        # opening `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
-        early_ends = (*stop_markers, *(opening for opening in openings if len(opening) > 1))
+        tag_starts = _tag_starts(declarations)
+        # If the closing marker of a value is missing, the value ends before one of these texts. The
+        # tag start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
+        early_ends = (*stop_markers, *(start for start in tag_starts if len(start) > 1))
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
-        # Matches a closing tag (group "close"), or the start of an opening tag.
-        closes = _any_marker_regex(variant.close for variant in self.variants)
-        self._close_or_opening = re.compile(f"(?P<close>{closes})|{_any_marker_regex(openings)}")
-        # Matches any number of markers and the white space around them: `</function> </call>`.
-        between_calls = _any_marker_regex(markers_between_calls)
-        self._markers_between_calls = re.compile(rf"(?:\s*(?:{between_calls}))*\s*")
+        self._close_or_tag_start_regex = _close_or_tag_start_regex(self.variants, tag_starts)
+        self._between_calls_regex = _between_calls_regex(markers_between_calls)
 
     @lru_cache(maxsize=1024)  # noqa: B019  # A program has few formats, and keeps all of them.
     def for_key(self, key: str) -> CompiledTags:
         """Return the tags of the argument `key`. The closing tag may contain the argument's name.
 
         Example: for the declaration `<{key}>`, `</{key}>`, the value of `city` ends at `</city>`.
+        The variants of the result have the same order as `variants`.
         """
         declaration = self._declaration.for_key(key)
         if declaration == self._declaration:
             return self
-        between_calls = self._all_markers_between_calls
-        return CompiledTags(declaration, self._head, self.stop_markers, between_calls)
+        return CompiledTags(declaration, self._head, self.stop_markers, self._markers_between_calls)
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `text[pos]`.
@@ -234,62 +245,61 @@ class CompiledTags:
         """
         if text.startswith("</", pos):
             return NO_MATCH  # With the declaration `<{key}>`, a closing tag would match, too.
-        for variant in self.variants:  # The ways to write a tag. The first match is the result.
+        for index, variant in enumerate(self.variants):  # The first variant that matches is used.
             match = variant.opening.match(text, pos, is_final)
             if isinstance(match, PatternMatch):
-                return TagOpening(variant, match.end, match.fields)
+                return TagOpening(index, match.end, match.fields)
             if match is NEED_MORE:
                 return NEED_MORE
         return NO_MATCH
 
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
-        """Test whether the text at `pos` may follow the header of a tool call.
+        """Return None if the body of a tool call starts at `pos`. Otherwise return the mismatch.
 
-        Return None if arguments start at `pos`, or if the tool call ends there without arguments.
-        Return NEED_MORE if more text is required to decide, and NO_MATCH if the text is neither.
-        Examples for arguments that start with `<parameter={key}>`:
+        The body is the text after the header of the tool call: either arguments, or a stop marker
+        if there are no arguments. Examples for arguments that start with `<parameter={key}>`:
 
-            text at `pos`        result
-            `<parameter=city>`   None
-            `</function>`        None: this stop marker shows that there are no arguments.
-            none                 None: the message has ended before the arguments.
-            `<param`, `</func`   NEED_MORE
-            `Paris`              NO_MATCH
+            text at `pos`                   result
+            `<parameter=city>`              None
+            `</function>`                   None: this stop marker is a body without arguments.
+            no text                         None: the message has ended before the arguments.
+            `<param` or `</func`            NEED_MORE
+            `Paris`                         NO_MATCH
         """
         is_message_end = pos == len(text)  # Before the end, the caller waits for text at `pos`.
-        has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
-        if has_no_arguments:
+        if is_message_end or self.is_at_stop_marker(text, pos):
             return None
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return None
-        if opening is NEED_MORE:
-            return NEED_MORE
-        may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
-        return NEED_MORE if may_become_stop_marker else NO_MATCH
+        may_be_completed = opening is NEED_MORE or (
+            not is_final and self.may_become_stop_marker(text, pos)
+        )
+        return NEED_MORE if may_be_completed else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
-        """Decide whether a marker such as `</function>` is a part of a value, or follows the value.
+        """Decide whether the stop marker at `pos` is a part of a value, or follows the value.
 
-        The marker has been found in the text of a value that `</parameter>` should close. Either
-        the value contains the marker, or the model has omitted `</parameter>`:
+        The stop marker, such as `</function>`, has been found before the closing marker of the
+        value, such as `</parameter>`. Either the value contains the stop marker, or the model has
+        omitted the closing marker. The text after the stop marker decides:
 
-            `a</function>b</parameter>`                    PART_OF_VALUE: its closing marker follows
-            `a</function><function=f><parameter=b>`        AFTER_VALUE: another tool call follows
-            neither, as in `a</function>`                  UNDECIDED if more text may follow,
-                                                           otherwise AFTER_VALUE
+            text after `</function>`        result
+            `text</parameter>`              PART_OF_VALUE: the closing marker follows.
+            `<function=f><parameter=city>`  AFTER_VALUE: another tool call follows.
+            `text`                          UNDECIDED, because more text may follow. At the end of
+                                            the message, or if the text is long, AFTER_VALUE.
 
-        `pos` is the position of the marker. A call of a function that `tools` does not offer does
-        not count as another tool call.
+        Another tool call must call one of the offered `tools`, if they are known.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
-        # An opening tag that starts no other tool call is skipped, because the value may contain
-        # such a tag.
-        for tag in self._close_or_opening.finditer(text, pos, search_end):
-            if tag["close"] is not None:
+        for tag in self._close_or_tag_start_regex.finditer(text, pos, search_end):
+            is_closing_marker = tag["close"] is not None
+            if is_closing_marker:
                 return MarkerRole.PART_OF_VALUE
             if self._starts_next_call(text, pos, opening_pos=tag.start(), tools=tools):
                 return MarkerRole.AFTER_VALUE
+            # The value may contain an opening tag that starts no tool call. The search continues.
         is_search_complete = is_final or len(text) >= search_end
         return MarkerRole.AFTER_VALUE if is_search_complete else MarkerRole.UNDECIDED
 
@@ -302,15 +312,25 @@ class CompiledTags:
         of them. Example: the result is True for the text `</function></call><call><function=f><p=`
         if the request offers `f`.
         """
-        markers = self._markers_between_calls.match(text, pos, opening_pos)
-        assert markers is not None  # The regex also matches the empty text.
-        # `is_final` has no effect, because text follows the header, which ends at `opening_pos`.
-        head = self._head.match(text, markers.end(), is_final=False)
+        head_start = self._skip_markers_between_calls(text, pos, opening_pos)
+        # The opening tag must follow the header, so the header is not at the end of the message.
+        head = self._head.match(text, head_start, is_final=False)
         if not isinstance(head, PatternMatch):
             return False
         is_directly_before_opening = skip_whitespace(text, head.end) == opening_pos
         is_offered = not tools.is_known or head.fields.get("name") in tools.parameters
         return is_directly_before_opening and is_offered
+
+    def _skip_markers_between_calls(self, text: str, pos: int, end: int) -> int:
+        """Return the position after the markers that are between `pos` and `end`.
+
+        The markers, such as `</function>` and `<call>`, separate two tool calls. White space
+        around the markers is skipped, too. If there is no marker at `pos`, only white space is
+        skipped.
+        """
+        markers = self._between_calls_regex.match(text, pos, end)
+        assert markers is not None  # The regex also matches the empty text.
+        return markers.end()
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether `text[pos:]` starts with a marker that ends the arguments."""
@@ -322,3 +342,32 @@ class CompiledTags:
         Example: `</fun` is a prefix of `</function>`.
         """
         return any(match_marker(marker, text, pos) is NEED_MORE for marker in self.stop_markers)
+
+
+def _tag_starts(declarations: Iterable[TaggedArguments]) -> tuple[str, ...]:
+    """Return the text before the key in each opening tag: `<parameter=` for `<parameter={key}>`.
+
+    Duplicates are removed. A tag that starts with the key, such as `{key}=`, has no such text.
+    """
+    literals = [first_literal(declaration.open) for declaration in declarations]
+    return tuple(dict.fromkeys(literal for literal in literals if literal))
+
+
+def _close_or_tag_start_regex(
+    variants: Iterable[CompiledTag], tag_starts: Iterable[str]
+) -> re.Pattern[str]:
+    """Return a regex that matches the closing marker of any variant, or the start of a tag.
+
+    The group "close" matches a closing marker, such as `</parameter>`. If the regex matches the
+    start of an opening tag, such as `<parameter=`, the group is empty.
+    """
+    closing_markers = _any_marker_regex(variant.closing_marker for variant in variants)
+    return re.compile(f"(?P<close>{closing_markers})|{_any_marker_regex(tag_starts)}")
+
+
+def _between_calls_regex(markers: Iterable[str]) -> re.Pattern[str]:
+    """Return a regex that matches any number of `markers` and the white space around them.
+
+    Example: for the markers `</function>` and `</call>`, the regex matches `</function> </call>`.
+    """
+    return re.compile(rf"(?:\s*(?:{_any_marker_regex(markers)}))*\s*")

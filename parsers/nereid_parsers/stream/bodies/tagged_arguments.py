@@ -21,18 +21,19 @@ from nereid_parsers.stream.values.python_strings import escape_json
 _MISSING_CLOSE = "the closing marker of an argument is missing"
 
 
-class _ValueEnd(NamedTuple):
-    """The end of a value's text, and the position where the next argument may start.
+class _ValuePiece(NamedTuple):
+    """A piece of a value's text, which starts at the first unread character.
 
-    Example: the text `a</p>` gives `_ValueEnd(1, 5)` if `</p>` is the closing marker of the value.
+    Example: if the unread text is `a</p>`, and `</p>` is the closing marker of the value, the piece
+    is `_ValuePiece(end=1, next_pos=5)`.
 
     Attributes:
-        text_end: The position up to which the text belongs to the value.
-        next_pos: The position at which the next argument may start, after the closing marker of the
-            value. None if the value may continue in the next piece of text.
+        end: The position after the piece.
+        next_pos: If the value ends with this piece, the position at which the next argument may
+            start. None if the value may continue.
     """
 
-    text_end: int
+    end: int
     next_pos: int | None
 
 
@@ -60,6 +61,8 @@ class TaggedReader(StepReader):
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
+        # Whether an opening tag has been read, but not the end of its value.
+        self._is_in_value = False
 
     def begin(self) -> None:
         """Start the tool call whose header, such as `<function=f>`, has been read.
@@ -93,11 +96,10 @@ class TaggedReader(StepReader):
         if isinstance(opening, TagOpening):
             self._start_value(opening)
             return opening.end
-        if opening is NEED_MORE:  # As in `<param`. Never at the end of the message.
-            return NEED_MORE
-        if self._is_incomplete_tag_or_stop_marker(text, pos):  # Such as `</func`.
-            return len(text) if self.is_final else NEED_MORE
-        return self._reject(pos)  # Text between the arguments is not valid.
+        is_incomplete = opening is NEED_MORE or self._is_incomplete_tag_or_stop_marker(text, pos)
+        if not is_incomplete:
+            return self._reject(pos)  # Text between the arguments is not valid.
+        return len(text) if self.is_final else NEED_MORE
 
     def _is_incomplete_tag_or_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether the text at `pos` is an incomplete opening tag or stop marker.
@@ -114,92 +116,111 @@ class TaggedReader(StepReader):
 
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
-        function, tools = self._head.name, self.writer.tools
-        types = types_of_value(opening.fields, function, tools)
         key = opening.fields["key"].strip()
+        self._write_key(key)
+        function, tools = self._head.name, self.writer.tools
+        # The key may occur in the closing tag, so the value needs the tags of this key.
         self._value_tags = self._tags.for_key(key)
-        variant_index = self._tags.variants.index(opening.variant)
         self._value = TaggedValue(
-            self._value_tags.variants[variant_index],
-            types,
+            tag=self._value_tags.variants[opening.variant_index],
+            types=types_of_value(opening.fields, function, tools),
             schema=tools.argument_schema(function, key),
             root=tools.parameters.get(function, {}),
         )
+        self._is_in_value = True
+        self._next_step = self._skip_padding
+
+    def _write_key(self, key: str) -> None:
+        """Write the JSON text before a value: `{"city": ` or, after other values, `, "days": `."""
         separator = ", " if self._keys else "{"
         self._keys.add(key)
         self.writer.write(f"{separator}{quote_json(key)}: ")
-        self._next_step = self._skip_padding
 
     def _skip_padding(self, text: str, pos: int) -> int | NeedMore:
-        r"""Skip the declared white space before a value. The next step reads the value.
+        r"""Skip the padding before a value, and select the step that reads the value.
 
-        If the value must be a string, write its opening quote. Example: for the declaration
-        `"<parameter={key}>\n"`, the line break before `3` is skipped in `\n3</parameter>`. The
-        model may omit this white space.
+        The padding is the white space that the format declares before each value. The model may
+        omit the padding. Example: for the declaration `"<parameter={key}>\n"`, the line break
+        before `3` is skipped in `\n3</parameter>`.
 
-        Return the position where the value starts, or NEED_MORE if only a part of the white space
-        has arrived.
+        Return the position where the value starts, or NEED_MORE if only a part of the padding has
+        arrived.
         """
-        padding = self._value.tag.padding  # The declared white space before the value.
+        padding = self._value.tag.padding
         has_padding = text.startswith(padding, pos)
         may_become_padding = not self.is_final and padding.startswith(text[pos:])
         if may_become_padding and not has_padding:
             return NEED_MORE
+        self._select_value_step()
+        return pos + len(padding) if has_padding else pos
+
+    def _select_value_step(self) -> None:
+        """Select the step that reads the value. If it must be a string, write the opening quote."""
         if self._value.is_declared_as_string():
             self.writer.write('"')
             self._next_step = self._copy_string
         else:
             self._next_step = self._store_value
-        return pos + len(padding) if has_padding else pos
 
-    def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
-        """Find the end of the current value in the unread text `text[pos:]`.
+    def _find_piece(self, text: str, pos: int) -> _ValuePiece:
+        """Find the text of the current value in the unread text `text[pos:]`.
 
         A value usually ends at its closing marker. If the model has omitted the closing marker, the
         value ends early, before another marker, and the writer stores a description of this
         deviation. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
-            `a</p>`      `_ValueEnd(text_end=1, next_pos=5)`
-            `a</`        `_ValueEnd(1, None)`: `</` may become the closing marker.
-            `ab`         `_ValueEnd(2, None)`: the value may continue.
-            `a</call>`   `_ValueEnd(1, 1)`: the value ends early, and `</call>` stays unread.
+            `a</p>`      `_ValuePiece(end=1, next_pos=5)`
+            `a</`        `_ValuePiece(1, None)`: `</` may become the closing marker.
+            `ab`         `_ValuePiece(2, None)`: the value may continue.
+            `a</call>`   `_ValuePiece(1, 1)`: the value ends early, and `</call>` stays unread.
         """
         tag = self._value.tag
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
         find_marker = tag.find_end if self.is_final else tag.find_possible_end
         marker = find_marker(text, pos)
         while marker is not None:
-            if not self._value.is_escaped(text, pos, marker.start()):
-                value_end = self._value_end_at(marker, text)
-                if value_end is not None:
-                    return value_end
-            # This marker is a part of the value. The search continues one character later, because
-            # another marker may start inside this marker.
-            marker = find_marker(text, marker.start(marker.lastgroup or 0) + 1)
-        return _ValueEnd(len(text), None)
+            piece = self._piece_before(marker, text, pos)
+            if piece is not None:
+                return piece
+            # Another marker may start inside this marker, which is a part of the value.
+            marker = find_marker(text, _start_of_marker(marker) + 1)
+        return _ValuePiece(len(text), next_pos=None)
 
-    def _value_end_at(self, marker: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return the end of the value if `marker` ends the value. Return None if it does not.
+    def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> _ValuePiece | None:
+        """Return the piece of the value between `pos` and `marker`.
 
-        The group of `marker` is "close" for the closing marker of the value, and "early" for
-        another marker that may end the value. An incomplete marker has no group. If it is not yet
-        certain that the value ends, `next_pos` of the result is None.
+        Return None if the value contains the marker, so that the piece does not end there. The
+        group of `marker` is "close" for the closing marker of the value, and "early" for another
+        marker that may end the value. A marker at the end of the text that is still incomplete has
+        no group.
         """
-        text_end = marker.start()  # The match starts with the white space before the marker.
+        piece_end = marker.start()  # The match starts with the white space before the marker.
+        if self._value.is_escaped(text, pos, piece_end):
+            return None
         match marker.lastgroup:
-            case None:
-                return _ValueEnd(text_end, None)
             case "close":
-                return _ValueEnd(text_end, marker.end())
+                return _ValuePiece(piece_end, next_pos=marker.end())
+            case "early":
+                return self._piece_before_early_end(marker, text)
+            case _:
+                return _ValuePiece(piece_end, next_pos=None)
+
+    def _piece_before_early_end(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
+        """Return the piece of the value before a marker that is not the closing marker.
+
+        Example for the closing marker `</p>`: in `a</call>`, the piece is `a`, because the model
+        has omitted `</p>`. Return None if the value contains the marker, as in `a</call>b</p>`.
+        """
         marker_start = marker.start("early")
         match self._role_of_marker_in_value(text, marker_start):
+            case MarkerRole.PART_OF_VALUE:
+                return None
             case MarkerRole.UNDECIDED:
-                return _ValueEnd(text_end, None)
+                return _ValuePiece(marker.start(), next_pos=None)
             case MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
-                return _ValueEnd(text_end, marker_start)
-        return None
+                return _ValuePiece(marker.start(), next_pos=marker_start)
 
     def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the value or follows the value.
@@ -237,15 +258,15 @@ class TaggedReader(StepReader):
 
         Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
-        text_end, next_pos = self._find_value_end(text, pos)
-        has_new_text = text_end > pos
+        piece_end, next_pos = self._find_piece(text, pos)
+        has_new_text = piece_end > pos
         if has_new_text:
-            self.writer.write(escape_json(text[pos:text_end]))
-        if next_pos is not None:  # The value has ended.
+            self.writer.write(escape_json(text[pos:piece_end]))
+        if next_pos is not None:  # The value ends with this piece.
             self.writer.write('"')
-            self._next_step = self._read_tag_or_end
+            self._end_value()
             return next_pos
-        return text_end if has_new_text else NEED_MORE
+        return piece_end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int | NeedMore:
         """Store the text of a value. As soon as the value's type is certain, write the text.
@@ -261,18 +282,33 @@ class TaggedReader(StepReader):
 
         Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
-        text_end, next_pos = self._find_value_end(text, pos)
-        has_new_text = text_end > pos
+        piece_end, next_pos = self._find_piece(text, pos)
+        has_new_text = piece_end > pos
         if has_new_text:
-            self._value.pieces.append(text[pos:text_end])
-        if next_pos is not None:  # The value has ended.
+            self._value.pieces.append(text[pos:piece_end])
+        if next_pos is not None:  # The value ends with this piece.
             self.writer.write(self._value.to_json())
-            self._next_step = self._read_tag_or_end
+            self._end_value()
             return next_pos
-        if has_new_text and self._value.can_only_be_string():
-            self.writer.write('"' + escape_json(self._value.text))
-            self._next_step = self._copy_string
-        return text_end if has_new_text else NEED_MORE
+        if not has_new_text:
+            return NEED_MORE
+        if self._value.can_only_be_string():
+            self._write_stored_string()
+        return piece_end
+
+    def _write_stored_string(self) -> None:
+        """Write the opening quote of a string and its stored text. The next step copies the rest.
+
+        Example: for the stored text `Par`, `"Par` is written.
+        """
+        self.writer.write('"' + escape_json(self._value.text))
+        self._value.pieces.clear()
+        self._next_step = self._copy_string
+
+    def _end_value(self) -> None:
+        """Select the step that reads the next tag, because the value has been read and written."""
+        self._is_in_value = False
+        self._next_step = self._read_tag_or_end
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, end the tool call and set the status DONE."""
@@ -304,11 +340,17 @@ class TaggedReader(StepReader):
             `..<parameter=days>3`     `3`, which has been stored until now
             `..<parameter=city>Par`   nothing, because `"Par` has already been written
         """
-        # The next step of the reader shows in which part of the call the message has ended.
-        is_between_arguments = self._next_step == self._read_tag_or_end
-        is_in_stored_value = self._next_step == self._store_value
-        if self.writer.is_open and is_between_arguments:
-            self._close_arguments()
-        elif self.writer.is_open and is_in_stored_value and self._value.pieces:
-            self.writer.write(self._value.to_json())
+        if self.writer.is_open:
+            if not self._is_in_value:
+                self._close_arguments()
+            elif self._value.pieces:  # Text of the value that has not been written yet.
+                self.writer.write(self._value.to_json())
         super().finish()  # Ends the tool call, with a description of the fault.
+
+
+def _start_of_marker(marker: re.Match[str]) -> int:
+    """Return the start of a matched marker, without the white space that the match includes.
+
+    An incomplete marker has no group. The start of its match is then returned.
+    """
+    return marker.start(marker.lastgroup or 0)

@@ -35,7 +35,7 @@ class TaggedValue:
         types: The JSON types that the value may have, or None if the types are not known.
         schema: The JSON schema of the value, or None.
         root: The JSON schema of all arguments, which contains the definitions.
-        pieces: The stored text of the value. The text of a string is not stored.
+        pieces: The stored text of the value. Text that has been written is not stored.
     """
 
     tag: CompiledTag
@@ -55,19 +55,31 @@ class TaggedValue:
         Example: for the text `12`, the result is `12` if a number is allowed, and `"12"` if only a
         string is allowed.
         """
+        text = self.text
         match self.tag.escapes:
             case "html":
-                return self._text_to_json(unescape_html(self.text))
-            case "json":  # The text was in quotes, so it is a string if the schema allows a string.
-                allows_string = self.types is None or "string" in self.types
-                types = _STRING_ONLY if allows_string else self.types
-                return escape_surrogates(to_json(_unescape_json(self.text), types))
-        return self._text_to_json(self.text)
+                return self._text_to_json(unescape_html(text))
+            case "json":
+                return self._quoted_text_to_json(text)
+            case _:  # The text contains no escapes.
+                return self._text_to_json(text)
 
     def _text_to_json(self, text: str) -> str:
         """Convert text without escapes to JSON. An object may be written as tags: `<x>1</x>`."""
         nested = nested_tags_to_json(text, self.schema, self.root)
         return to_json(text, self.types) if nested is None else nested
+
+    def _quoted_text_to_json(self, text: str) -> str:
+        r"""Convert text that was in quotes, and may contain JSON escapes, such as `\n`, to JSON.
+
+        The result is a string if the schema allows a string. Otherwise the quotes are ignored.
+        Example: for `"12"`, the result is `"12"` if a string is allowed, and `12` if only a number
+        is allowed.
+        """
+        allows_string = self.types is None or "string" in self.types
+        types = _STRING_ONLY if allows_string else self.types
+        # An escape sequence may decode to half of a surrogate pair, which cannot be sent as text.
+        return escape_surrogates(to_json(_unescape_json(text), types))
 
     def is_escaped(self, text: str, start: int, end: int) -> bool:
         r"""Return whether a backslash before `text[end]` makes this character a part of the value.
@@ -77,18 +89,21 @@ class TaggedValue:
         """
         if not self.tag.may_be_escaped:
             return False
-        run_start = end
-        while run_start > start and text[run_start - 1] == "\\":
-            run_start -= 1
-        num_backslashes = end - run_start
-        # If all characters are backslashes, the stored text may end with backslashes, too.
-        pieces = reversed(self.pieces) if run_start == start else ()
-        for piece in pieces:
-            without_backslashes = piece.rstrip("\\")
-            num_backslashes += len(piece) - len(without_backslashes)
-            if without_backslashes:
-                break
+        num_backslashes = _count_last_backslashes(text, start, end)
+        has_only_backslashes = num_backslashes == end - start
+        if has_only_backslashes:  # The stored text before them may end with backslashes, too.
+            num_backslashes += self._count_stored_backslashes()
         return num_backslashes % 2 == 1
+
+    def _count_stored_backslashes(self) -> int:
+        """Return the number of backslashes at the end of the stored text."""
+        total = 0
+        for piece in reversed(self.pieces):
+            num_backslashes = _count_last_backslashes(piece, 0, len(piece))
+            total += num_backslashes
+            if num_backslashes < len(piece):  # Another character precedes the backslashes.
+                break
+        return total
 
     def is_declared_as_string(self) -> bool:
         """Return whether the value is a string whose text needs no conversion.
@@ -100,28 +115,36 @@ class TaggedValue:
     def can_only_be_string(self) -> bool:
         """Return whether the value must be a string, regardless of the text that may still follow.
 
-        At least one character of the value must be stored. If "string" is the only allowed type,
-        the value is not stored, so the caller does not call this method. Examples:
+        At least one character of the value must be stored. Examples:
 
-            allowed types    stored text   result
-            all              `Par`         True
-            all              `12`, ` 12`   False: the value may be a number.
-            string or null   `12`          True
-            string or null   `nu`          False: the value may become `null`.
+            allowed types    stored text     result
+            all              `Par`           True
+            all              `12` or ` 12`   False: the value may be a number.
+            string or null   `12`            True
+            string or null   `nu`            False: the value may become `null`.
 
-        The result is False for a text with escapes, because an escape may be incomplete.
+        The result is also False for a text with escapes, because an escape may be incomplete.
         """
         if self.tag.escapes:
             return False
-        if self.types is not None and "string" not in self.types:
-            return False
         if self.types == _STRING_OR_NULL:
-            text = self.text
-            return not any(word.startswith(text) for word in _NULL_WORDS)
-        # The first character is sufficient, so the pieces need not be joined. It would be slow to
-        # join all pieces each time a new piece arrives.
-        first_char = self.pieces[0][0]
-        return first_char not in _FIRST_CHARS_OF_JSON
+            return not self._may_become_null()
+        allows_string = self.types is None or "string" in self.types
+        first_char = self.pieces[0][0]  # It would be slow to join the pieces for each new piece.
+        return allows_string and first_char not in _FIRST_CHARS_OF_JSON
+
+    def _may_become_null(self) -> bool:
+        """Return whether the stored text is `null` or `None`, or a prefix of one of these words."""
+        text = self.text
+        return any(word.startswith(text) for word in _NULL_WORDS)
+
+
+def _count_last_backslashes(text: str, start: int, end: int) -> int:
+    r"""Return the number of backslashes at the end of `text[start:end]`: 2 for `a\\`."""
+    run_start = end
+    while run_start > start and text[run_start - 1] == "\\":
+        run_start -= 1
+    return end - run_start
 
 
 def _unescape_json(text: str) -> str:
@@ -155,11 +178,21 @@ def types_of_value(fields: dict[str, str], function: str, tools: Tools) -> froze
         return schema_types
     if not tools.is_known:  # There is no schema, so only the tag declares types.
         return tag_types
+    return schema_types if _contradicts(schema_types, tag_types) else tag_types
+
+
+def _contradicts(schema_types: frozenset[str] | None, tag_types: frozenset[str]) -> bool:
+    """Return whether the schema of an argument contradicts the types that its opening tag declares.
+
+    A tag declares either a string, or any type except a string (see `_types_of_tag`). The schema
+    contradicts the first if it allows no string, and the second if it allows only a string. If the
+    types of the schema are not known, `schema_types` is None, and there is no contradiction.
+    """
+    if schema_types is None:
+        return False
     if tag_types == _STRING_ONLY:
-        is_contradiction = schema_types is not None and "string" not in schema_types
-    else:
-        is_contradiction = schema_types == _STRING_ONLY
-    return schema_types if is_contradiction else tag_types
+        return "string" not in schema_types
+    return schema_types == _STRING_ONLY
 
 
 def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:

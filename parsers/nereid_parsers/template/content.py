@@ -26,7 +26,7 @@ from nereid_parsers.template.difference import (
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
 
-# Matches markers that alternate with words, such as `<|out|>turn<|of|>`.
+# Matches markers that alternate with words, such as `<|end|>message<|sep|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
 # Matches a text that may end a turn although MARKER does not match it, such as `{end}` or
 # `=== end ===`. The text must contain both a word and punctuation. The parser removes the text from
@@ -59,17 +59,15 @@ def find_content_markers(turn: ModelTurn, reasoning: ReasoningFindings) -> Conte
 
     The two markers around the content are called the wrapper. Example: the rendered answer
     "<answer>CONTENT</answer><|im_end|>" has the wrapper `<answer>`, `</answer>` and the end marker
-    `<|im_end|>`.
+    `<|im_end|>`. Some templates write a wrapper only after reasoning. If the answer has no wrapper,
+    the result therefore contains the wrapper that was found after reasoning (`reasoning.wrapper`).
 
     Mutates: `turn.prober`. If the template renders the content, the comparison C1 is recorded for
     the report.
-
-    Some templates write a wrapper only after reasoning, so the wrapper of the findings about
-    reasoning is used if the answer has no wrapper.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
-    answer = turn.text_after_header(conversation) or ""
-    if CONTENT_TEXT not in answer:
+    answer = turn.text_after_header(conversation)
+    if answer is None or CONTENT_TEXT not in answer:
         return ContentFindings(reasoning.wrapper)
     findings = _markers_in_answer(answer, turn, reasoning)
     turn.prober.record(
@@ -88,18 +86,35 @@ def _markers_in_answer(
     """Find the markers around CONTENT_TEXT in a rendered answer, and the markers at its end.
 
     The two markers around the content are called the wrapper. Example: in the rendered answer
-    "<think></think><answer>CONTENT</answer><|im_end|>", the wrapper is `<answer>`, `</answer>`, and
-    `<|im_end|>` ends the answer. If no marker precedes the content, the result contains the wrapper
-    that was found after reasoning (`reasoning.wrapper`).
+    "<answer>CONTENT</answer><|im_end|>", the wrapper is `<answer>`, `</answer>`, and `<|im_end|>`
+    ends the answer. If no marker precedes the content, the result contains the wrapper that was
+    found after reasoning (`reasoning.wrapper`).
+    """
+    _, _, after_content = answer.partition(CONTENT_TEXT)
+    wrapper = _wrapper_in_answer(answer, reasoning.part, turn.after_user_message)
+    if wrapper is None:
+        return ContentFindings(reasoning.wrapper, tuple(_end_markers(after_content, turn)))
+    after_wrapper = after_content.removeprefix(wrapper.close)
+    return ContentFindings(wrapper, tuple(_end_markers(after_wrapper, turn)))
+
+
+def _wrapper_in_answer(
+    answer: str, reasoning: Reasoning | None, after_user_message: str
+) -> Wrapper | None:
+    """Return the markers around CONTENT_TEXT in a rendered answer. Return None if there are none.
+
+    Markers of reasoning, such as `<think></think>`, may precede the content, but do not open the
+    content. `after_user_message` is the text after a user's message, such as "<|im_end|>".
+
+    >>> answer = f"<think></think><answer>{CONTENT_TEXT}</answer><|im_end|>"
+    >>> _wrapper_in_answer(answer, Reasoning("<think>", "</think>"), "<|im_end|>")
+    Wrapper(open='<answer>', close='</answer>')
     """
     before_content, _, after_content = answer.partition(CONTENT_TEXT)
-    # An empty block of reasoning, such as `<think></think>`, does not open the content.
-    opening = strip_reasoning_markers(before_content, reasoning.part).lstrip()
+    opening = strip_reasoning_markers(before_content, reasoning).lstrip()
     if not opening:
-        return ContentFindings(reasoning.wrapper, tuple(_end_markers(after_content, turn)))
-    closing = _wrapper_close(after_content, opening.strip(), turn.after_user_message)
-    after_wrapper = after_content.removeprefix(closing)
-    return ContentFindings(Wrapper(opening, closing), tuple(_end_markers(after_wrapper, turn)))
+        return None
+    return Wrapper(opening, _wrapper_close(after_content, opening.strip(), after_user_message))
 
 
 def find_content_markers_beside_calls(
@@ -107,34 +122,55 @@ def find_content_markers_beside_calls(
 ) -> Wrapper | None:
     """Find markers that surround content in messages with tool calls, but not in other messages.
 
-    Example: a message with content is rendered as "<say>CONTENT</say><call>..", and a message
-    without content as "<say></say><call>..". The result is `Wrapper("<say>", "</say>")`. The second
-    message proves that the markers do not belong to the tool call.
+    Example: a message with content and a tool call is rendered as "<say>CONTENT</say><call>..". The
+    result is `Wrapper("<say>", "</say>")`. It is None if there are no such markers.
 
     Mutates: `turn.prober`. If there are markers, the comparison C2 is recorded for the report.
-
-    Returns:
-        The markers, or None if there are no such markers.
     """
     call_only = conversation_with_calls(*ONE_CALL)
-    with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    rendered_call = turn.text_after_header(call_only) or ""
-    rendered_content = turn.text_after_header(with_content) or ""
-    wrapper = _markers_around_content(strip_reasoning_markers(rendered_content, reasoning))
+    content_and_call = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
+    wrapper = _wrapper_beside_calls(
+        text_of_call=_text_after_reasoning(turn, call_only, reasoning),
+        text_of_both=_text_after_reasoning(turn, content_and_call, reasoning),
+    )
+    if wrapper is not None:
+        turn.prober.record(
+            "C2 content with a call",
+            "The message has content.",
+            left=call_only,
+            right=content_and_call,
+            finding="In messages with calls, content is written between "
+            f"{wrapper.open!r} and {wrapper.close!r}.",
+        )
+    return wrapper
+
+
+def _text_after_reasoning(
+    turn: ModelTurn, conversation: Conversation, reasoning: Reasoning | None
+) -> str:
+    """Render a conversation. Return its answer without the markers of reasoning at the start.
+
+    Return "" if the template fails to render the conversation.
+    """
+    answer = turn.text_after_header(conversation) or ""
+    return strip_reasoning_markers(answer, reasoning)
+
+
+def _wrapper_beside_calls(text_of_call: str, text_of_both: str) -> Wrapper | None:
+    """Return the markers around CONTENT_TEXT in `text_of_both`, an answer with content and a call.
+
+    `text_of_call` is an answer with only a tool call. If this answer starts with the same markers,
+    without content between them, the markers do not belong to the tool call. Otherwise, return
+    None.
+
+    >>> _wrapper_beside_calls("<say></say><call>", f"<say>{CONTENT_TEXT}</say><call>")
+    Wrapper(open='<say>', close='</say>')
+    """
+    wrapper = _markers_around_content(text_of_both)
     if wrapper is None:
         return None
     empty_content = rf"\s*{re.escape(wrapper.open)}\s*{re.escape(wrapper.close)}"
-    if re.match(empty_content, strip_reasoning_markers(rendered_call, reasoning)) is None:
-        return None
-    turn.prober.record(
-        "C2 content with a call",
-        "The message has content.",
-        left=call_only,
-        right=with_content,
-        finding="In messages with calls, content is written between "
-        f"{wrapper.open!r} and {wrapper.close!r}.",
-    )
-    return wrapper
+    return wrapper if re.match(empty_content, text_of_call) is not None else None
 
 
 def _markers_around_content(text: str) -> Wrapper | None:
@@ -167,17 +203,13 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     """
     if reasoning is None:
         return text
-    reasoning_markers = stripped_markers(reasoning)
-    # The white space at the end of the closing marker belongs to the marker. Any further white
-    # space belongs to the content.
-    space_after_close = reasoning.close[len(reasoning.close.rstrip()) :]
-    rest = text
-    while True:  # Each pass removes one marker, and the white space around it.
-        stripped = rest.lstrip()
-        found_markers = [marker for marker in reasoning_markers if stripped.startswith(marker)]
-        if not found_markers:
-            return rest
-        rest = stripped.removeprefix(found_markers[0]).removeprefix(space_after_close)
+    any_marker = "|".join(re.escape(marker) for marker in stripped_markers(reasoning))
+    # White space before a marker is removed. After a marker, only the white space with which the
+    # closing marker ends is removed, because any other white space belongs to the content. In an
+    # empty block of reasoning, this white space may also follow the opening marker.
+    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
+    leading_markers_regex = rf"\A(?:\s*(?:{any_marker})(?:{space_after_close})?)+"
+    return re.sub(leading_markers_regex, "", text)
 
 
 def stripped_markers(reasoning: Reasoning | None) -> list[str]:
@@ -194,88 +226,106 @@ def stripped_markers(reasoning: Reasoning | None) -> list[str]:
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
-    The first marker ends the message. The text after this marker may end the message, too, or may
-    open the next message. It ends the message if it also follows a user's message, and is not in
-    the header of the model's turn. There are four cases:
+    `after` is the text after the content of an answer. A text that ends the answer also ends other
+    messages, so it is compared with the text after a user's message. There are four cases:
 
-        after an answer           after a user's message   result
-    (1) `<|eom|><|eot|>`          `<|eot|>`                ["<|eom|>", "<|eot|>"]
-    (2) `<|out|>turn<|of|>`       `<|out|>turn<|of|>`      ["<|out|>turn<|of|>"]
-    (3) `<|im_end|><|x|>`         `<|im_end|>`             ["<|im_end|>"]
-    (4) `{end}`                   `{end}`                  ["{end}"]
-
-    `after` is the text after the content of an answer.
+        case   after an answer           after a user's message    result
+        1      {end}                     {end}                     ["{end}"]
+        2      <|eom|><|eot|>            <|eot|>                   ["<|eom|>", "<|eot|>"]
+        3      <|end|>message<|sep|>     <|end|>message<|sep|>     ["<|end|>message<|sep|>"]
+        4      <|im_end|><|other|>       <|im_end|>                ["<|im_end|>"]
     """
     after_content = after.lstrip()
     after_user_message = turn.after_user_message.lstrip()
-    first, second = first_two(leading_markers(after_content))  # A missing marker is "".
-    if first == EOS_TOKEN:
-        return []
-    if not first:
-        word = _end_word(after_content, after_user_message, turn.header)
-        return [] if word is None else [word]  # Case 4
-    is_new = second != first  # For `<|eot|><|eot|>`, the result contains the marker only once.
-    ends_user_turn = bool(second) and second == leading_marker(after_user_message)
-    if is_new and ends_user_turn and second not in turn.header:
-        return [first, second]  # Case 1
-    with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
-    return with_words or [first]  # Case 2 or case 3
+    first_marker = leading_marker(after_content)
+    if first_marker == EOS_TOKEN:
+        return []  # EOS_TOKEN is the placeholder of an unknown token. No model writes it.
+    if not first_marker:
+        return _end_word(after_content, after_user_message, turn.header)  # Case 1
+    return (
+        _two_end_markers(after_content, after_user_message, turn.header)  # Case 2
+        or _end_markers_with_words(after_content, after_user_message, turn.header)  # Case 3
+        or [first_marker]  # Case 4
+    )
 
 
-def _end_word(after_content: str, after_user_message: str, header: str) -> str | None:
-    """Return the text that ends every message, if the text is a word between punctuation marks.
+def _end_word(after_content: str, after_user_message: str, header: str) -> list[str]:
+    """Return the word between punctuation marks, such as `{end}`, that ends every message.
 
-    Return None if no such text ends every message.
+    The result is a list with this text. It is [] if no such text ends every message. `header` is
+    the text that opens an answer.
 
     >>> _end_word("{end}", after_user_message="{end}{bot}", header="{bot}")
-    '{end}'
+    ['{end}']
     """
     turn_end = after_content.partition(EOS_TOKEN)[0].strip()
     is_in_punctuation = _WORD_IN_PUNCTUATION.fullmatch(turn_end) is not None
     ends_every_message = after_user_message.startswith(turn_end) and turn_end not in header
-    return turn_end if is_in_punctuation and ends_every_message else None
+    return [turn_end] if is_in_punctuation and ends_every_message else []
+
+
+def _two_end_markers(after_content: str, after_user_message: str, header: str) -> list[str]:
+    """Return the two markers that end an answer, such as `<|eom|>` and `<|eot|>`.
+
+    Return [] if there is no second marker, or if the second marker does not end the answer. It ends
+    the answer if it also ends a user's message, and does not belong to `header`, the text that
+    opens an answer.
+
+    >>> _two_end_markers("<|eom|><|eot|>", after_user_message="<|eot|>", header="<|bot|>")
+    ['<|eom|>', '<|eot|>']
+    """
+    first, second = first_two(leading_markers(after_content))  # A missing marker is "".
+    if not second or second == first:
+        return []
+    ends_user_message = second == leading_marker(after_user_message)
+    return [first, second] if ends_user_message and second not in header else []
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the markers and words that end a message, such as `<|out|>turn<|of|>`, as a list.
+    """Return the end of a message that consists of markers and words: `<|end|>message<|sep|>`.
 
-    If another end marker follows this text, such as `<|over|>`, the result contains that marker,
-    too. Return [] if the message does not end with markers and words.
+    The result is a list with this text. It is [] if the message does not end in this way. If
+    another end marker follows the text, such as `<|over|>`, the list contains that marker, too.
+    `header` is the text that opens an answer.
 
-    >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
-    ['<|out|>turn<|of|>', '<|over|>']
-    >>> _end_markers_with_words("<|out|>turn<|of|><|in|>", "<|out|>turn<|of|><|in|>", "<|in|>")
-    ['<|out|>turn<|of|>']
+    >>> _end_markers_with_words("<end>turn<sep><over>", "<end>turn<sep><over>", header="<bot>")
+    ['<end>turn<sep>', '<over>']
+    >>> _end_markers_with_words("<end>turn<sep>", "<end>turn<sep><bot>", header="<bot>")
+    ['<end>turn<sep>']
     """
     turn_end = _turn_end_with_words(after_content, after_user_message, header)
     if not turn_end:
         return []
     next_match = MARKER.match(after_content.removeprefix(turn_end))
-    next_marker = next_match.group() if next_match is not None else ""
-    ends_user_turn = after_user_message.removeprefix(turn_end).startswith(next_marker)
-    is_end_marker = ends_user_turn and next_marker not in ("", EOS_TOKEN, *markers(header))
-    return [turn_end, next_marker] if is_end_marker else [turn_end]
+    if next_match is None:
+        return [turn_end]
+    next_marker = next_match.group()
+    ends_user_message = after_user_message.startswith(turn_end + next_marker)
+    opens_answer = next_marker in markers(header)
+    if not ends_user_message or opens_answer or next_marker == EOS_TOKEN:
+        return [turn_end]
+    return [turn_end, next_marker]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
-    """Return the text, such as `<|out|>turn<|of|>`, that ends every message and contains words.
+    """Return the text that ends every message, if it contains markers and words: `<end>turn<sep>`.
 
-    The text consists of markers, with a single word between two markers. Return "" if no such text
-    ends every message, or if a part of the text opens the model's turn.
+    There is a single word between two markers. Return "" if no such text ends every message, or if
+    a part of the text is `header`, the text that opens an answer.
 
-    >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", header="<|in|>")
-    '<|out|>turn<|of|>'
+    >>> _turn_end_with_words("<end>turn<sep> Hello", "<end>turn<sep>", header="<bot>")
+    '<end>turn<sep>'
+    >>> _turn_end_with_words("<end>bot<sep> Hello", "<end>bot<sep>", header="bot<sep>")
+    ''
     """
     match = _MARKERS_AND_WORDS.match(after_content)
     if match is None or not after_user_message.startswith(match.group()):
         return ""
     turn_end = match.group()
-    # If the header is `bot<|sep|>`, only the first marker of `<|out|>bot<|sep|>` ends a message.
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
     next_header = header.strip()
-    if next_header and next_header in after_first_marker:
-        return ""
-    return turn_end
+    opens_next_turn = bool(next_header) and next_header in after_first_marker
+    return "" if opens_next_turn else turn_end
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
@@ -289,15 +339,23 @@ def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:
         1      <|in|>answer<|sep|>   <|out|>answer<|sep|><|im_end|>   "<|out|>answer<|sep|>"
         2      <answer>              <|im_end|>                       ""
         3      <answer>              \n</answer><|im_end|>            "\n</answer>"
+
+    Args:
+        after: The text after the content of a rendered answer.
+        opening: The text before the content, which opens the content.
+        after_user_message: The text after a user's message. It starts with the end of the message.
     """
-    closing_with_several_markers = compound_closing(after, opening)
-    if closing_with_several_markers:  # Case 1
-        return closing_with_several_markers
+    several_markers = compound_closing(after, opening)
+    if several_markers:
+        return several_markers  # Case 1
     marker = leading_marker(after)
-    # A marker that also follows a user's message ends the turn. Exception: if `<answer>` opens the
-    # content, `</answer>` always closes the content.
-    is_turn_end = marker == EOS_TOKEN or marker in after_user_message
-    if not marker or (is_turn_end and marker not in closing_spellings(opening)):  # Case 2
+    if not marker:
         return ""
+    # A marker with the name of the opening marker, such as `</answer>` for `<answer>`, always
+    # closes the content. Any other marker closes the content only if it does not end messages.
+    has_name_of_opening = marker in closing_spellings(opening)
+    ends_message = marker == EOS_TOKEN or marker in after_user_message
+    if ends_message and not has_name_of_opening:
+        return ""  # Case 2
     space_before_marker, _, _ = after.partition(marker)
     return space_before_marker + marker  # Case 3

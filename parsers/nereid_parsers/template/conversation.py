@@ -148,7 +148,7 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The fields of an assistant message from which templates read the reasoning.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# `InputForm.reasoning` is either the name of a message field or one of the following constants.
+# `InputForm.reasoning_place` is the name of a message field, or one of the following constants.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
@@ -179,7 +179,7 @@ class InputForm:
             `functions.NAME:0`, because the template renders the id instead of the name.
         arguments: "object", or "text" if the template expects the arguments as a JSON string.
         empty_content: The `content` of a message without content: "text" (""), "null" or "absent".
-        reasoning: The place of the reasoning in an assistant message:
+        reasoning_place: The place of the reasoning in an assistant message:
             ALL_REASONING_FIELDS  in all fields of REASONING_FIELDS
             the name of a field   only in this field; the name is one of REASONING_FIELDS
             PARTS                 {"content": [{"type": "thinking", "thinking": ..}, ..]}
@@ -192,7 +192,7 @@ class InputForm:
     ids: str = "plain"
     arguments: str = "object"
     empty_content: str = "text"
-    reasoning: str = ALL_REASONING_FIELDS
+    reasoning_place: str = ALL_REASONING_FIELDS
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Return the messages of a conversation as dicts, in the form that the template expects.
@@ -259,19 +259,14 @@ class InputForm:
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
         """Return an assistant message as a dict, in the form that the template expects.
 
-        In this example, the template reads reasoning from the field "thinking":
-
-        >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
-        {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
-
         The tool calls of `answer` are numbered from `first_number`.
+
+        >>> InputForm()._assistant_message(AssistantMessage("Hello."), 0)
+        {'role': 'assistant', 'content': 'Hello.'}
         """
-        if answer.reasoning and self.reasoning == BLOCKS:
+        if answer.reasoning and self.reasoning_place == BLOCKS:
             return _message_of_blocks(answer)  # The blocks contain the tool calls, too.
-        if answer.reasoning and self.reasoning == PARTS:
-            message = {"role": "assistant", "content": _content_with_thinking(answer)}
-        else:  # The reasoning is in a field of the message, or there is no reasoning.
-            message = self._message_without_calls(answer)
+        message = self._message_without_calls(answer)
         if answer.calls:
             message["tool_calls"] = [
                 self._tool_call(call, number)
@@ -282,22 +277,41 @@ class InputForm:
     def _message_without_calls(self, answer: AssistantMessage) -> dict[str, Any]:
         """Convert an answer into a message with content and reasoning. The tool calls are omitted.
 
-        The content and the reasoning are in separate fields of the message. In this example, the
-        message has no content and no reasoning, and the template expects that `content` is None:
+        The template reads the reasoning from a part of the content (PARTS), or from message fields.
+        In this example, the template reads the reasoning from the field "thinking":
 
-        >>> InputForm(empty_content="null")._message_without_calls(AssistantMessage())
+        >>> form = InputForm(reasoning_place="thinking")
+        >>> form._message_without_calls(AssistantMessage("Hello.", reasoning="A greeting."))
+        {'role': 'assistant', 'content': 'Hello.', 'thinking': 'A greeting.'}
+        """
+        if not answer.reasoning:
+            return self._message_with_content(answer.content)
+        if self.reasoning_place == PARTS:
+            return {"role": "assistant", "content": _content_with_thinking(answer)}
+        reasoning_fields = dict.fromkeys(self._reasoning_fields(), answer.reasoning)
+        return {**self._message_with_content(answer.content), **reasoning_fields}
+
+    def _reasoning_fields(self) -> tuple[str, ...]:
+        """Return the names of the message fields to which the reasoning is written.
+
+        >>> InputForm(reasoning_place="thinking")._reasoning_fields()
+        ('thinking',)
+        """
+        if self.reasoning_place == ALL_REASONING_FIELDS:
+            return REASONING_FIELDS
+        return (self.reasoning_place,)
+
+    def _message_with_content(self, content: str) -> dict[str, Any]:
+        """Return an assistant message with the given content, in the form of the template.
+
+        In this example, the content is "", and the template then expects None:
+
+        >>> InputForm(empty_content="null")._message_with_content("")
         {'role': 'assistant', 'content': None}
         """
-        if answer.content:
-            message = self._text_message("assistant", answer.content)
-        else:
-            # The field `content` is "" or None, or is omitted, see `empty_content`.
-            message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
-        if answer.reasoning:
-            is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
-            names = REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
-            message.update(dict.fromkeys(names, answer.reasoning))
-        return message
+        if content:
+            return self._text_message("assistant", content)
+        return {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
         """Return a tool call as a dict, in the form that the template expects.

@@ -281,7 +281,7 @@ def closing_spellings(marker: str) -> list[str]:
     >>> closing_spellings("<|START_THINKING|>")
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    return _other_spellings(marker, _CLOSING_RULES, _OPEN_CLOSE_WORDS)
+    return _markers_of_pair(marker, _CLOSING_RULES, _OPEN_CLOSE_WORDS)
 
 
 def opening_spellings(marker: str) -> list[str]:
@@ -294,34 +294,36 @@ def opening_spellings(marker: str) -> list[str]:
     >>> opening_spellings("<|END_THINKING|>")
     ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
     """
-    return _other_spellings(marker, _OPENING_RULES, _CLOSE_OPEN_WORDS)
+    return _markers_of_pair(marker, _OPENING_RULES, _CLOSE_OPEN_WORDS)
 
 
-def _other_spellings(
+def _markers_of_pair(
     marker: str, rules: Iterable[tuple[str, str]], word_pairs: Iterable[tuple[str, str]]
 ) -> list[str]:
-    r"""Apply the rules whose regular expressions match the whole `marker`, and then the word pairs.
+    r"""Return the markers that may form a pair with `marker`, such as `</think>` for `<think>`.
+
+    Args:
+        marker: An opening or a closing marker.
+        rules: Pairs of a regular expression that matches `marker`, and its replacement.
+        word_pairs: Pairs of a word in `marker`, and the word that replaces it in the result.
 
     In this example, only the first rule and the first word pair apply:
 
     >>> rules = [(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")]
-    >>> _other_spellings("<|START|>", rules, [("START", "END"), ("open", "close")])
+    >>> _markers_of_pair("<|START|>", rules, [("START", "END"), ("open", "close")])
     ['</|START|>', '<|END|>']
     """
-    spellings = []
-    for regex, replacement in rules:
-        match = re.fullmatch(regex, marker)
-        if match is not None:
-            spellings.append(match.expand(replacement))
-    return spellings + [marker.replace(word, other) for word, other in word_pairs if word in marker]
+    matches = [(re.fullmatch(regex, marker), replacement) for regex, replacement in rules]
+    by_rules = [match.expand(replacement) for match, replacement in matches if match is not None]
+    by_words = [marker.replace(word, other) for word, other in word_pairs if word in marker]
+    return by_rules + by_words
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the closing text of a block whose opening text contains several markers.
+    """Return the closing text of a block, if several markers open the block.
 
-    A block is a part of a message, such as the reasoning. If several markers open a block, the
-    closing text has another first marker, but continues like the opening text. In this example,
-    both texts continue with `think<|sep|>`:
+    A block is a part of a message, such as the reasoning. In the example, the opening text is
+    `<|open|>think<|sep|>`. The closing text differs from the opening text only in the first marker:
 
     >>> compound_closing("<|close|>think<|sep|>Hello", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -332,8 +334,10 @@ def compound_closing(text: str, opening: str) -> str:
     ''
     """
     first_marker = MARKER.match(opening)
-    continuation = opening[first_marker.end() :] if first_marker is not None else ""
-    if not markers(continuation):
+    if first_marker is None:
         return ""
-    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(continuation)}", text)
+    after_first_marker = opening[first_marker.end() :]
+    if not markers(after_first_marker):
+        return ""  # Only one marker opens the block.
+    closing = re.match(rf"\s*(?:{MARKER.pattern}){re.escape(after_first_marker)}", text)
     return "" if closing is None else closing.group()

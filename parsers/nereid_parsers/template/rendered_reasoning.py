@@ -53,7 +53,7 @@ class ReasoningFindings:
         conversation: A conversation whose reasoning the template renders, or None if the template
             renders no reasoning.
         fields: The message fields from which reasoning is rendered. ("parts",) or ("blocks",) if
-            reasoning must be a part of the content, see `InputForm.reasoning`.
+            reasoning must be a part of the content, see `InputForm.reasoning_place`.
         switches: The effect of each thinking switch: the text after the header in the generation
             prompt. Example: {"enable_thinking=False": "<think></think>"}. Settings with the default
             text are omitted.
@@ -75,7 +75,7 @@ class _RenderedConversation(NamedTuple):
     Attributes:
         conversation: The conversation. The last message has reasoning.
         place: The place in the message from which the template reads the reasoning, as a value of
-            `InputForm.reasoning`. Example: PARTS, if the reasoning is a part of the content.
+            `InputForm.reasoning_place`. Example: PARTS, if the reasoning is a part of the content.
     """
 
     conversation: Conversation
@@ -97,7 +97,7 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     if rendered is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
     conversation, place = rendered
-    turn.prober.form = replace(turn.prober.form, reasoning=place)
+    turn.prober.form = replace(turn.prober.form, reasoning_place=place)
     # If the reasoning is not a part of the content, the template may read several message fields.
     is_in_content = place in (PARTS, BLOCKS)
     fields = (place,) if is_in_content else _rendered_fields(turn.prober, conversation)
@@ -123,7 +123,7 @@ def _find_rendered_conversation(turn: ModelTurn) -> _RenderedConversation | None
     for answer, switches in product(_ANSWERS, settings):
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
         for place in places:
-            form = replace(turn.prober.form, reasoning=place)
+            form = replace(turn.prober.form, reasoning_place=place)
             message = turn.text_after_header(conversation, form)
             if message is not None and _is_rendered_completely(answer, message):
                 return _RenderedConversation(conversation, place)
@@ -133,8 +133,9 @@ def _find_rendered_conversation(turn: ModelTurn) -> _RenderedConversation | None
 def _possible_places(prober: Prober) -> list[str]:
     """Return the places in a message from which the template may read reasoning, in trial order.
 
-    Each place is a value of `InputForm.reasoning`. At first, the reasoning is written to all fields
-    that a template may read, such as `reasoning_content`. The other places are inside the content.
+    Each place is a value of `InputForm.reasoning_place`. At first, the reasoning is written to all
+    fields that a template may read, such as `reasoning_content`. The other places are inside the
+    content.
     """
     # Templates without the word "blocks" cannot read blocks.
     can_read_blocks = any("blocks" in literal for literal in prober.template.literals)
@@ -173,7 +174,7 @@ def _rendered_fields(prober: Prober, conversation: Conversation) -> tuple[str, .
     """
     rendered_fields = []
     for field_name in REASONING_FIELDS:
-        form_with_field = replace(prober.form, reasoning=field_name)
+        form_with_field = replace(prober.form, reasoning_place=field_name)
         text = prober.render(conversation, form_with_field)
         if text is not None and REASONING_TEXT in text:
             rendered_fields.append(field_name)

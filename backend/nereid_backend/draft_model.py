@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.block_tables import BlockTables
 from nereid_backend.core.blocks.prefix_cache import PrefixCache

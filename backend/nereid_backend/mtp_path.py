@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import join_rows

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from nereid_client.settings import SettingsError, settings_from_flags
-from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_place import WorkerPlace
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -79,8 +79,8 @@ from nereid_client.routes.operations import (
 from nereid_client.settings import Settings
 from nereid_client.several_models.frontend_models import create_contexts
 from nereid_client.workers.forwarding import RunsElsewhereError, forward_to_worker
-from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import RequestsOfWorkers, UsagesOfWorkers, open_database
+from nereid_client.workers.worker_place import WorkerPlace
 
 _DESCRIPTION = """\
 The OpenAI API for a language model, an embedding model and a reranker on a Triton server, with the

@@ -22,7 +22,7 @@ from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import Settings, SettingsError
 from nereid_client.workers.listening_sockets import listening_sockets
-from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_place import WorkerPlace
 from nereid_client.workers.worker_pool import worker_sockets
 
 # The frontend closes a connection that has been idle for this number of seconds. The time must be

@@ -27,9 +27,9 @@ from nereid_backend.attention.cpu.cpu_library import forced_instruction_set
 from nereid_backend.attention.cpu.cpu_texts import TextAttention, attend_texts, native_texts
 from nereid_backend.attention.cpu.instruction_sets import supported_instruction_sets
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
-from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan

@@ -27,7 +27,7 @@ from loadtest.bench.markdown_table import table
 _CHILD = """
 import sys
 import torch
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.model import load_weights
 from nereid_backend.model.weight_memory import WeightForm

@@ -16,8 +16,8 @@ from nereid_backend import SamplingParams, device_transfer
 from nereid_backend.attention.choose_backend import step_layout
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
-from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
+from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence

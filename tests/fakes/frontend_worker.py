@@ -4,7 +4,7 @@ import sys
 
 from nereid_client.frontend_process import run_frontend
 from nereid_client.settings import settings_from_flags
-from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_place import WorkerPlace
 from nereid_client.workers.worker_pool import WorkerPool
 
 from fakes.fake_backend import FakeBackend

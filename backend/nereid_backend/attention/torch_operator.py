@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.interface import PagedForward, scale_of, sinks_of
+from nereid_backend.attention.transformers_hook import PagedForward, scale_of, sinks_of
 from nereid_backend.errors import EngineError
 
 _current = threading.local()

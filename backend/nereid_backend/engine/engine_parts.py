@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
 from nereid_backend.checkpoints.same_tensors import Layout, read_layout
 from nereid_backend.config import EngineConfig

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.errors import ConfigError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.choose_path import ChosenPath

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress

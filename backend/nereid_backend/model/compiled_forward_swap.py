@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError, find_compiler
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress

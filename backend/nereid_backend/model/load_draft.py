@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 from tokenizers import Tokenizer
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.draft_model import DraftModel, DraftSizes
@@ -18,8 +18,8 @@ from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.model.accelerate_path import use_compiled_forward
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.length_limits import LengthLimit
-from nereid_backend.model.limits import MemoryPlan
 from nereid_backend.model.load_weights import load_weights
+from nereid_backend.model.memory_plan import MemoryPlan
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.paths.model_call import Sizes
 

@@ -20,9 +20,9 @@ from nereid_backend.attention.choose_backend import (
     stored_type,
     tested_type,
 )
-from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.length_limits import LengthLimit, sparse_limit
 from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_recurrent_model

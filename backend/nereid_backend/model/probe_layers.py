@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import ModelCall, UnfitError
 from nereid_backend.paths.recurrent_cache import make_cache

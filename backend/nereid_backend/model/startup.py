@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from nereid_backend.attention.choose_backend import attention_name
-from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerGroups
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
@@ -40,15 +40,15 @@ from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.compiled_forward_swap import ForwardSwap, use_fast_forward
 from nereid_backend.model.images_only import choose_images_only
 from nereid_backend.model.layer_groups import block_shape, choose_layer_groups, describe_windows
-from nereid_backend.model.limits import (
+from nereid_backend.model.load_draft import check_draft_folder, open_draft
+from nereid_backend.model.load_mtp import open_mtp
+from nereid_backend.model.load_weights import load_weights
+from nereid_backend.model.memory_plan import (
     MemoryPlan,
     describe_memory,
     kv_cache_budget,
     plan_memory,
 )
-from nereid_backend.model.load_draft import check_draft_folder, open_draft
-from nereid_backend.model.load_mtp import open_mtp
-from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import Sizes

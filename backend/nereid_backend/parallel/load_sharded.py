@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
@@ -26,7 +26,7 @@ from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpo
 from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
 from nereid_backend.model.length_limits import model_limit
-from nereid_backend.model.limits import kv_cache_budget
+from nereid_backend.model.memory_plan import kv_cache_budget
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
 from nereid_backend.model.weight_memory import form_that_fits

@@ -21,10 +21,10 @@ from nereid_backend.fast_imports import importing
 with importing():
     import torch
 
-    from nereid_backend.attention.interface import AttentionHook
+    from nereid_backend.attention.transformers_hook import AttentionHook
     from nereid_backend.config import EngineConfig
     from nereid_backend.errors import NereidError
-    from nereid_backend.model.limits import kv_cache_budget
+    from nereid_backend.model.memory_plan import kv_cache_budget
     from nereid_backend.parallel.plan_messages import PlanDecoder, StepMessage, empty_sequence
     from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
     from nereid_backend.parallel.shard import Shard, load_shard

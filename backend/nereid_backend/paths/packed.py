@@ -9,9 +9,9 @@ from torch import Tensor
 
 from nereid_backend.attention.choose_backend import use_fastest_backends, uses_gpu_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
-from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.load_checkpoint import Checkpoint

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
-from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.gathered_cache import (
     CacheLayout,

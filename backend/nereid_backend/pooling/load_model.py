@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import choose_device
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError
 from nereid_client.json_logs import REQUEST_FIELDS
-from nereid_client.workers.place import is_from_worker
+from nereid_client.workers.worker_place import is_from_worker
 
 SUPERVISOR_USER_AGENT = "nereid-serve"
 """The user agent of the requests that `nereid serve` sends to the frontend."""

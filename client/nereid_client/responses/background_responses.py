@@ -20,7 +20,7 @@ from nereid_client.responses.response_store import Limits, Store
 from nereid_client.responses.stored_response import StoredResponse, size_of
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, unfinished_error
-from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_place import WorkerPlace
 
 Json = dict[str, Any]
 

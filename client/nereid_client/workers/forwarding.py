@@ -12,7 +12,7 @@ from starlette.types import Scope
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError
 from nereid_client.streaming.sse import EventStream
-from nereid_client.workers.place import WorkerPlace, is_from_worker
+from nereid_client.workers.worker_place import WorkerPlace, is_from_worker
 
 _READ_BYTES = 64 * 1024
 # These headers describe the connection to the client, so they are not sent to the other worker.

@@ -24,7 +24,7 @@ from nereid_client.supervise.child_processes import describe_exit_code
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.workers import shared_limits
 from nereid_client.workers.listening_sockets import bound_socket, with_duplicates
-from nereid_client.workers.place import WorkerPlace
+from nereid_client.workers.worker_place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05
 # If a worker does not end within this number of seconds after SIGTERM, it is killed. A worker needs

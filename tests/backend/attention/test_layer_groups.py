@@ -16,7 +16,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.layer_groups import choose_layer_groups, divide_layers
 from nereid_backend.model.length_limits import LengthLimit
-from nereid_backend.model.limits import BlockShape, plan_memory
+from nereid_backend.model.memory_plan import BlockShape, plan_memory
 from nereid_backend.model.path_variants import PathSpec
 from transformers import AutoModelForCausalLM
 

@@ -4,9 +4,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, store_rows
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
+from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import store_rows
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
+from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan

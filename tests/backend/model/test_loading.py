@@ -10,8 +10,8 @@ import pytest
 import torch
 from backend.exactness import PARAMS, open_engine
 from nereid_backend import ConfigError, ModelError, UnsupportedModelError
-from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerWindow
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.load_checkpoint import check_files, load_checkpoint
 from nereid_backend.model.length_limits import model_limit

@@ -8,7 +8,7 @@ import pytest
 import torch
 from backend.exactness import PARAMS, PROMPTS, open_engine, reference
 from nereid_backend import EngineConfig, UnsupportedModelError
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan

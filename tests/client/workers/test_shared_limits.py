@@ -12,13 +12,13 @@ from nereid_client.errors import ApiError
 from nereid_client.responses.response_store import Limits, Store, delete_running
 from nereid_client.responses.stored_response import StoredResponse
 from nereid_client.settings import Settings
-from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import (
     RequestsOfWorkers,
     UsagesOfWorkers,
     forget_worker,
     open_database,
 )
+from nereid_client.workers.worker_place import WorkerPlace
 
 
 class Run:

@@ -23,8 +23,8 @@ from fakes.live_frontend import free_port, wait_for
 from nereid_client.settings import Settings
 from nereid_client.supervise.restart_policy import RestartPolicy
 from nereid_client.workers import worker_pool
-from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import RequestsOfWorkers, open_database
+from nereid_client.workers.worker_place import WorkerPlace
 from nereid_client.workers.worker_pool import WorkerPool, _Worker
 
 KEYS = """

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.torch_operator import TracedForward
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.errors import first_line
 from nereid_backend.paths.compiled_forward.library_files import (
     LIBRARY_FILE,

@@ -96,7 +96,7 @@ def _compile(message: bytes, folder: Path) -> None:
     # memory.
     import torch
 
-    from nereid_backend.attention.interface import AttentionHook
+    from nereid_backend.attention.transformers_hook import AttentionHook
     from nereid_backend.paths.compiled_forward.build_library import build_library
     from nereid_backend.paths.compiled_forward.library_files import (
         TraceError,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.torch_operator import serving
+from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.paths.compiled_forward.build_library import (
     MIN_ROWS,
     UNKNOWN_TENSOR,

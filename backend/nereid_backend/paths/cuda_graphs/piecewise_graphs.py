@@ -28,9 +28,9 @@ from torch import Tensor
 
 from nereid_backend.attention import choose_backend
 from nereid_backend.attention.attention_batch import AttentionBatch
-from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.transformers_hook import PagedForward
 from nereid_backend.errors import first_line
 from nereid_backend.paths.cuda_graphs.cuda_capture import (
     CapturePieces,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.linear.merged_linear import merge_linears, separate_linears
 from nereid_backend.linear.prepack import prepack_linears

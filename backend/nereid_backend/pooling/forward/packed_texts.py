@@ -20,7 +20,7 @@ from torch import Tensor
 from nereid_backend.attention.cpu import cpu_texts
 from nereid_backend.attention.cpu.cpu_library import NativePrefill
 from nereid_backend.attention.cpu.cpu_texts import TextAttention
-from nereid_backend.attention.interface import scale_of, sinks_of
+from nereid_backend.attention.transformers_hook import scale_of, sinks_of
 from nereid_backend.pooling.forward.group_attention import GroupAttention
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder, accepts
 

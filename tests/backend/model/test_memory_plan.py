@@ -3,7 +3,7 @@ import torch
 from nereid_backend import main_memory
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
-from nereid_backend.model import limits
+from nereid_backend.model import memory_plan
 from nereid_backend.pooling.load_model import gpu_share
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def test_a_pooling_model_that_exceeds_its_share_of_a_gpu_is_refused(monkeypatch)
     ],
 )
 def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others, expected):
-    weights = 16 * GIB - limits._CONTEXT_BYTES
+    weights = 16 * GIB - memory_plan._CONTEXT_BYTES
     kept_by_torch = [9 * GIB]
 
     def free(_):
@@ -49,9 +49,9 @@ def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others,
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: weights + sum(kept_by_torch))
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     config = EngineConfig("somewhere", gpu_memory_utilization=0.5)
-    assert limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB) == expected
+    assert memory_plan.kv_cache_budget(config, torch.device("cuda"), activations=GIB) == expected
     config.lora_adapters["name"] = "/folder"
-    with_adapters = limits.kv_cache_budget(config, torch.device("cuda"), activations=GIB)
+    with_adapters = memory_plan.kv_cache_budget(config, torch.device("cuda"), activations=GIB)
     assert with_adapters == expected - config.lora_memory
 
 

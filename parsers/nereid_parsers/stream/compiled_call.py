@@ -16,6 +16,7 @@ from nereid_parsers.stream.bodies.python_calls import PythonCallsReader, Unquote
 from nereid_parsers.stream.bodies.tagged_arguments import TaggedReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
+from nereid_parsers.stream.marker_kinds import visible_markers
 from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
     NEED_MORE,
@@ -60,19 +61,20 @@ class CompiledCall:
         """Compile the declaration of a tool call, such as `<call><f={name}>..</f></call>`.
 
         `section` declares the markers around all tool calls of a message. `lacks_opening_marker` is
-        true if `call` is the declared tool call without its opening marker.
+        true if the format declares an opening marker for this tool call, but `call` has none,
+        because the model may omit the marker.
         """
         self.call = call
         self.lacks_opening_marker = lacks_opening_marker
         self.closing_markers = marker_parts(call.close)
         # Finds a marker such as `</call>`, at which invalid arguments end.
-        self.end_of_invalid_arguments = Lexer(_markers_after_call(call, section))
+        self.end_of_invalid_arguments = Lexer(_recovery_markers(call, section))
         # Matches the opening marker and the header, such as `<call><f={name}>`.
         self._head_pattern: Pattern = compile_pattern(escape_braces(call.open) + call.head)
         # Matches arguments between tags, such as `<p=a>1</p>`. None if the format has no such tags.
         self._tags = _compile_tags(call, section, self._head_pattern)
         # Matches the first visible characters of the arguments, such as `<p=` or `{"`.
-        self._body_start = _compile_body_start(call) if self._tags is None else self._tags
+        self._body_start = _compile_body_start(call, self._tags)
 
     @property
     def is_unmarked(self) -> bool:
@@ -156,8 +158,9 @@ class CompiledCall:
                 # A format with nested tags must declare a closing marker, so `closing_markers` is
                 # not empty.
                 return NestedReader(writer, head, prefix, stop_marker=self.closing_markers[0])
-        assert self._tags is not None  # TaggedArguments is the only other type of a body.
-        return TaggedReader(writer, head, self._tags)
+            case TaggedArguments():
+                assert self._tags is not None  # `__init__` compiles the tags of such a body.
+                return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
         """Return whether a tool call without a marker is recognised after content.
@@ -185,35 +188,38 @@ class CompiledCall:
 def match_limited_head(
     match_head: Callable[[str, int, bool], Head | Mismatch], text: str, pos: int, is_final: bool
 ) -> Head | Mismatch:
-    """Match a header at `text[pos:]` with `match_head`. Only `MAX_HEAD_CHARS` characters may match.
+    """Match a header at `text[pos:]`. Only the next `MAX_HEAD_CHARS` characters may match.
 
-    The text that must match consists of the header and the start of the body. An incomplete header
-    is matched again whenever more text arrives, so the parsing time would not be linear without
-    this limit. Example: `<call>` and 3,000 line breaks do not start a tool call. `match_head` has
-    the other arguments and the result of this function, and matches a header of any length.
-    Return the matched header, NEED_MORE or NO_MATCH.
+    `match_head(text, pos, is_final)` matches a header of any length, together with the start of the
+    body after the header. An incomplete header is matched again whenever more text arrives, so the
+    parsing time would not be linear without the limit. Example: `<call>` and 3,000 line breaks do
+    not start a tool call.
+
+    Return the matched header, NEED_MORE or NO_MATCH, like `match_head`.
     """
     if len(text) - pos <= MAX_HEAD_CHARS:
         return match_head(text, pos, is_final)
-    head = match_head(text[pos : pos + MAX_HEAD_CHARS], 0, False)
-    return replace(head, end=pos + head.end) if isinstance(head, Head) else NO_MATCH
+    next_chars = text[pos : pos + MAX_HEAD_CHARS]
+    head = match_head(next_chars, 0, False)  # They are not final, because more text follows them.
+    if not isinstance(head, Head):
+        return NO_MATCH  # Even NEED_MORE becomes NO_MATCH, because the header is too long.
+    return replace(head, end=pos + head.end)
 
 
-def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
-    """Return the markers that can follow the arguments of a tool call, such as `</call>`.
+def _recovery_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
+    """Return the markers that show the end of arguments that are not valid, such as `</call>`.
 
-    The parser uses these markers to find the end of arguments that are not valid. Example: for
-    `<calls><call>ARGUMENTS</function></call></calls>`, the result is
+    After such a marker, the parser reads the text correctly again. Example: for
+    `<calls><call><function=f>ARGUMENTS</function></call></calls>`, the result is
 
         `</call>`   the last tag of the closing marker
         `</calls>`  the closing marker of all tool calls
         `<call>`    the opening marker of the next tool call
     """
-    close_parts = marker_parts(call.close)
-    # Only the last tag of the closing marker is used. Invalid arguments may contain the other tags,
-    # such as `</function>`, so those tags do not show the end.
-    last_close_part = close_parts[-1] if close_parts else ""
-    markers = (last_close_part, *section.closes, call.open.strip())
+    # Arguments that are not valid may contain a tag such as `</function>`. Only the last tag of the
+    # closing marker reliably shows the end.
+    last_close_part = marker_parts(call.close)[-1:]  # Empty if there is no closing marker.
+    markers = (*last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
 
 
@@ -223,24 +229,37 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     Return None if the format writes arguments in another way, for example as JSON. `section`
     declares the markers around all tool calls. `head` is the pattern of the tool call's opening
     marker and header, such as `<call><f={name}>`.
-
-    Example for `<calls><call><f={name}>ARGUMENTS</f></call></calls>`: the arguments end at the stop
-    marker `</f>`. A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop
-    markers, too. The markers between two calls are `</f>`, `</call>`, `</calls>` and `<calls>`,
-    because a model may close and open the outer element, too.
     """
     if not isinstance(call.body, TaggedArguments):
         return None
-    close_parts = marker_parts(call.close)  # Empty if there is no closing marker.
-    stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
-    section_opens = [marker.strip() for marker in section.opens]  # `section.closes` is stripped.
-    between_calls = (*close_parts, *section.closes, *section_opens)
     return CompiledTags(
         call.body,
         head,
-        stop_markers=tuple(dict.fromkeys(stop_markers)),
-        markers_between_calls=tuple(dict.fromkeys(between_calls)),
+        stop_markers=_stop_markers(call, section),
+        markers_between_calls=_markers_between_calls(call, section),
     )
+
+
+def _stop_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
+    """Return the markers at which arguments between tags end, such as `</f>`.
+
+    Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
+    A model may omit this marker, so `</call>`, `</calls>` and `<call>` are stop markers, too.
+    """
+    first_close_part = marker_parts(call.close)[:1]  # Empty if there is no closing marker.
+    stop_markers = (*first_close_part, *_recovery_markers(call, section))
+    return tuple(dict.fromkeys(stop_markers))  # Without duplicates, in the same order.
+
+
+def _markers_between_calls(call: Call, section: ToolSection) -> tuple[str, ...]:
+    """Return the markers that may separate the arguments of a tool call from the next tool call.
+
+    Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the markers `</f>` and
+    `</call>` follow the arguments. A model may close and open the outer element before the next
+    tool call, so `</calls>` and `<calls>` are in the result, too.
+    """
+    markers = (*marker_parts(call.close), *section.closes, *visible_markers(section.opens))
+    return tuple(dict.fromkeys(markers))  # Without duplicates, in the same order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +286,12 @@ class _BodyStart:
         return NEED_MORE if may_become_start else NO_MATCH
 
 
-def _compile_body_start(call: Call) -> _BodyStart:
-    """Return regexes that match the start of a tool call's body (the text after the header).
+def _compile_body_start(call: Call, tags: CompiledTags | None) -> _BodyStart | CompiledTags:
+    """Return an object that matches the start of a tool call's body (the text after the header).
 
     The first visible characters of the body distinguish a tool call from content. Example: a JSON
-    array of tool calls starts with `[{` or `[]`. For arguments between tags (`TaggedArguments`),
-    use `CompiledTags.start_mismatch` instead.
+    array of tool calls starts with `[{` or `[]`. `tags` are the tags of arguments between tags. If
+    the format writes arguments in another way, `tags` is None.
     """
     match call.body:
         case JsonArray():  # `[{"name": "f", ..}]` or `[]`
@@ -283,17 +302,40 @@ def _compile_body_start(call: Call) -> _BodyStart:
             return _starts_with_one(_NAME_START)
         case PythonCalls(open=opening_bracket):  # `[f(a=1)]`
             return _starts_with_two(re.escape(opening_bracket), _NAME_START)
+        case JsonArguments():  # `{"a": 1}`
+            return _compile_json_arguments_start(call)
+        case BareKeyArguments():  # `{a: 1}`
+            return _starts_with_one(r"\{")
         case NestedTags(tag_prefix=prefix):  # `~<city>Paris~</city>`, where `~` is the prefix
-            incomplete = re.compile(marker_prefix_regex(prefix))
-            return _BodyStart(re.compile(re.escape(prefix)), incomplete)
-        case JsonArguments() if _header_proves_call(call):
-            return _starts_with_one("")  # Any text, because only tool calls have such a header.
-        case JsonArguments() if call.trigger and call.close.strip():
-            # A model may omit the arguments: `<call>f</call>`.
-            close = marker_parts(call.close)[0]
-            incomplete = re.compile(marker_prefix_regex(close))
-            return _BodyStart(re.compile(rf"\{{|{re.escape(close)}"), incomplete)
-    return _starts_with_one(r"\{")  # An object with quoted or unquoted keys, such as `{"a": 1}`.
+            return _BodyStart(re.compile(re.escape(prefix)), _incomplete_marker_regex(prefix))
+        case TaggedArguments():  # `<p=city>Paris</p>`
+            assert tags is not None
+            return tags
+
+
+def _compile_json_arguments_start(call: Call) -> _BodyStart:
+    """Return regexes that match the start of arguments that are written as a JSON object.
+
+    Examples of tool calls, and of the texts with which their arguments may start:
+
+        `[TOOL_CALLS]f[ARGS]{"a": 1}`   any text, because only a tool call has such a header
+        `<call>f{"a": 1}</call>`        `{` or `</call>`, because a model may omit the arguments
+        `f{"a": 1}`                     `{`, because no other text shows that this is a tool call
+    """
+    if _header_proves_call(call):
+        return _starts_with_one("")
+    close_parts = marker_parts(call.close)
+    has_both_markers = bool(call.trigger and close_parts)
+    if not has_both_markers:
+        return _starts_with_one(r"\{")
+    first_close_part = close_parts[0]
+    complete = re.compile(rf"\{{|{re.escape(first_close_part)}")
+    return _BodyStart(complete, _incomplete_marker_regex(first_close_part))
+
+
+def _incomplete_marker_regex(marker: str) -> re.Pattern[str]:
+    """Return a regex that matches an incomplete marker, such as `</ca`, at the end of a text."""
+    return re.compile(marker_prefix_regex(marker))
 
 
 def _starts_with_one(regex: str) -> _BodyStart:

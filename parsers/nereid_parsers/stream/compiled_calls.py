@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -64,37 +65,54 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     """
     if tools is None:
         return CompiledCalls()
-    variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    by_marker = _group_by_trigger(_variants_in_content(variants, tools))
-    by_header = _group_by_trigger(_variants_without_marker(tools))
-    for marker in by_marker:  # A text that is both a marker and a header is treated as a marker.
-        by_header.pop(marker, None)
+    variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
+    by_marker = _group_by_trigger(_variants_outside_section(variants, tools))
+    headers = _group_by_trigger(_variants_with_missing_marker(tools))
+    # A text that is both a marker and the start of a header is treated as a marker.
+    by_header = {text: group for text, group in headers.items() if text not in by_marker}
     recognises_unmarked = allows_unmarked and not tools.opens
-    unmarked = [v for v in variants if v.is_unmarked] if recognises_unmarked else []
-    calls = CompiledCalls(tuple(variants), by_marker, by_header, tuple(unmarked))
-    return replace(calls, kinds=_kinds_of_call_markers(calls, tools))
+    unmarked = tuple(v for v in variants if v.is_unmarked) if recognises_unmarked else ()
+    return CompiledCalls(
+        all=variants,
+        by_marker=by_marker,
+        by_header=by_header,
+        unmarked=unmarked,
+        kinds=_kinds_of_call_markers(tools, variants, by_marker, by_header, unmarked),
+    )
 
 
-def _kinds_of_call_markers(calls: CompiledCalls, tools: ToolSection) -> dict[str, MarkerKind]:
+def _kinds_of_call_markers(
+    tools: ToolSection,
+    variants: Iterable[CompiledCall],
+    opening_markers: Iterable[str],
+    headers: Iterable[str],
+    unmarked: Iterable[CompiledCall],
+) -> dict[str, MarkerKind]:
     """Return the meaning of each tool call marker that the parser searches for in content.
 
     Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
+
+    Args:
+        tools: The declaration of the markers around all tool calls.
+        variants: The declared ways to write a tool call.
+        opening_markers: The markers that start a tool call, such as `<tool_call>`.
+        headers: The texts that start a tool call if its opening marker is missing: `<function=`.
+        unmarked: The ways to write a tool call for which no opening marker is declared.
     """
     # A tool call without a marker starts with one of these texts, for example `{`.
-    unmarked_openings = [text for variant in calls.unmarked for text in variant.body_openings()]
-    # If several of these dicts contain the same text, the last of the dicts determines the meaning
-    # of the text. The dicts of the opening markers are last, so a text that is both an opening and
-    # a closing marker opens a tool call. In content, no tool call can be closed.
-    return (
-        dict.fromkeys(calls.by_header, MarkerKind.CALL_HEAD)
-        | dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS)
-        | dict.fromkeys(unmarked_openings, MarkerKind.UNMARKED_CALL)
-        | dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
-        | dict.fromkeys(calls.by_marker, MarkerKind.OPEN_CALL)
-        # `marker_kinds` adds the spellings of each marker, which differ in their white space. The
-        # keys of `by_header` and `by_marker` already contain all spellings.
-        | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
-    )
+    unmarked_openings = [text for variant in unmarked for text in variant.body_openings()]
+    # The priority increases from group to group: if several groups contain the same text, the last
+    # of these groups determines its meaning. The declared opening markers have the highest
+    # priority, because in content, no tool call is open that could be closed.
+    markers_in_order: list[tuple[MarkerKind, Iterable[str]]] = [
+        (MarkerKind.CALL_HEAD, headers),
+        (MarkerKind.CLOSE_CALLS, _long_closing_markers(variants)),
+        (MarkerKind.UNMARKED_CALL, unmarked_openings),
+        (MarkerKind.CLOSE_CALLS, tools.closes),
+        (MarkerKind.OPEN_CALL, opening_markers),
+    ]
+    kinds = {marker: kind for kind, markers in markers_in_order for marker in markers}
+    return kinds | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
@@ -110,8 +128,10 @@ def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
     ]
 
 
-def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the variants of a tool call that can directly follow content.
+def _variants_outside_section(
+    variants: tuple[CompiledCall, ...], tools: ToolSection
+) -> list[CompiledCall]:
+    """Return the variants of a tool call that can follow content, without a marker for all calls.
 
     If markers enclose all tool calls, as in `<calls><call>..</call></calls>`, a model may omit
     `<calls>`, and start with the tool call's own marker `<call>`. Only tool calls with such a
@@ -119,12 +139,12 @@ def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> li
     """
     has_section = bool(tools.opens)
     if not has_section:
-        return variants
+        return list(variants)
     return [variant for variant in variants if variant.call.open.strip()]
 
 
-def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """Yield variants of tool calls without an opening marker, because a model may omit the marker.
+def _variants_with_missing_marker(tools: ToolSection) -> Iterator[CompiledCall]:
+    """Yield the variants of tool calls whose declared opening marker the model omits.
 
     A model may omit the opening marker of a tool call or of a tool section, and start with the
     header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
@@ -133,10 +153,18 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
     """
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
-        literal = first_literal(call.head)
-        is_tag = "<" in literal and not literal[0].isalnum()
-        if has_marker and is_tag and len(literal) >= _MIN_HEAD_MARKER_CHARS:
+        if has_marker and _shows_call_start(first_literal(call.head)):
             yield CompiledCall(replace(call, open=""), tools, lacks_opening_marker=True)
+
+
+def _shows_call_start(text: str) -> bool:
+    """Return whether the first fixed text of a header shows that a tool call starts.
+
+    Such a text contains the start of a tag, and is so long that it rarely occurs in content.
+    Examples: the result is True for `<function=`, and False for `<f=`, `function` and "".
+    """
+    starts_tag = "<" in text and not text[0].isalnum()
+    return starts_tag and len(text) >= _MIN_HEAD_MARKER_CHARS
 
 
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
@@ -157,18 +185,16 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Group the variants of a tool call by their first text, which is called the "trigger".
+    """Group the variants of a tool call by each spelling of their first text, the "trigger".
 
     The trigger is the opening marker, such as `<call>`, or the start of the header, such as
-    `<function=`. Example: two variants with the marker `<call>` give
-    `{"<call>": (variant_1, variant_2)}`. Variants without a trigger are omitted.
+    `<function=`. The spellings of a trigger differ only in their white space. Example: two variants
+    with the marker `<call>`, which has one spelling, give `{"<call>": (variant_1, variant_2)}`.
+    Variants without a trigger are omitted.
     """
-    by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
+    groups: defaultdict[str, list[CompiledCall]] = defaultdict(list)
     for variant in variants:
-        if variant.is_unmarked:
-            continue
-        # A model may change the white space in a marker, for example `<invoke name=` to
-        # `<invokename=`.
-        for spelling in marker_spellings(variant.call.trigger):
-            by_trigger[spelling] = (*by_trigger.get(spelling, ()), variant)
-    return by_trigger
+        if not variant.is_unmarked:
+            for spelling in marker_spellings(variant.call.trigger):
+                groups[spelling].append(variant)
+    return {spelling: tuple(group) for spelling, group in groups.items()}

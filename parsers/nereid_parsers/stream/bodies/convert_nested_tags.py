@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.nested_elements import Element, ElementKind
@@ -19,6 +20,7 @@ from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
+    Mismatch,
     NeedMore,
     match_marker,
     skip_whitespace,
@@ -32,6 +34,7 @@ _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
 _CONTAINERS = (ElementKind.OBJECT, ElementKind.ARRAY)
+_OPENING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "[", ElementKind.OBJECT: "{"}
 _CLOSING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "]", ElementKind.OBJECT: "}"}
 
 
@@ -50,18 +53,16 @@ class NestedReader(StepReader):
 
         `stop_marker` ends the arguments, and is not read by the reader.
         """
-        super().__init__(writer, first_step=self._read_piece)  # This method reads all pieces.
+        super().__init__(writer, first_step=self._read_piece)  # The reader has no other step.
         self._head = head
         self._tag_prefix = tag_prefix
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
         # The open elements, from the outermost to the innermost. The outermost element contains all
         # arguments and has no tags.
-        self._elements = [Element("", self._root_schema, types=None, kind=ElementKind.OBJECT)]
-        # Finds the next tag prefix. At the end of the text, also finds an incomplete prefix.
-        self._find_prefix = re.compile(
-            f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}"
-        ).search
+        root = Element(name="", schema=self._root_schema, types=None, kind=ElementKind.OBJECT)
+        self._elements = [root]
+        self._prefix_regex = _compile_prefix_regex(tag_prefix)
 
     def begin(self) -> None:
         """Start the tool call and write the opening brace of its arguments."""
@@ -80,8 +81,10 @@ class NestedReader(StepReader):
         """
         innermost = self._elements[-1]
         if innermost.kind is ElementKind.UNKNOWN:  # Only the opening tag has been read.
-            is_decided = self._decide_kind(innermost, text, pos)
-            return pos if is_decided else NEED_MORE
+            innermost.kind = self._kind_at(innermost, text, pos)
+            if innermost.kind is ElementKind.UNKNOWN:
+                return NEED_MORE
+            self._write_opening(innermost)
         if innermost.kind in _CONTAINERS:  # The element contains child elements.
             return self._read_between_children(text, pos)
         return self._read_text_or_tag(innermost, text, pos)
@@ -89,37 +92,43 @@ class NestedReader(StepReader):
     def _read_between_children(self, text: str, pos: int) -> int | NeedMore:
         """Inside an object or an array, skip white space and read the next tag.
 
-        Examples with the prefix `~` and the stop marker `</call>`:
+        Examples with the prefix `~` before each tag and the stop marker `</call>`:
 
-            text at `pos`   effect
-            `</call>`       The marker ends the tool call, if no tag is open. It stays unread.
-            `~<city>`       The tag is read.
-            `</ca`, `~`     The result is NEED_MORE. At the end of the message, the status becomes
-                            BROKEN.
-            `Paris`         The status becomes BROKEN, because text between children is not valid.
+            text at `pos`      effect
+            `</call>`          The tool call ends, if no tag is open. The marker stays unread.
+            `~<city>`          The tag is read.
+            `</ca` or `~`      The result is NEED_MORE, because the text is incomplete.
+            `Paris`            The status becomes BROKEN, because text between children is not
+                               valid.
 
-        Return the position after the text that was read, or NEED_MORE.
+        At the end of the message, incomplete text is not valid either. Return the position after
+        the text that was read, or NEED_MORE.
         """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        is_tag_open = len(self._elements) > 1  # The outermost element has no tags.
-        stop_marker = NO_MATCH if is_tag_open else match_marker(self._stop_marker, text, pos)
-        if isinstance(stop_marker, int):  # The result is a position, so the marker matches.
-            self._close_arguments()
-            self.writer.end()
-            self.status = DONE
+        stop_match = self._match_stop_marker(text, pos)
+        if isinstance(stop_match, int):  # The marker matches, and the result is its end.
+            self._end_call()
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        may_be_completed = stop_marker is NEED_MORE or self._tag_prefix.startswith(text[pos:])
-        return NEED_MORE if may_be_completed and not self.is_final else self._reject(pos)
+        is_incomplete = stop_match is NEED_MORE or self._tag_prefix.startswith(text[pos:])
+        if is_incomplete and not self.is_final:
+            return NEED_MORE
+        return self._reject(pos)
+
+    def _match_stop_marker(self, text: str, pos: int) -> int | Mismatch:
+        """Match the stop marker at `pos`, such as `</call>`, if no tag is open.
+
+        Return the end of the match, NEED_MORE or NO_MATCH. While a tag is open, the stop marker is
+        not valid, so the result is NO_MATCH.
+        """
+        is_tag_open = len(self._elements) > 1  # The outermost element has no tags.
+        return NO_MATCH if is_tag_open else match_marker(self._stop_marker, text, pos)
 
     def _read_tag(self, text: str, pos: int) -> int | NeedMore:
         """Read the tag at `pos`, together with its prefix `~`: for example `~<city>` or `~</city>`.
-
-        An opening tag is valid inside an object or an array. A closing tag must have the name of
-        the innermost open element.
 
         Return the position after the tag, or NEED_MORE if the tag is incomplete. If the tag is not
         valid, return `pos`, with the status BROKEN.
@@ -127,37 +136,51 @@ class NestedReader(StepReader):
         tag_start = skip_whitespace(text, pos + len(self._tag_prefix))
         tag = _match_tag(text, tag_start)
         if tag is None:
-            is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
-            may_be_completed = not self.is_final and not is_malformed
-            return NEED_MORE if may_be_completed else self._reject(pos)
-        innermost = self._elements[-1]
-        if tag["slash"]:
-            if tag["name"] != innermost.name:  # The name of the outermost element is "".
+            is_too_long = len(text) - pos > _MAX_TAG_CHARS
+            is_malformed = is_too_long or ">" in text[tag_start:]
+            if is_malformed or self.is_final:
                 return self._reject(pos)
+            return NEED_MORE
+        is_closing = bool(tag["slash"])
+        if not self._is_valid_tag(tag["name"], is_closing=is_closing):
+            return self._reject(pos)
+        if is_closing:
             self._close_element()
         else:
-            if innermost.kind not in _CONTAINERS:  # As in `~<city>Paris~<name>`.
-                return self._reject(pos)
             self._open_element(tag["name"])
         return tag.end()
+
+    def _is_valid_tag(self, name: str, *, is_closing: bool) -> bool:
+        """Return whether the innermost open element may contain the opening or closing tag `name`.
+
+        A closing tag must have the name of the element. An opening tag is valid only in an object
+        or an array: in `<city>Paris<name>`, the tag `<name>` is not valid, because `city` contains
+        text.
+        """
+        innermost = self._elements[-1]
+        if is_closing:  # The name of the outermost element is "", so no tag closes this element.
+            return name == innermost.name
+        return innermost.kind in _CONTAINERS
 
     def _open_element(self, name: str) -> None:
         """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
-        If the previous element has the same name, the values of both elements become one array,
-        whose key has been written before. Examples with the prefix `~` before each tag:
+        The values that were stored for the previous siblings are written before the key. But if the
+        previous sibling has the same name, nothing is written, because the values of both elements
+        may become one array. Examples (the prefix before each tag is omitted):
 
-            `~<tag>a~</tag>~<days>3~</days>`   `"tag": "a", "days": 3`
-            `~<tag>a~</tag>~<tag>b~</tag>`     `"tag": ["a", "b"]`
+            text up to the new tag   text that is written for the new tag
+            `<tag>a</tag><days>`     `"a", "days": `
+            `<tag>a</tag><tag>`      none, because `"tag": ["a", .. ]` may follow
         """
         parent = self._elements[-1]
-        continues_array = parent.has_stored_value_of(name)
-        if not continues_array:
+        may_share_key = parent.has_stored_value_of(name)
+        if not may_share_key:
             self._write_key(parent, name)
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
-        self._elements.append(Element(name, schema, types, is_key_written=not continues_array))
+        self._elements.append(Element(name, schema, types, may_share_key=may_share_key))
 
     def _write_key(self, parent: Element, name: str) -> None:
         """Write the stored values of the previous children, and then the key of the child `name`.
@@ -174,91 +197,71 @@ class NestedReader(StepReader):
         if json_text:
             self.writer.write(json_text)
 
-    def _decide_kind(self, element: Element, text: str, pos: int) -> bool:
-        """Set `element.kind`, which shows whether the element contains text or child elements.
+    def _kind_at(self, element: Element, text: str, pos: int) -> ElementKind:
+        """Return the kind of `element`, which the text at `pos`, after its opening tag, shows.
 
-        The text at `pos`, after the opening tag of the element, decides. No text is read. Examples
-        with the prefix `~` before each tag:
+        Examples with the prefix `~` before each tag:
 
-            text at `pos`   the element contains
-            `Paris`         text
-            `~</city>`      text, which is empty
-            ` ~<name>`      child elements
-            `~`             not known yet
-
-        Return whether the kind was set. It was not set if more text is required.
+            text at `pos`   result
+            `Paris`         STRING or VALUE, because the element contains text
+            `~</city>`      STRING or VALUE, because the element contains an empty text
+            ` ~<name>`      OBJECT or ARRAY, because the element contains child elements
+            `~`             UNKNOWN, because more text is required. At the end of the message,
+                            STRING or VALUE, because `~` is then text.
         """
-        # `prefix_start` is the position of the next complete or incomplete tag prefix. If no prefix
-        # follows, `prefix_start` is the end of the text, and `is_prefix_complete` is false.
+        # If no complete or incomplete prefix follows, `prefix_start` is the end of the text.
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         is_text_before_tag = skip_whitespace(text, pos) < prefix_start
         if is_text_before_tag:
-            self._start_text(element)
-            return True
+            return _kind_of_text(element)
         if is_prefix_complete:
-            return self._decide_kind_at_tag(element, text, prefix_start)
-        # Only white space or the beginning of a prefix, such as `]<` of `]<]`, has arrived. More
-        # text decides whether a tag follows. At the end of the message, the element contains text.
-        if not self.is_final:
-            return False
-        self._start_text(element)
-        return True
+            return self._kind_at_tag(element, text, prefix_start)
+        # Only white space or the beginning of a prefix, such as `]<` of `]<]`, has arrived.
+        return _kind_of_text(element) if self.is_final else ElementKind.UNKNOWN
 
-    def _decide_kind_at_tag(self, element: Element, text: str, prefix_start: int) -> bool:
-        """Set `element.kind` based on the tag that directly follows the element's opening tag.
+    def _kind_at_tag(self, element: Element, text: str, tag_pos: int) -> ElementKind:
+        """Return the kind of `element`, if another tag directly follows its opening tag.
 
-        No text is read. Examples: in `~<city>~</city>`, the element contains an empty text. In
-        `~<city>~<name>`, the element contains child elements, and the first child is `name`.
-
-        `prefix_start` is the position of the second tag, including the prefix of this tag. Return
-        whether the kind was set. It was not set if the second tag is incomplete.
+        The other tag starts with its prefix, at `tag_pos`. Examples (the prefixes are omitted): in
+        `<city></city>`, the element contains an empty text. In `<city><name>`, the element is an
+        object or an array, whose first child is `name`. The result is UNKNOWN if the other tag is
+        incomplete.
         """
-        tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
+        tag_start = skip_whitespace(text, tag_pos + len(self._tag_prefix))
         if text.startswith(_CLOSING_TAG_START, tag_start):
-            self._start_text(element)
-            return True
+            return _kind_of_text(element)
         child_tag = _match_tag(text, tag_start)
         if child_tag is not None:
-            self._open_container(element, first_child=child_tag["name"])
-            return True
-        may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
+            return element.container_kind(first_child=child_tag["name"])
+        may_be_completed = not self.is_final and len(text) - tag_pos < _MAX_TAG_CHARS
         if may_be_completed:
-            return False
-        # The child's tag is malformed, too long or cut off, so the name of the child is not known.
-        # The element becomes an object or an array. The method `_read_tag`, which runs next,
-        # rejects the tag.
-        self._open_container(element, first_child="")
-        return True
+            return ElementKind.UNKNOWN
+        # The child's tag is malformed, too long or cut off, so the child has no name. `_read_tag`
+        # rejects this tag.
+        return element.container_kind(first_child="")
 
-    def _start_text(self, element: Element) -> None:
-        """Set the kind of an element that contains only text: STRING or VALUE.
+    def _write_opening(self, element: Element) -> None:
+        """Write the text that opens the value of an element: `"`, `[` or `{`.
 
-        If the schema allows only a string, the kind is STRING, and the opening quote is written.
-        Otherwise the kind is VALUE, and nothing is written until the element closes.
+        For an element of kind VALUE, nothing is written until the element closes.
         """
-        if element.types == _STRING_ONLY:
-            element.kind = ElementKind.STRING
-            self.writer.write('"')
-        else:
-            element.kind = ElementKind.VALUE
+        if element.kind is ElementKind.VALUE:
+            return
+        if element.may_share_key:
+            self._write_unshared_key(element)
+        self.writer.write(_OPENING_TEXTS[element.kind])
 
-    def _open_container(self, element: Element, first_child: str) -> None:
-        """Set `element.kind` to ARRAY or OBJECT, and write the opening bracket of the JSON value.
+    def _write_unshared_key(self, element: Element) -> None:
+        """Write the JSON key of an element that has the name of its previous sibling.
 
-        Examples: for `~<days>~<item>`, the kind of `days` becomes ARRAY, and `[` is written. For
-        `~<city>~<name>`, the kind of `city` becomes OBJECT, and `{` is written.
-
-        `first_child` is the name of the element's first child.
+        `_open_element` wrote no key, because the two elements could have become the items of one
+        array. But an element with children cannot be such an item, so the object contains the key
+        twice. Example: for `<a>1</a><a><b>` (the prefixes are omitted), `1` and `, "a": ` are
+        written for the second `<a>`.
         """
-        if not element.is_key_written:
-            # `_open_element` wrote no key, because the previous sibling has the same name, and both
-            # elements could become the items of one array. An element with children cannot be an
-            # item of this array, so the object contains the key twice. Example: for
-            # `~<a>1~</a>~<a>~<b>`, `1` and `, "a": ` are written here.
-            self._write_key(self._elements[-2], element.name)
-            element.is_key_written = True
-        element.kind = element.container_kind(first_child)
-        self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
+        parent = self._elements[-2]  # `element` is the innermost element.
+        self._write_key(parent, element.name)
+        element.may_share_key = False
 
     def _next_prefix(self, text: str, pos: int) -> tuple[int, bool]:
         """Find the next tag prefix, such as `~` in `~<city>`, or an incomplete prefix at the end.
@@ -267,7 +270,7 @@ class NestedReader(StepReader):
         the tag prefix `]<]` and `pos=0`: `a]<]` gives `(1, True)`, and `a]<` gives `(1, False)`.
         The text `a` contains no prefix and gives `(1, False)`, where 1 is the end of the text.
         """
-        match = self._find_prefix(text, pos)
+        match = self._prefix_regex.search(text, pos)
         if match is None:
             return len(text), False
         return match.start(), match.group() == self._tag_prefix
@@ -304,27 +307,26 @@ class NestedReader(StepReader):
     def _close_element(self) -> None:
         """Close the innermost open element, and write or store the rest of its JSON value.
 
-        Examples: `"` is written for a string, `]` for an array, and `3` for `~<days>3~</days>`.
-        After `~<tag>a~</tag>`, the value `"a"` is stored if the schema allows an array, because
-        another `~<tag>` may follow. The two values would then become `["a", "b"]`. The stored
-        values are written when a sibling with another name opens (`_open_element`), or when the
-        parent closes.
+        The start of a string, array or object has been written, so only its closing `"`, `]` or `}`
+        is written. Any other value, such as `3`, has not been written. It is stored if it may
+        become an item of an array: after `<tag>a</tag>`, another `<tag>` may follow. The stored
+        value is written when a sibling with another name opens, or when the parent closes.
         """
         element = self._elements.pop()
         self._write_stored_values(element)
+        parent = self._elements[-1]
         if element.kind in _CLOSING_TEXTS:
             self.writer.write(_CLOSING_TEXTS[element.kind])
-            return
-        parent = self._elements[-1]  # The closed element is no longer in the list.
-        value = element.value_as_json()
-        schema_allows_array = element.types is None or "array" in element.types
-        # Values with the same name in an object may become the items of a new array. If the parent
-        # is an array, the value is already an item of an array.
-        may_become_item = parent.kind is ElementKind.OBJECT and schema_allows_array
-        if may_become_item:
-            parent.stored_values.append(value)
-        else:  # `_open_element` has written the comma and the key.
-            self.writer.write(value)
+        elif element.may_become_item_in(parent):
+            parent.stored_values.append(element.value_as_json())
+        else:
+            self.writer.write(element.value_as_json())
+
+    def _end_call(self) -> None:
+        """Write the rest of the arguments, end the tool call and set the status DONE."""
+        self._close_arguments()
+        self.writer.end()
+        self.status = DONE
 
     def _close_arguments(self) -> None:
         """Write the arguments that are still stored, and then the closing brace."""
@@ -351,3 +353,20 @@ class NestedReader(StepReader):
             for element in self._elements:
                 self._write_stored_values(element)
         super().finish()
+
+
+@lru_cache(maxsize=64)
+def _compile_prefix_regex(tag_prefix: str) -> re.Pattern[str]:
+    """Return a regex that matches the prefix, or an incomplete prefix at the end of a text.
+
+    Example: for the prefix `]<]`, the regex matches `]<]` in `]<]<city>`, and `]<` in `Paris]<`.
+    """
+    return re.compile(f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}")
+
+
+def _kind_of_text(element: Element) -> ElementKind:
+    """Return the kind of an element that contains text: STRING, or VALUE for any other type.
+
+    STRING means that the schema allows only a string, so that the text can be written at once.
+    """
+    return ElementKind.STRING if element.types == _STRING_ONLY else ElementKind.VALUE

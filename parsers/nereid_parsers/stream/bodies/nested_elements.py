@@ -47,9 +47,9 @@ class Element:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
         types: The JSON types that the schema allows, or None if the schema declares no type.
-        is_key_written: Whether the JSON key of the element has been written. False if the previous
-            sibling has the name of this element, because the two elements may become the items of
-            one array under one key.
+        may_share_key: Whether the previous sibling has the name of this element, so that the two
+            elements may become the items of one array under one JSON key. The key of this element
+            has not been written then.
         kind: The kind of the element's value.
         text_pieces: The stored text of an element of kind VALUE.
         num_children: The number of children whose key has been written.
@@ -61,7 +61,7 @@ class Element:
     name: str
     schema: Mapping[str, object]
     types: frozenset[str] | None
-    is_key_written: bool = True
+    may_share_key: bool = False
     kind: ElementKind = ElementKind.UNKNOWN
     text_pieces: list[str] = field(default_factory=list)
     num_children: int = 0
@@ -109,6 +109,16 @@ class Element:
         may follow, and the two values would become one array.
         """
         return child == self.last_child and bool(self.stored_values)
+
+    def may_become_item_in(self, parent: Element) -> bool:
+        """Return whether the value of this element may become an item of a new array in `parent`.
+
+        If an object has several children of one name, such as `<tag>a</tag><tag>b</tag>`, their
+        values become the items of one array, if the schema allows an array. If `parent` is itself
+        an array, no new array is needed.
+        """
+        schema_allows_array = self.types is None or "array" in self.types
+        return parent.kind is ElementKind.OBJECT and schema_allows_array
 
     def add_key(self, child: str) -> str:
         """Return the JSON text that precedes the value of a new child, for example `"days": `.

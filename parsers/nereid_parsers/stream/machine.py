@@ -120,51 +120,67 @@ class Machine:
     def start(self, start_point: StartPoint) -> None:
         """Enter the state in which the parser starts to read the model's output.
 
+        The prompt may contain the beginning of the message, which is called the "prefill". The
+        prefill is read first. Example: the prefill `<think>` leads to the state REASONING.
+
+        `start_point` describes where in the message the prefill starts, for example in the content.
+        """
+        self._enter(self._prepare_first_state(start_point))
+        if start_point.prefill:
+            prefill_events = self.feed(start_point.prefill)
+            self._discard_prefill(prefill_events)
+
+    def _prepare_first_state(self, start_point: StartPoint) -> State:
+        """Return the state that reads the first text of the message, and prepare its reader.
+
         The first case that applies decides:
 
             start point                            state
-            inside a header (`stage` is None)      HEADER
-            with a prefill, such as `<think>`      the state after the prefill, here REASONING
-            the prompt is not known                UNCLASSIFIED, if reasoning may start without a
-                                                   marker
+            in the header of a message             HEADER
+            not known, because no prompt is known  UNCLASSIFIED, if the first text may be reasoning
             in the reasoning                       REASONING or INLINE_REASONING
-            any other                              CONTENT
-
-        Args:
-            start_point: The part of the message (reasoning or content) at the end of the prompt.
-                `prefill` is the beginning of the message that the prompt contains, or "".
+            in the content                         CONTENT
         """
-        starts_in_reasoning = start_point.stage is Stage.REASONING
         if start_point.stage is None:
-            self._enter(State.HEADER)
-        elif start_point.prefill:
-            prefill_events = self.feed(start_point.prefill)
-            self._forget_prompt(prefill_events)
-        elif not start_point.is_prompt_known and self._unclassified_reader.is_needed():
-            # The first marker will show whether the text before this marker is reasoning or
-            # content. If the message contains no marker, `start_point.stage` decides.
+            return State.HEADER
+        starts_in_reasoning = start_point.stage is Stage.REASONING
+        if not start_point.is_prompt_known and self._unclassified_reader.is_needed():
+            # The first marker will show whether the text before this marker is reasoning. If the
+            # message contains no marker, the stage of the start point decides.
             self._unclassified_reader.is_reasoning_by_default = starts_in_reasoning
-            self._enter(State.UNCLASSIFIED)
-        elif starts_in_reasoning:
-            self._enter(self._reasoning_reader.start_opened())
-        else:
-            self._enter(State.CONTENT)
+            return State.UNCLASSIFIED
+        if starts_in_reasoning:
+            return self._reasoning_reader.start_opened()
+        return State.CONTENT
 
-    def _forget_prompt(self, events: list[Event]) -> None:
-        """Discard the `events` of the prefill, because the client already knows the prompt."""
-        # If the prefill ends inside a tool call, the events of this tool call are kept, because the
-        # output continues the tool call.
+    def _discard_prefill(self, events: list[Event]) -> None:
+        """Discard the `events` of the prefill, because the client already knows the prompt.
+
+        A part of the prefill that the output continues is kept: an open tool call, inline reasoning
+        and the beginning of a marker, such as `<th`.
+        """
+        self._keep_open_call(events)
+        if self._state is State.INLINE_REASONING:
+            # The client receives this reasoning as content. The content must start with the marker
+            # `<think>`, even if the prompt contains the marker.
+            self._reasoning_reader.write_opening_marker()
+        self._text_writer.mark_prompt_end(num_unwritten_chars=self._num_unwritten_chars())
+
+    def _keep_open_call(self, events: list[Event]) -> None:
+        """If the prefill ends inside a tool call, keep the events of this call from `events`.
+
+        The output continues the tool call. It becomes the first tool call of the output.
+        """
         self._events += self._call_writer.renumbered_open_call(events)
         self._call_writer.restart_numbering()
-        # In the state INLINE_REASONING, the client receives reasoning as content. This content
-        # starts with the marker `<think>`, even if the prompt contains the marker.
-        if self._state is State.INLINE_REASONING:
-            self._reasoning_reader.write_opening_marker()
-        # The last characters of the prefill, such as `<th`, may not have been written yet, because
-        # the output decides their meaning. The TextWriter omits these characters later.
+
+    def _num_unwritten_chars(self) -> int:
+        """Return the number of characters at the end of the prefill that are not written yet.
+
+        Example: `<th` may become a marker, so the output decides the meaning of these characters.
+        """
         num_unread_chars = len(self._buffer.unread())
-        num_stored_chars = self._reasoning_reader.num_stored_chars()
-        self._text_writer.mark_prompt_end(num_unwritten_chars=num_unread_chars + num_stored_chars)
+        return num_unread_chars + self._reasoning_reader.num_stored_chars()
 
     def set_trace(self, trace: Trace | None) -> None:
         """Pass each later piece of text, together with its classification, to `trace`."""
@@ -198,57 +214,48 @@ class Machine:
         now classified. Examples: `Hi <` is content, and `<tool_call>{"name": "f"` is a tool call
         without arguments. The machine cannot be used after this call.
         """
+        self._read_unread_text()
+        self._finish_last_state()
+        self._text_writer.finish_whitespace(
+            is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()
+        )
+        return self._events
+
+    def _read_unread_text(self) -> None:
+        """Read the text that is left in the buffer, because no more text can change its meaning.
+
+        Example: the unread text `<th` is content, because the marker `<think>` is not complete.
+        """
         self._buffer.is_final = True
         if self._state is State.UNCLASSIFIED:  # No marker has shown whether the text is reasoning.
             self._enter(self._unclassified_reader.finish())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content_reader.drop_incomplete_marker(self._state)
         self._run()
-        # Each `_finish_...` method handles certain states, and does nothing in other states. The
-        # order matters: `_finish_interrupted_reasoning` may read an incomplete tool call from the
-        # stored text, and `_finish_incomplete_calls` then ends this tool call.
-        self._finish_interrupted_reasoning()
-        self._finish_incomplete_calls()
-        self._finish_broken_call_or_marker()
-        self._text_writer.finish_whitespace(
-            is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()
-        )
-        return self._events
 
-    def _finish_interrupted_reasoning(self) -> None:
-        """At the end of the message, read a tool call that was found inside unclosed reasoning.
+    def _finish_last_state(self) -> None:
+        """Finish what the message leaves incomplete in its last state, such as a tool call.
 
-        In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
-        a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the
-        stored text back into the buffer, and the text is then read as a tool call.
+        Examples: in `<call>{"name": "f"`, the tool call is not closed, and in `<call>{"a": x`, the
+        arguments are not valid. A message may also end directly after the marker `<|start|>` of a
+        header, or after the marker `<tool_calls>`.
         """
         if self._state is State.INTERRUPTED_REASONING:
+            # The stored text is put back into the buffer. It starts with a tool call, which may be
+            # incomplete.
             self._enter(self._reasoning_reader.finish_interrupted())
             self._run()
-
-    def _finish_incomplete_calls(self) -> None:
-        """At the end of the message, end each incomplete tool call.
-
-        There may be several. If a quote is missing in the arguments, the text after the tool call
-        was read as a part of the arguments. `finish_body` then ends the tool call at its closing
-        marker. The text after the marker is read again, and may contain another tool call.
-        """
         while self._state is State.CALL_BODY:
+            # After the end of this tool call, the buffer may contain another tool call.
             self._enter(self._call_reader.finish_body())
             self._run()
-
-    def _finish_broken_call_or_marker(self) -> None:
-        """Handle a message that ends inside invalid arguments, or directly after a marker.
-
-        Examples: the message ends in `<call>{"a": x`, directly after the marker `<|start|>` of a
-        message, or directly after the marker `<tool_calls>`.
-        """
-        if self._state is State.BROKEN_CALL:
-            self._call_reader.finish_broken()
-        elif self._state is State.HEADER:
-            self._header_reader.finish()
-        elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
-            self._between_calls_reader.finish()
+        match self._state:
+            case State.BROKEN_CALL:
+                self._call_reader.finish_broken()
+            case State.HEADER:
+                self._header_reader.finish()
+            case State.CALL_START | State.BETWEEN_CALLS:
+                self._between_calls_reader.finish()
 
     @property
     def stage(self) -> Stage:

@@ -9,7 +9,7 @@ from typing import Any
 from nereid_parsers.declarations import FormatData, Stage
 from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.policy import Policy
-from nereid_parsers.start_stage import find_start
+from nereid_parsers.start_stage import StartPoint, find_start
 from nereid_parsers.stream.call_writer import generate_call_id
 from nereid_parsers.stream.compiled_format import compile_format
 from nereid_parsers.stream.machine import Machine
@@ -96,17 +96,17 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return where the model's output starts, and whether reasoning has ended in the prompt.
+    r"""Return where in a message the model's output starts, for example in the reasoning.
 
-    The stage is the part of the message to which the first character of the output belongs:
-    reasoning, content or tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
+    A prompt may contain the beginning of the model's message, which is called the "prefill". The
+    output continues the prefill. Examples, with the reasoning markers `<think>` and `</think>`:
 
         end of the prompt                        result
-        `"<|assistant|><think>\n"`               REASONING, the reasoning has not ended
-        `"<|assistant|><think>Hm.</think>Well"`  CONTENT, the reasoning has ended
+        `"<|assistant|><think>\n"`               REASONING
+        `"<|assistant|><think>Hm.</think>Well"`  CONTENT, and `has_reasoned` is true
 
-    The prompts contain the beginning of the model's message, which is called the "prefill". If the
-    output starts in the header of a message, its stage is not known, and the result is CONTENT.
+    If the output starts in the header of a message, the stage of the message is not known. The
+    result is then CONTENT.
 
     Args:
         fmt: The format of the output.
@@ -114,13 +114,22 @@ def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
             known.
     """
     start = find_start(fmt, prompt)
-    if not start.prefill:
-        # Inside a header, `start.stage` is None, because the header has not been read.
-        return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
-    # Only a parser can find out whether the prefill ends in reasoning, content or a tool call.
+    if start.prefill:
+        # Only a parser can find out whether the prefill ends in reasoning, content or a tool call.
+        machine = _machine_after_prefill(fmt, start)
+        return OutputStart(machine.stage, machine.has_reasoned)
+    # Inside a header, `start.stage` is None, because the header has not been read.
+    return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
+
+
+def _machine_after_prefill(fmt: FormatData, start: StartPoint) -> Machine:
+    """Return a machine that has read the prefill of `start`.
+
+    The tools and ids of tool calls do not matter, because the machine reads no output.
+    """
     machine = Machine(compile_format(fmt), Tools(None), fmt.policy, generate_call_id)
     machine.start(start)
-    return OutputStart(machine.stage, machine.has_reasoned)
+    return machine
 
 
 def parse(

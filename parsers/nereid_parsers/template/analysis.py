@@ -172,9 +172,10 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
     Mutates: `prober`. It stores the form in which the template expects messages (`prober.form`),
     the comparisons and the open questions.
     """
-    content_form = prober.find_content_form()
-    call_form = prober.find_call_form(content_form)  # None if the template renders no tool calls.
-    prober.form = content_form if call_form is None else call_form
+    prober.choose_content_form()
+    call_form = prober.find_call_form(prober.form)  # None if the template renders no tool calls.
+    if call_form is not None:
+        prober.form = call_form
     turn = find_model_turn(prober)  # The text around the model's answers.
     if declared_format is None:
         checked = _infer_format(turn)
@@ -230,6 +231,7 @@ def _check_declared_format(
     """
     # Each of the three steps adds comparisons to the report, in this order.
     reasoning = find_rendered_reasoning(turn)
+    turn.prober.form = reasoning.form
     tools = _compare_declared_calls(turn, has_calls=has_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
     # The declaration already contains the markers around the content, so the findings omit them.

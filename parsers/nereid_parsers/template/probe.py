@@ -40,7 +40,8 @@ _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
 _NUMBER_AFTER_NAME = re.compile(rf"({FIRST_TOOL}|{SECOND_TOOL})([:#.-])\d\b")
 
-_UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
+# The user asks a question, and the assistant answers with content alone.
+_PLAIN_ANSWER = Conversation(AssistantMessage(CONTENT_TEXT))
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class Prober:
         return self._cache[key]
 
     def _render(self, conversation: Conversation, form: InputForm) -> str | None:
-        """Render a conversation without using the cache. Return None if the template fails.
+        r"""Render a conversation without using the cache. Return None if the template fails.
 
         If the template fails because a variable is undefined, the method sets this variable to ""
         and renders the conversation again. In the result, placeholders replace the numbers and ids
@@ -99,17 +100,18 @@ class Prober:
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
         """
-        while True:  # Each pass sets one more undefined variable to "".
+        # The loop ends, because each pass sets another variable of the template to "".
+        while True:
             try:
                 text = self.template.render(self._variables(conversation, form))
-                return _mask_numbers_and_ids(text, form)
             except RenderRefused as refusal:
-                error_message = str(refusal)
-                variable = self._undefined_variable(error_message)  # None for other errors.
-                if variable is None:
-                    self.refusals[conversation] = error_message
+                variable = refusal.undefined_variable  # None if the template failed otherwise.
+                if variable is None or not self._can_be_set(variable):
+                    self.refusals[conversation] = str(refusal)
                     return None
                 self._blank_variables.add(variable)
+            else:
+                return _mask_numbers_and_ids(text, form)
 
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
         """Return the template variables for a conversation, such as `messages` and `tools`.
@@ -133,20 +135,23 @@ class Prober:
         variables |= dict(conversation.switches.variables)  # Such as enable_thinking=False.
         return variables
 
-    def _undefined_variable(self, error_message: str) -> str | None:
-        """If the error message reports an undefined variable, return the name of the variable.
+    def _can_be_set(self, variable: str) -> bool:
+        """Return whether a rendering may succeed if the undefined variable `variable` is set to "".
 
-        Example: the message "UndefinedError: 'today' is undefined" gives "today". The caller sets
-        this variable to "" and renders the conversation again. The result is None for any other
-        error message. It is also None if the name is not a variable of the template, or if the
-        variable is already set to "", because rendering again would then not help.
+        The result is False if the template does not read a variable with this name, or if the
+        variable is already set to "".
         """
-        match = _UNDEFINED_VARIABLE.search(error_message)
-        if match is None:
-            return None
-        name = match.group(1)
-        can_be_set = name in self.template.names and name not in self._blank_variables
-        return name if can_be_set else None
+        return variable in self.template.names and variable not in self._blank_variables
+
+    def error_message(self, conversation: Conversation) -> str | None:
+        """Render a conversation. Return the error message of the template, or None if it succeeds.
+
+        Example: the result is "UndefinedError: 'today' is undefined".
+        """
+        self.render(
+            conversation
+        )  # If the template fails, this call adds the message to `refusals`.
+        return self.refusals.get(conversation)
 
     def record(
         self, name: str, changed: str, left: Conversation, right: Conversation, finding: str
@@ -166,45 +171,65 @@ class Prober:
 
         Mutates: `comparisons`.
         """
-        left_text = restore_numbers_and_ids(self.render(left) or "")
-        right_text = restore_numbers_and_ids(self.render(right) or "")
+        left_text = self._text_for_report(left)
+        right_text = self._text_for_report(right)
         self.comparisons.append(
             Comparison(name, changed, left=left_text, right=right_text, finding=finding)
         )
 
-    def record_without_comparison(self, name: str, finding: str) -> None:
-        """Add a finding that does not come from a comparison of renderings to the report.
+    def record_source_finding(self, name: str, finding: str) -> None:
+        """Add a finding that comes from the source of the template to `comparisons`.
 
-        Example: the finding "A string constant of the template contains '</think>'." comes from the
-        source of the template. In the report, the finding has two equal renderings.
+        Example: "A string constant of the template contains '</think>'." is such a finding. Each
+        entry of the report consists of a finding and two renderings. For this finding, both are the
+        rendering of a question, so the report shows no difference.
 
         Args:
             name: The label of the finding, such as "R4 source".
-            finding: What the analysis concludes.
+            finding: What the analysis concludes from the source.
 
         Mutates: `comparisons`.
         """
-        self.record(name, UNCHANGED, left=Conversation(), right=Conversation(), finding=finding)
+        rendering = self._text_for_report(Conversation())
+        self.comparisons.append(
+            Comparison(name, UNCHANGED, left=rendering, right=rendering, finding=finding)
+        )
+
+    def _text_for_report(self, conversation: Conversation) -> str:
+        """Render a conversation, and return the text that the report shows.
+
+        The result contains the numbers and ids of tool calls instead of placeholders. It is "" if
+        the template fails to render the conversation.
+        """
+        return restore_numbers_and_ids(self.render(conversation) or "")
 
     # ---- the form of the input -------------------------------------------------------------------
 
-    def find_content_form(self) -> InputForm:
-        """Return a form of the content, such as a string or a list, that the template can render.
+    def choose_content_form(self) -> None:
+        """Set `form` to a form of the content, such as a string or a list, that can be rendered.
+
+        Mutates: `form`. If the template cannot render any form of the content, `form` remains
+            unchanged, and a sentence with the reason is added to `undecided`.
+        """
+        form = self._find_content_form()
+        if form is not None:
+            self.form = form
+            return
+        # `refusals` contains the template's last error message for this conversation, if any.
+        reason = self.refusals.get(_PLAIN_ANSWER, "the rendering does not contain the content")
+        self.undecided.append(f"The template does not render plain content: {reason}")
+
+    def _find_content_form(self) -> InputForm | None:
+        """Find a form of the content, such as a string or a list, that the template can render.
 
         The method renders a question and an answer in all possible forms. The result is the first
-        form for which the rendered text contains the question and the answer. If all forms fail,
-        the result is the attribute `form`, and a sentence with the reason is added to `undecided`.
+        form for which the rendered text contains the question and the answer, or None.
         """
-        conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
-            text = self.render(conversation, form) or ""
+            text = self.render(_PLAIN_ANSWER, form) or ""
             if CONTENT_TEXT in text and USER_TEXT in text:
                 return form
-        # If several forms caused an error, `refusals` contains the last error message. If no form
-        # caused an error, the content was missing from the text.
-        why = self.refusals.get(conversation, "the rendering does not contain the content")
-        self.undecided.append(f"The template does not render plain content: {why}")
-        return self.form
+        return None
 
     def find_call_form(self, content_form: InputForm) -> InputForm | None:
         """Find a form of the input for which the template renders a complete tool call.

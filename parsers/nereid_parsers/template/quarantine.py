@@ -6,11 +6,19 @@ the format, an entry of `QUARANTINE` declares the format instead. Keep this tupl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nereid_parsers.format import Format, Messages, Source
 from nereid_parsers.formats.registry import get_format
+
+# Matches the start of a message to all, in one expression of a template: `'>>>' ~ 'all'`.
+_MESSAGE_TO_ALL = re.compile(r">>>(?:' ~ ')?all")
+# A template that writes `>>>` and the recipient in two expressions contains all these texts. The
+# text `'all` is the start of a string, such as 'all\n'. The word "recipient" shows that `all` is a
+# recipient.
+_TEXTS_OF_TWO_EXPRESSIONS = (">>>", "'all", "recipient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +66,12 @@ def writes_recipient_lines(source: str) -> bool:
     Example: ">>>all\nHello" is content, because its recipient is `all`. The message
     ">>>get_weather\n{..}" is a tool call, because its recipient is a function.
 
-    The two known templates of this kind are recognised by strings in their source, because their
-    renderings do not show the format. Any other template with these strings is recognised, too.
+    Two templates of this kind are known. One template writes `>>>all` in one expression, and the
+    other template writes `>>>` and `all` in two expressions. Their renderings do not show the
+    format, so they are recognised by these texts in their source.
     """
-    # One template writes `>>>all` in one expression: `'>>>' ~ 'all'`.
-    writes_one_expression = ">>>all" in source.replace("' ~ '", "")
-    # The other template writes `>>>` and a string that starts with `all`, such as 'all\n', in two
-    # expressions. The word "recipient" shows that `all` is a recipient.
-    words = (">>>", "'all", "recipient")
-    writes_two_expressions = all(word in source for word in words)
+    writes_one_expression = _MESSAGE_TO_ALL.search(source) is not None
+    writes_two_expressions = all(text in source for text in _TEXTS_OF_TWO_EXPRESSIONS)
     return writes_one_expression or writes_two_expressions
 
 

@@ -17,6 +17,7 @@ call, if this marker also ends reasoning. The module `reasoning_in_prompts` cont
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from nereid_parsers.format import Opener, Reasoning
 from nereid_parsers.template.conversation import (
@@ -27,17 +28,13 @@ from nereid_parsers.template.conversation import (
     AssistantMessage,
     Conversation,
 )
-from nereid_parsers.template.difference import (
-    first_two,
-    markers,
-    opening_spellings,
-    text_between,
-)
+from nereid_parsers.template.difference import opening_spellings, text_between
 from nereid_parsers.template.model_turn import ModelTurn
+from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.reasoning_in_prompts import (
     find_markers_in_instructions,
     find_markers_in_prompts,
-    first_in_template_or_prompts,
+    first_used_marker,
 )
 from nereid_parsers.template.reasoning_markers import (
     MarkerPair,
@@ -46,12 +43,30 @@ from nereid_parsers.template.reasoning_markers import (
     content_wrapper,
     declare_reasoning,
     empty_pairs,
+    first_marker,
     first_opening,
     last_opening,
     markup_of_pairs,
-    named_pair,
+    thinking_pair,
 )
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
+
+
+class _TextsAroundReasoning(NamedTuple):
+    """The texts around the reasoning in a rendered message.
+
+    The examples are from the message "<think>REASONING</think><answer>CONTENT</answer>".
+
+    Attributes:
+        before_reasoning: The text before the reasoning: `<think>`.
+        after_reasoning: The text between the reasoning and the content: `</think><answer>`. If the
+            message has no content, the text ends before the function's name of the tool call.
+        after_content: The text after the content: `</answer>`. None if the message has no content.
+    """
+
+    before_reasoning: str
+    after_reasoning: str
+    after_content: str | None
 
 
 def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
@@ -60,25 +75,40 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     The result also contains the message fields from which the template renders reasoning. If the
     markers of reasoning cannot be found, the attribute `part` of the result is None.
 
-    Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
+    Mutates: `turn.prober`, which records comparisons and undecided questions for the report. From
+        now on, the prober writes reasoning in the form that the template renders.
     """
     findings = find_rendered_reasoning(turn)
+    turn.prober.form = findings.form
     # If the template renders no reasoning, `findings.conversation` is None. The markers may
     # nevertheless occur in a prompt or in the source of the template.
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    # The template writes the opening marker if the default prompt opens reasoning and does not
-    # close the reasoning, as in "<|im_start|>assistant\n<think>\n". Otherwise, the model writes the
-    # opening marker.
-    prompt_end = turn.prompts[0].after_header if turn.prompts else ""  # such as "<think>\n"
-    is_open = markup.part.open.strip() in prompt_end and markup.part.close.strip() not in prompt_end
-    part = replace(
+    interruption = find_interruption(turn, findings.conversation, markup.part.close)
+    reasoning = replace(
         markup.part,
-        opener=Opener.PROMPT if is_open else Opener.MODEL,
-        interrupted_by=find_interruption(turn, markup.part, findings.conversation),
+        opener=_writer_of_opening(turn, markup.part),
+        interrupted_by=() if interruption is None else (interruption,),
     )
-    return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
+    return replace(
+        findings, part=reasoning, wrapper=markup.wrapper, inner_headers=markup.inner_headers
+    )
+
+
+def _writer_of_opening(turn: ModelTurn, reasoning: Reasoning) -> Opener:
+    r"""Return who writes the opening marker of reasoning, such as `<think>`.
+
+    The prompt contains the opening marker if the default prompt opens the reasoning and does not
+    close the reasoning. Example: "<|im_start|>assistant\n<think>\n" is such a prompt. Otherwise,
+    the model writes the opening marker.
+    """
+    if not turn.prompts:
+        return Opener.MODEL
+    prompt_end = turn.prompts[0].after_header  # "<think>\n" in the example
+    is_opened = reasoning.open.strip() in prompt_end
+    is_closed = reasoning.close.strip() in prompt_end
+    return Opener.PROMPT if is_opened and not is_closed else Opener.MODEL
 
 
 def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
@@ -111,25 +141,24 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
     Example: the message "<think>REASONING</think>CONTENT" contains the markers `<think>` and
     `</think>`.
 
-    Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the message.
+        conversation: A conversation whose answer has reasoning, and also content or a call of
+            FIRST_TOOL. The template renders all of them.
 
-    The answer of `conversation` has reasoning, and also content or a call of FIRST_TOOL. The
-    template renders all of them.
+    Mutates: `turn.prober`, which records the comparison R1 or an undecided question for the report.
 
     Returns:
         The markers around the reasoning and around the content. None if the opening marker or the
         closing marker of reasoning is missing.
     """
-    text = turn.text_after_header(conversation) or ""
-    before, _, rest = text.partition(REASONING_TEXT)
-    has_content = conversation.answer is not None and bool(conversation.answer.content)
-    after_reasoning, _, after_content = rest.partition(CONTENT_TEXT if has_content else FIRST_TOOL)
-    pair = _markers_of_reasoning(turn, before, after_reasoning)
+    texts = _texts_around_reasoning(turn, conversation)
+    pair = _markers_of_reasoning(turn, texts.before_reasoning, texts.after_reasoning)
     is_marker_missing = not pair.opening.strip() or not pair.closing.strip()
     if is_marker_missing:
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
-            f"between {before!r} and {after_reasoning!r}."
+            f"between {texts.before_reasoning!r} and {texts.after_reasoning!r}."
         )
         return None
     turn.prober.record(
@@ -139,14 +168,42 @@ def find_markers_in_message(turn: ModelTurn, conversation: Conversation) -> Reas
         right=conversation,
         finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
-    header = turn.header.strip()
-    markup = declare_reasoning(pair, header, after_reasoning)
+    return _declare_message(texts, pair, turn.header.strip())
+
+
+def _texts_around_reasoning(turn: ModelTurn, conversation: Conversation) -> _TextsAroundReasoning:
+    """Render a conversation. Return the texts around the reasoning of its answer.
+
+    The answer has reasoning, and after it content or a call of FIRST_TOOL. The template renders all
+    of them.
+    """
+    message = turn.text_after_header(conversation) or ""
+    before_reasoning, _, rest = message.partition(REASONING_TEXT)
+    has_content = conversation.answer is not None and bool(conversation.answer.content)
     if not has_content:
+        after_reasoning, _, _ = rest.partition(FIRST_TOOL)
+        return _TextsAroundReasoning(before_reasoning, after_reasoning, after_content=None)
+    after_reasoning, _, after_content = rest.partition(CONTENT_TEXT)
+    return _TextsAroundReasoning(before_reasoning, after_reasoning, after_content)
+
+
+def _declare_message(
+    texts: _TextsAroundReasoning, pair: MarkerPair, header: str
+) -> ReasoningMarkup:
+    """Describe the markers around the reasoning and the content of a rendered message.
+
+    Example: "<think>REASONING</think><answer>CONTENT</answer>" has the reasoning markers `<think>`
+    and `</think>`, and the content markers `<answer>` and `</answer>`.
+
+    `pair` contains the markers of reasoning. `header` is the text, such as `<|assistant|>`, that
+    opens an assistant message. Some templates repeat the header before the content.
+    """
+    markup = declare_reasoning(pair, header, texts.after_reasoning)
+    if texts.after_content is None:  # The message has no content.
         return markup
-    # The closing marker of reasoning is no marker of the content. Neither is the header, which some
-    # templates repeat before the content.
-    before_content = after_reasoning.removeprefix(pair.closing).replace(header, "")
-    return replace(markup, wrapper=content_wrapper(before_content, after_content))
+    # Neither the closing marker of reasoning nor the header is a marker of the content.
+    before_content = texts.after_reasoning.removeprefix(pair.closing).replace(header, "")
+    return replace(markup, wrapper=content_wrapper(before_content, texts.after_content))
 
 
 def _without_reasoning(conversation: Conversation) -> Conversation:
@@ -156,18 +213,19 @@ def _without_reasoning(conversation: Conversation) -> Conversation:
 
 
 def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) -> MarkerPair:
-    """Return the opening and closing markers of reasoning. A missing marker is "" or white space.
+    """Return the opening and closing markers of reasoning, such as `<think>` and `</think>`.
 
-    `before` and `after_reasoning` are the texts around the reasoning in a rendered message.
-    Usually, both markers are in the message or in a prompt, as in "<think>REASONING</think>". If
-    the opening marker is in neither, it is derived from the closing marker: `<think>` from
-    `</think>`. A derived marker must occur in the template or in a prompt.
+    `before` and `after_reasoning` are the texts around the reasoning in a rendered message. If
+    neither the message nor a prompt contains the opening marker, this marker is derived from the
+    closing marker: `<think>` from `</think>`. A derived marker must occur in the template or in a
+    prompt. If a marker is missing, the result contains "" or only the white space at its place.
     """
     opening = _opening_before_reasoning(turn, before)
-    closing = closing_marker(after_reasoning, opening)
-    if not opening:
-        opening = first_in_template_or_prompts(turn, opening_spellings(closing.strip()))
-    return MarkerPair(opening, closing)
+    if opening:
+        return MarkerPair(opening, closing_marker(after_reasoning, opening))
+    closing = closing_marker(after_reasoning, opening="")
+    possible_openings = opening_spellings(closing.strip())
+    return MarkerPair(first_used_marker(turn, possible_openings), closing)
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
@@ -202,10 +260,10 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
         The markers in the first constant that contains markers of reasoning, or None.
     """
     for literal in turn.prober.template.literals:
-        reasoning_pair = named_pair(literal)
+        reasoning_pair = thinking_pair(literal)
         if reasoning_pair is None:
             continue
-        turn.prober.record_without_comparison(
+        turn.prober.record_source_finding(
             "R4 source",
             finding=f"A string constant of the template contains {reasoning_pair.closing!r}.",
         )
@@ -218,42 +276,55 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def find_interruption(
-    turn: ModelTurn, part: Reasoning, conversation: Conversation | None
-) -> tuple[str, ...]:
-    """Return the marker, such as `<tool_call>`, that ends reasoning instead of `</think>`.
+    turn: ModelTurn, conversation: Conversation | None, closing: str
+) -> str | None:
+    """Find the marker of a tool call, such as `<tool_call>`, that ends reasoning before the call.
 
-    Example: in "<think>REASONING<tool_call>..", the template has omitted `</think>`, so the parser
-    must end the reasoning at `<tool_call>`.
+    Example: in "<think>REASONING<tool_call>..", the template has omitted the closing marker
+    `</think>`, so the parser must end the reasoning at `<tool_call>`.
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the message.
+        conversation: A conversation whose reasoning the template renders, or None if there is none.
+            The conversation is rendered with another answer, which has reasoning and a tool call.
+        closing: The closing marker of reasoning.
 
     Mutates: `turn.prober`, which records the comparison R5 or an open question for the report.
 
-    `conversation` is a conversation whose reasoning the template renders, or None. To find the
-    marker, the same conversation is rendered with another answer: reasoning and a call.
-
     Returns:
-        A tuple with this one marker, as the value of `Reasoning.interrupted_by`. The tuple is empty
-        if the template writes the closing marker, or if there is no marker.
+        The marker, or None if the closing marker or no marker precedes the tool call.
     """
     if conversation is None:
-        return ()
+        return None
     answer = AssistantMessage(reasoning=REASONING_TEXT, calls=ONE_CALL)
-    with_reasoning = replace(conversation, answer=answer, tools=True)
-    rendered_message = turn.text_after_header(with_reasoning) or ""
-    before_call = text_between(rendered_message, REASONING_TEXT, FIRST_TOOL)
-    if before_call is None or part.close.strip() in before_call:
-        return ()  # The message is not rendered, or the template writes the closing marker.
-    interruption, _ = first_two(markers(before_call))
+    conversation_with_call = replace(conversation, answer=answer, tools=True)
+    message = turn.text_after_header(conversation_with_call) or ""
+    before_call = text_between(message, REASONING_TEXT, FIRST_TOOL)
+    if before_call is None or closing.strip() in before_call:
+        return None  # The message is not rendered, or contains the closing marker.
+    interruption = first_marker(before_call)
+    _report_interruption(turn.prober, conversation_with_call, interruption)
+    return interruption or None
+
+
+def _report_interruption(prober: Prober, conversation: Conversation, interruption: str) -> None:
+    """Report which marker ends the reasoning before a tool call that has no closing marker.
+
+    The answer of `conversation` has reasoning and a tool call. `interruption` is the marker, such
+    as `<tool_call>`, or "" if no marker is between the reasoning and the tool call.
+
+    Mutates: `prober.comparisons`, or `prober.undecided` if there is no marker.
+    """
     if not interruption:
-        turn.prober.undecided.append(
+        prober.undecided.append(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
-        return ()
-    turn.prober.record(
+        return
+    prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        left=_without_reasoning(with_reasoning),
-        right=with_reasoning,
+        left=_without_reasoning(conversation),
+        right=conversation,
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )
-    return (interruption,)

@@ -16,7 +16,7 @@ from nereid_parsers.template.difference import (
     markers,
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
-from nereid_parsers.template.probe import UNCHANGED
+from nereid_parsers.template.probe import UNCHANGED, Prober
 from nereid_parsers.template.reasoning_markers import (
     MarkerPair,
     ReasoningMarkup,
@@ -41,21 +41,42 @@ def find_markers_in_prompts(turn: ModelTurn) -> ReasoningMarkup | None:
         The markers in the first prompt that contains markers of reasoning, or None.
     """
     for prompt in turn.prompts:
-        closing = _closing_for_prompt(turn, prompt)
-        if not closing:
-            continue
-        opening = first_opening(prompt.after_header)  # `<think>\n` in the example
-        turn.prober.record(
-            "R2 thinking switch",
-            # For the default prompt, no switch is set, so `describe` returns "".
-            prompt.switches.describe() or UNCHANGED,
-            left=turn.prompts[0].conversation,
-            right=prompt.conversation,
-            finding=f"The prompt opens reasoning with {opening!r}. "
-            f"The marker {closing!r} closes reasoning.",
-        )
-        return ReasoningMarkup(Reasoning(opening, _with_probable_line_breaks(closing, opening)))
+        pair = _pair_in_prompt(turn, prompt)
+        if pair is not None:
+            _record_prompt(turn, prompt, pair)
+            closing = _with_probable_line_breaks(pair.closing, pair.opening)
+            return ReasoningMarkup(Reasoning(pair.opening, closing))
     return None
+
+
+def _record_prompt(turn: ModelTurn, prompt: GenerationPrompt, pair: MarkerPair) -> None:
+    """Record the comparison R2 for the report: the default prompt, and a prompt with reasoning.
+
+    `pair` contains the markers, such as `<think>` and `</think>`, that were found in `prompt`.
+
+    Mutates: `turn.prober.comparisons`.
+    """
+    default_prompt = turn.prompts[0]
+    turn.prober.record(
+        "R2 thinking switch",
+        # For the default prompt, no switch is set, so `describe` returns "".
+        prompt.switches.describe() or UNCHANGED,
+        left=default_prompt.conversation,
+        right=prompt.conversation,
+        finding=f"The prompt opens reasoning with {pair.opening!r}. "
+        f"The marker {pair.closing!r} closes reasoning.",
+    )
+
+
+def _pair_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> MarkerPair | None:
+    r"""If `prompt` opens reasoning, return the opening and the closing marker of reasoning.
+
+    Example: if the prompt ends with "<|assistant|><think>\n", where `<|assistant|>` is the header,
+    the result is the pair of "<think>\n" and "</think>". If no closing marker is known, return
+    None, because the parser could not find the end of the reasoning.
+    """
+    closing = _closing_for_prompt(turn, prompt)
+    return MarkerPair(first_opening(prompt.after_header), closing) if closing else None
 
 
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
@@ -72,15 +93,25 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     first, second = first_two(markers(prompt.after_header))  # A missing marker is "".
     possible_closings = closing_spellings(first)
     if is_thinking_marker(first):  # Case 1
-        most_probable_closing, _ = first_two(possible_closings)
-        used_closing = first_in_template_or_prompts(turn, possible_closings)
-        return second or used_closing or most_probable_closing
+        return second or _most_probable_marker(turn, possible_closings)
     if second in possible_closings:  # Case 2
         return second
-    is_changed_by_switch = prompt.after_header != turn.prompts[0].after_header
+    default_prompt = turn.prompts[0]  # No thinking switch is set in this prompt.
+    is_changed_by_switch = prompt.after_header != default_prompt.after_header
     if is_changed_by_switch:  # Case 3
-        return first_in_template_or_prompts(turn, possible_closings)
+        return first_used_marker(turn, possible_closings)
     return ""
+
+
+def _most_probable_marker(turn: ModelTurn, candidates: list[str]) -> str:
+    """Return the first candidate that occurs in the template or in a prompt, else the first one.
+
+    Example: for the candidates ["<|/THINK|>", "</|THINK|>"], the result is "</|THINK|>" if the
+    template contains only this marker. The result is "<|/THINK|>" if the template contains neither
+    marker. Return "" if there are no candidates.
+    """
+    default = candidates[0] if candidates else ""
+    return first_used_marker(turn, candidates) or default
 
 
 def _with_probable_line_breaks(closing: str, opening: str) -> str:
@@ -105,49 +136,68 @@ def find_markers_in_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     markers `<think>` and `</think>` enclose the reasoning, and the markers `<answer>` and
     `</answer>` enclose the content.
 
-    Mutates: `turn.prober`, which records the comparison R3 for the report.
+    Mutates: `turn.prober`, which records the default prompt and the prompt with the instruction for
+        the report.
 
     Returns:
         The markers, or None if no switch adds an instruction with markers of reasoning.
     """
     if not turn.prompts:
         return None
-    default, *switched_prompts = turn.prompts
-    for prompt in switched_prompts:
-        pairs = _pairs_in_instructions(default, prompt)
-        if not pairs:
-            continue
-        names = ", ".join(pair.opening + pair.closing for pair in pairs)
-        turn.prober.record(
-            "R3 instructions",
-            prompt.switches.describe(),
-            left=default.conversation,
-            right=prompt.conversation,
-            finding=f"The instructions mention the pairs of tags {names}.",
-        )
-        reasoning_pair, *other_pairs = pairs
-        return markup_of_pairs(reasoning_pair, content_pair=next(iter(other_pairs), None))
+    default_prompt, *switched_prompts = turn.prompts  # No switch is set in the first prompt.
+    for switched_prompt in switched_prompts:
+        pairs = _pairs_in_instructions(default_prompt, switched_prompt)
+        if pairs:
+            _record_instructions(turn.prober, default_prompt, switched_prompt, pairs)
+            content_pair = pairs[1] if len(pairs) > 1 else None
+            return markup_of_pairs(pairs[0], content_pair)
     return None
 
 
-def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) -> list[MarkerPair]:
+def _record_instructions(
+    prober: Prober,
+    default_prompt: GenerationPrompt,
+    switched_prompt: GenerationPrompt,
+    pairs: list[MarkerPair],
+) -> None:
+    """Record the comparison R3 for the report: the prompts without and with instructions.
+
+    `pairs` are the pairs of tags, such as `<think></think>`, that the instructions contain.
+
+    Mutates: `prober.comparisons`.
+    """
+    names = ", ".join(pair.opening + pair.closing for pair in pairs)
+    prober.record(
+        "R3 instructions",
+        switched_prompt.switches.describe(),
+        left=default_prompt.conversation,
+        right=switched_prompt.conversation,
+        finding=f"The instructions mention the pairs of tags {names}.",
+    )
+
+
+def _pairs_in_instructions(
+    default_prompt: GenerationPrompt, switched_prompt: GenerationPrompt
+) -> list[MarkerPair]:
     """Return the pairs of tags in the text that a switch like `enable_thinking` adds to a prompt.
 
-    Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
-    <answer></answer>. Hello." The result contains the pairs `<think></think>` and
-    `<answer></answer>`. The first pair encloses the reasoning. If the name of the first pair does
-    not refer to thinking, the text is about something else, and the result is [].
+    Example: the default prompt is "Hello.", and the prompt with the switch is "Write <think>
+    </think> and <answer></answer>. Hello." The result contains the pairs of `<think>` and
+    `<answer>`. The first pair encloses the reasoning. If the name of the first pair does not refer
+    to thinking, the instructions do not describe reasoning, and the result is [].
     """
-    if prompt.switches.system:
+    if switched_prompt.switches.system:
         # The analysis has added a system message, such as "/no_think". The added text does not come
         # from the template, so it does not show the markers of the template.
         return []
-    added_instructions = difference(default.text, prompt.text).right
+    added_instructions = difference(default_prompt.text, switched_prompt.text).right
     pairs = empty_pairs(added_instructions)
-    return pairs if pairs and is_thinking_marker(pairs[0].opening) else []
+    if not pairs or not is_thinking_marker(pairs[0].opening):
+        return []
+    return pairs
 
 
-def first_in_template_or_prompts(turn: ModelTurn, candidates: list[str]) -> str:
+def first_used_marker(turn: ModelTurn, candidates: list[str]) -> str:
     """Return the first marker in `candidates` that occurs in the template or in a prompt.
 
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only

@@ -16,7 +16,6 @@ from nereid_parsers.template.difference import (
     MARKER,
     closing_spellings,
     compound_closing,
-    first_two,
     markers,
     opening_spellings,
     trailing_marker,
@@ -25,6 +24,7 @@ from nereid_parsers.template.difference import (
 _THINKING_WORDS = ("think", "thought", "reason", "inner")
 # Matches a marker at the start of a text, and the white space around the marker.
 _LEADING_MARKER = re.compile(rf"\s*(?:{MARKER.pattern})\s*")
+_SPACE_AND_WORD = re.compile(r"\s+\S")  # Matches white space and the start of a word after it.
 
 
 class MarkerPair(NamedTuple):
@@ -63,32 +63,43 @@ def is_thinking_marker(marker: str) -> bool:
     return any(word in marker.lower() for word in _THINKING_WORDS)
 
 
+def first_marker(text: str) -> str:
+    """Return the first marker in `text`, such as `<think>`. Return "" if there is no marker.
+
+    >>> first_marker("Hello <think></think>"), first_marker("Hello")
+    ('<think>', '')
+    """
+    return next(iter(markers(text)), "")
+
+
 def last_opening(before: str) -> str:
-    r"""Return the text that opens the reasoning: usually the last marker before the reasoning.
+    r"""Return the text that opens the reasoning, with the white space around this text.
 
-    The result contains the white space around the marker, because the model writes it, too. There
-    are three cases:
+    `before` is the text before the reasoning. Without a marker, the whole text opens the reasoning,
+    except line breaks at its start:
 
-    1. Without a marker, the whole text opens the reasoning, except line breaks at its start.
-    2. White space and words follow the last marker. These words open the reasoning: `I think:`.
-    3. Otherwise, the last marker opens the reasoning, together with the text that is joined to this
-       marker without white space: `<think>`, or `<|open|>think<|sep|>`.
+    >>> last_opening("\nI think:\n")
+    'I think:\n'
 
-    >>> last_opening("\nI think:\n"), last_opening("<|start|>\nI think:\n")
-    ('I think:\n', '\nI think:\n')
+    If white space and words follow the last marker, the words open the reasoning:
+
+    >>> last_opening("<|start|>\nI think:\n")
+    '\nI think:\n'
+
+    Otherwise, the last marker opens the reasoning, together with the text that directly precedes
+    this marker:
+
     >>> last_opening("Hello.\n<think>\n"), last_opening("Hello. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
     """
     all_markers = list(MARKER.finditer(before))
-    if not all_markers:  # Case 1
+    if not all_markers:
         return before.lstrip("\n")
     last_marker = all_markers[-1]
-    after_marker = before[last_marker.end() :]
-    is_followed_by_words = bool(after_marker.strip()) and after_marker[0].isspace()
-    if is_followed_by_words:  # Case 2
+    before_marker, after_marker = before[: last_marker.start()], before[last_marker.end() :]
+    if _SPACE_AND_WORD.match(after_marker):
         return after_marker
-    joined_to_marker = _last_word_with_space(before[: last_marker.start()])
-    return joined_to_marker + last_marker.group() + after_marker  # Case 3
+    return _last_word_with_space(before_marker) + last_marker.group() + after_marker
 
 
 def _last_word_with_space(text: str) -> str:
@@ -123,20 +134,23 @@ def first_opening(after_header: str) -> str:
 def closing_marker(after_reasoning: str, opening: str) -> str:
     r"""Return the marker that closes the reasoning, with the white space around this marker.
 
-    Usually, the result is the first marker after the reasoning. If several markers open the
-    reasoning, several markers close the reasoning, see `compound_closing`. Some templates close the
-    reasoning with words alone. Examples of these three cases:
+    Usually, the result is the first marker of `after_reasoning`, the text after the reasoning:
 
     >>> closing_marker("\n</think>\n\n<response>", opening="<think>\n")
     '\n</think>\n\n'
+
+    If `opening` continues after its first marker, the closing text must continue in the same way.
+    In this example, both texts continue with `think<|sep|>`:
+
     >>> closing_marker("<|close|>think<|sep|><|open|>", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
+
+    If `after_reasoning` starts with words, the text before the first marker closes the reasoning:
+
     >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
-
-    If `after_reasoning` contains no marker, the result is the whole text.
     """
-    compound = compound_closing(after_reasoning, opening.strip())
+    compound = compound_closing(after_reasoning, opening.strip())  # "" unless it continues.
     return compound or _marker_or_words_at_start(after_reasoning)
 
 
@@ -163,58 +177,64 @@ def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> Re
     """Describe the markers of reasoning, and a header between the reasoning and the next part.
 
     A header is the text that opens an assistant message. Some templates write the header a second
-    time after the reasoning. The model then writes the second header itself, so the parser must
-    remove this "inner header" from the output:
+    time in `after_reasoning`, the text after the reasoning. The model then writes the second header
+    itself, so the parser must remove this "inner header" from the output:
 
     >>> pair = MarkerPair("<think>", "</think>")
     >>> declare_reasoning(pair, "<|assistant|>", "</think><|assistant|>").inner_headers
     ('<|assistant|>',)
+
+    If several markers open the reasoning, as in `<|message|><|thinking|>`, some models write only
+    the last marker. `Reasoning.also_open` declares this marker, unless it also occurs elsewhere.
     """
-    also_open = _alternative_opening(pair.opening, (pair.closing, header, after_reasoning))
+    texts_elsewhere = (pair.closing, header, after_reasoning)
+    last_marker = _last_opening_marker(pair.opening, unless_in=texts_elsewhere)
+    also_open = () if last_marker is None else (last_marker,)
     part = Reasoning(pair.opening, pair.closing, also_open=also_open)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(part, inner_headers=(header,) if is_header_repeated else ())
 
 
-def _alternative_opening(opening: str, other_texts: tuple[str, ...]) -> tuple[str, ...]:
-    """If several markers open reasoning, return the last one. Some models write only this marker.
+def _last_opening_marker(opening: str, unless_in: tuple[str, ...]) -> str | None:
+    """If several markers open reasoning, return the last one: `<|thinking|>`.
 
-    Return () if only one marker opens the reasoning, or if the last marker also has another
-    meaning, because one of the `other_texts` contains it. Example: `<|sep|>` also occurs in the
-    text that closes the reasoning, so the parser could not decide what `<|sep|>` alone means.
+    >>> _last_opening_marker("<|message|><|thinking|>", unless_in=("<|end|>",))
+    '<|thinking|>'
 
-    >>> _alternative_opening("<|message|><|thinking|>", other_texts=("<|end|>",))
-    ('<|thinking|>',)
-    >>> _alternative_opening("<|open|>think<|sep|>", other_texts=("<|close|>think<|sep|>",))
-    ()
+    Return None if only one marker opens the reasoning, or if `opening` ends with words. Also return
+    None if a text in `unless_in` contains the last marker, because the parser could then not decide
+    whether this marker opens reasoning.
+
+    >>> _last_opening_marker("<|open|>think<|sep|>", unless_in=("<|close|>think<|sep|>",)) is None
+    True
     """
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
     if not last_marker or len(markers(opening)) == 1:
-        return ()
-    is_ambiguous = any(last_marker in text for text in other_texts)
-    return () if is_ambiguous else (last_marker,)
+        return None
+    is_ambiguous = any(last_marker in text for text in unless_in)
+    return None if is_ambiguous else last_marker
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     r"""Return the markers around the content that follows the reasoning, or None if there are none.
 
-    In the second example, no marker closes the content, because `<|im_end|>` is not the closing
-    marker of `<answer>`.
+    `before_content` is the text between the closing marker of reasoning and the content. If this
+    text is blank, the result is None. `after_content` is the text after the content.
 
     >>> content_wrapper("\n<answer>\n", "</answer><|im_end|>")
     Wrapper(open='<answer>\n', close='</answer>')
+
+    The marker `<|im_end|>` does not belong to `<answer>`, so no marker closes the content here:
+
     >>> content_wrapper("<answer>", "<|im_end|>")
     Wrapper(open='<answer>', close='')
-
-    The result is None if `before_content`, the text between the closing marker of reasoning and the
-    content, is blank. White space at its start belongs to the reasoning.
     """
-    opening = before_content.lstrip()
+    opening = before_content.lstrip()  # White space at the start belongs to the reasoning.
     if not opening:
         return None
-    first_marker, _ = first_two(markers(after_content))  # "" if there is no marker.
-    closes_content = bool(first_marker) and first_marker in closing_spellings(opening.strip())
-    return Wrapper(opening, first_marker if closes_content else "")
+    next_marker = first_marker(after_content)
+    closes_content = next_marker in closing_spellings(opening.strip())
+    return Wrapper(opening, close=next_marker if closes_content else "")
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:
@@ -236,26 +256,48 @@ def empty_pairs(text: str) -> list[MarkerPair]:
     return pairs
 
 
-def named_pair(literal: str) -> MarkerPair | None:
+def thinking_pair(literal: str) -> MarkerPair | None:
     """Find the markers of reasoning, such as `<think>` and `</think>`, in a string constant.
 
-    The name of such a marker refers to thinking, as in `<think>`. The constant may contain both
-    markers, or consist of the closing marker alone. In the second case, the opening marker is
-    derived from the closing marker. Return None for any other constant.
+    The name of such a marker refers to thinking. The constant may contain both markers:
 
-    >>> named_pair("Write <think>your thoughts</think> first.")
+    >>> thinking_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')
-    >>> named_pair("</think>")
+
+    If the constant is a closing marker, the opening marker is derived from the closing marker:
+
+    >>> thinking_pair("</think>")
+    MarkerPair(opening='<think>', closing='</think>')
+
+    Return None for any other constant.
+    """
+    return _contained_thinking_pair(literal) or _pair_of_closing_marker(literal.strip())
+
+
+def _contained_thinking_pair(text: str) -> MarkerPair | None:
+    """Return the first pair of thinking markers whose two markers `text` contains, or None.
+
+    >>> _contained_thinking_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')
     """
-    all_markers = markers(literal)
-    for closing in filter(is_thinking_marker, all_markers):
-        for opening in _possible_openings(closing):
+    all_markers = markers(text)
+    for marker in filter(is_thinking_marker, all_markers):
+        for opening in _possible_openings(marker):  # no openings if `marker` is itself an opening
             if opening in all_markers:
-                return MarkerPair(opening, closing)
-    text = literal.strip()
-    is_closing_alone = text in markers(text) and is_thinking_marker(text)
-    openings = _possible_openings(text) if is_closing_alone else []
+                return MarkerPair(opening, closing=marker)
+    return None
+
+
+def _pair_of_closing_marker(text: str) -> MarkerPair | None:
+    """If `text` is the closing marker of reasoning, return this marker and its opening marker.
+
+    >>> _pair_of_closing_marker("</think>"), _pair_of_closing_marker("<think>")
+    (MarkerPair(opening='<think>', closing='</think>'), None)
+    """
+    is_one_marker = markers(text) == [text]
+    if not is_one_marker or not is_thinking_marker(text):
+        return None
+    openings = _possible_openings(text)
     return MarkerPair(openings[0], closing=text) if openings else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from nereid_parsers.template.conversation import (
     REASONING_TEXT,
     AssistantMessage,
     Conversation,
+    InputForm,
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.probe import Prober
@@ -47,6 +49,9 @@ class ReasoningFindings:
     """The findings about how a chat template renders reasoning.
 
     Attributes:
+        form: The form of messages from which the template renders reasoning. For example, a field
+            of the message contains the reasoning. The caller must render all later messages in this
+            form. If the template renders no reasoning, this is the form of the prober.
         part: The reasoning part of the format, with the markers around the reasoning. None if no
             markers were found.
         wrapper: The markers around the content, or None if no comparison shows such markers.
@@ -61,6 +66,7 @@ class ReasoningFindings:
             such as `<|start|>assistant`.
     """
 
+    form: InputForm
     part: Reasoning | None = None
     wrapper: Wrapper | None = None
     conversation: Conversation | None = None
@@ -69,65 +75,69 @@ class ReasoningFindings:
     inner_headers: tuple[str, ...] = ()
 
 
-class _RenderedConversation(NamedTuple):
-    """A conversation whose reasoning the template renders.
+class _ProbeWithReasoning(NamedTuple):
+    """A conversation with reasoning, and the form in which its messages are rendered.
 
     Attributes:
-        conversation: The conversation. The last message has reasoning.
-        place: The place in the message from which the template reads the reasoning, as a value of
-            `InputForm.reasoning_place`. Example: PARTS, if the reasoning is a part of the content.
+        answer: The last message of the conversation. It has reasoning.
+        conversation: The conversation.
+        form: The form of the messages. `form.reasoning_place` is the place of the reasoning in a
+            message. Example: PARTS, if the reasoning is a part of the content.
     """
 
+    answer: AssistantMessage
     conversation: Conversation
-    place: str
+    form: InputForm
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find out whether the template renders reasoning, and how thinking switches change a prompt.
 
-    The result contains a conversation whose reasoning the template renders, the message fields from
-    which the template reads the reasoning, and the text that each setting of a switch adds to a
-    prompt. The markers of reasoning, the attribute `part` of the result, are still missing.
-
-    Mutates: `turn.prober.form`. From then on, the prober writes the reasoning of a message to the
-        place from which the template reads reasoning, for example to the field `reasoning_content`.
+    The result contains a conversation whose reasoning the template renders, the form of its
+    messages, the message fields from which the template reads the reasoning, and the text that each
+    setting of a switch adds to a prompt. The markers of reasoning, the attribute `part` of the
+    result, are not searched.
     """
     switches = _effects_of_switches(turn.prompts)
-    rendered = _find_rendered_conversation(turn)
+    rendered = _find_rendered_probe(turn)
     if rendered is None:  # The template renders no reasoning.
-        return ReasoningFindings(switches=switches)
-    conversation, place = rendered
-    turn.prober.form = replace(turn.prober.form, reasoning_place=place)
-    # If the reasoning is not a part of the content, the template may read several message fields.
-    is_in_content = place in (PARTS, BLOCKS)
-    fields = (place,) if is_in_content else _rendered_fields(turn.prober, conversation)
-    return ReasoningFindings(conversation=conversation, fields=fields, switches=switches)
+        return ReasoningFindings(turn.prober.form, switches=switches)
+    conversation, form = rendered.conversation, rendered.form
+    is_part_of_content = form.reasoning_place in (PARTS, BLOCKS)
+    if is_part_of_content:
+        fields: tuple[str, ...] = (form.reasoning_place,)
+    else:  # The template may read several fields of a message.
+        fields = _rendered_fields(turn.prober, conversation)
+    return ReasoningFindings(form, conversation=conversation, fields=fields, switches=switches)
 
 
-def _find_rendered_conversation(turn: ModelTurn) -> _RenderedConversation | None:
+def _find_rendered_probe(turn: ModelTurn) -> _ProbeWithReasoning | None:
     """Find a conversation whose reasoning the template renders before the rest of the answer.
 
-    The function renders conversations that differ in three things. It returns the first suitable
-    conversation, and the place of the reasoning in its answer:
-
-        the answer      It has content, a tool call, or both. Content alone is tried first.
-        the switches    The setting of the thinking switches, such as `enable_thinking=True`.
-        the place       The reasoning is in a field of the message, or is a part of the content.
-
     Return None if the template renders no reasoning.
+    """
+    for probe in _probes_with_reasoning(turn):
+        message = turn.text_after_header(probe.conversation, probe.form)
+        if message is not None and _is_rendered_completely(probe.answer, message):
+            return probe
+    return None
+
+
+def _probes_with_reasoning(turn: ModelTurn) -> Iterator[_ProbeWithReasoning]:
+    """Yield conversations with reasoning, to find one whose reasoning the template renders.
+
+    The answer has content, a tool call, or both. Each answer is combined with each setting of the
+    thinking switches, such as `enable_thinking=True`, and with each place of the reasoning, such as
+    a field of the message.
     """
     # `turn.prompts` contains one prompt for each setting of the thinking switches.
     prompts = turn.prompts[:_MAX_SETTINGS_TRIED]
     settings = [prompt.switches for prompt in prompts] or [NO_SWITCHES]
     places = _possible_places(turn.prober)
-    for answer, switches in product(_ANSWERS, settings):
+    for answer, switches, place in product(_ANSWERS, settings, places):
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
-        for place in places:
-            form = replace(turn.prober.form, reasoning_place=place)
-            message = turn.text_after_header(conversation, form)
-            if message is not None and _is_rendered_completely(answer, message):
-                return _RenderedConversation(conversation, place)
-    return None
+        form = replace(turn.prober.form, reasoning_place=place)
+        yield _ProbeWithReasoning(answer, conversation, form)
 
 
 def _possible_places(prober: Prober) -> list[str]:
@@ -145,11 +155,11 @@ def _possible_places(prober: Prober) -> list[str]:
 
 
 def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
-    """Return whether a rendered message contains the reasoning, the content and the tool calls.
+    """Return whether a rendered message contains the reasoning and then the rest of `answer`.
 
-    The reasoning must be first. If `answer` has no content or no tool calls, the text need not
-    contain any. Return False if the template has printed a part of the message as JSON or as a
-    Python dict, because the template then does not expect the reasoning in this field of `answer`.
+    The rest is the content or the tool calls that `answer` has. Return False if the template has
+    printed a part of the message as JSON or as a Python dict, because such a template does not know
+    the form of this message.
 
     >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
     >>> _is_rendered_completely(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
@@ -157,12 +167,11 @@ def _is_rendered_completely(answer: AssistantMessage, text: str) -> bool:
     >>> _is_rendered_completely(answer, f"{{'thinking': '{REASONING_TEXT}'}}{CONTENT_TEXT}")
     False
     """
-    _, reasoning, after_reasoning = text.partition(REASONING_TEXT)
-    if not reasoning or _PRINTED_PART.search(text):
-        return False
-    if answer.content and CONTENT_TEXT not in after_reasoning:
-        return False
-    return not answer.calls or FIRST_TOOL in after_reasoning
+    _, _, after_reasoning = text.partition(REASONING_TEXT)  # "" if the reasoning is missing.
+    is_reasoning_rendered = REASONING_TEXT in text and _PRINTED_PART.search(text) is None
+    is_content_rendered = not answer.content or CONTENT_TEXT in after_reasoning
+    are_calls_rendered = not answer.calls or FIRST_TOOL in after_reasoning
+    return is_reasoning_rendered and is_content_rendered and are_calls_rendered
 
 
 def _rendered_fields(prober: Prober, conversation: Conversation) -> tuple[str, ...]:
@@ -187,28 +196,29 @@ def _effects_of_switches(prompts: tuple[GenerationPrompt, ...]) -> dict[str, str
     Example: with the setting enable_thinking=False, the prompt ends with the header
     `<|im_start|>assistant` and "<think></think>". The default prompt ends with the header alone.
     The result is {"enable_thinking=False": "<think></think>"}.
-    `prompts` contains one prompt for each setting of the switches. The default prompt is first.
+
+    `prompts` contains one prompt for each setting of the switches. The default prompt is first. If
+    a=True alone has the same effect as a=True, b=True, the result contains only a=True.
     """
     if not prompts:
         return {}
-    default, *others = prompts
-    effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # Settings with fewer variables come first, because they make other settings superfluous.
-    effective.sort(key=lambda prompt: len(prompt.switches.variables))
+    default_prompt, *others = prompts
+    changed = [prompt for prompt in others if prompt.after_header != default_prompt.after_header]
+    # A setting with fewer variables comes first, so that a setting with more variables, but with
+    # the same effect, is left out.
     reported: list[GenerationPrompt] = []
-    for prompt in effective:
-        if not any(_makes_superfluous(other, prompt) for other in reported):
+    for prompt in sorted(changed, key=lambda prompt: len(prompt.switches.variables)):
+        if not any(_explains_effect(smaller, prompt) for smaller in reported):
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 
 
-def _makes_superfluous(prompt: GenerationPrompt, other: GenerationPrompt) -> bool:
-    """Return whether a report that contains `prompt` can leave out `other`.
+def _explains_effect(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
+    """Return whether the setting of `smaller` already explains how `prompt` ends.
 
-    The report can leave out `other` if both prompts have the same effect, and `other` sets all
-    switches that `prompt` sets. Example: if `a=True` alone has the same effect as `a=True, b=True`,
-    only `a=True` is reported.
+    Both prompts must end with the same text, and `prompt` must set all switches that `smaller`
+    sets. Example: `smaller` sets a=True, and `prompt` sets a=True and b=True.
     """
-    has_same_effect = prompt.after_header == other.after_header
-    switches = {*prompt.switches.variables, prompt.switches.system}
-    return has_same_effect and switches.issubset({*other.switches.variables, other.switches.system})
+    has_same_end = smaller.after_header == prompt.after_header
+    switches = {*smaller.switches.variables, smaller.switches.system}
+    return has_same_end and switches.issubset({*prompt.switches.variables, prompt.switches.system})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.template.sandbox.compile_template import CompiledTemplate, RenderRefused
 from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_request
@@ -28,6 +28,30 @@ class ContinuationRefused(RenderRefused):
 
     The text of the error contains the reason.
     """
+
+
+class _MarkedMessages(NamedTuple):
+    """The messages of a request, with `_END_OF_MESSAGE` at the end of the last message.
+
+    Attributes:
+        messages: The copied messages.
+        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
+    """
+
+    messages: list[dict[str, Any]]
+    final_text: str
+
+
+class _MarkedContent(NamedTuple):
+    """The content of a message, with `_END_OF_MESSAGE` after its last text.
+
+    Attributes:
+        content: The copied content: a text, or a list of parts.
+        final_text: The last text of the content, without `_END_OF_MESSAGE`.
+    """
+
+    content: str | list[Any]
+    final_text: str
 
 
 class RequestTemplate:
@@ -93,49 +117,52 @@ class RequestTemplate:
         """
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
-        text: str = self._of_thread.template.render(variables, Budget(limits))
-        return text
+        template: CompiledTemplate = self._of_thread.template
+        template.set_budget(Budget(limits))
+        return template.render(variables)
 
-    def _mark_final_message(
-        self, messages: Sequence[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], str]:
+    def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
         """Copy the messages, and append `_END_OF_MESSAGE` to the content of the last message.
 
         In the rendered prompt, `_END_OF_MESSAGE` shows where the content of the last message ends.
-        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ". If the content is a
-        list of parts, `_END_OF_MESSAGE` is appended to the last part that contains text.
-
-        Returns:
-            The copied messages, and the last text without `_END_OF_MESSAGE`. The caller checks that
-            the prompt contains this text.
+        Example: the content "Well," becomes "Well,CONTINUE_FINAL_MESSAGE_TAG ".
 
         Raises:
-            ContinuationRefused: The last message contains no text, or the template does not write
-                the content of messages.
+            ContinuationRefused: The last message contains no text, or the template cannot write the
+                content of messages.
         """
         content = messages[-1].get("content") if messages else None
         if content is None:
             raise ContinuationRefused("the last message has no content to continue")
-        # A template without the word "content" cannot read the field `content`. If a template with
-        # this word omits the content, `_cut_at_message_end` raises the error after the rendering.
+        # A template without the word "content" cannot read the field `content`.
         if "content" not in self._source:
             raise ContinuationRefused("the chat template does not write the content of messages")
-        if isinstance(content, str):
-            marked, final_text = content + _END_OF_MESSAGE, content
-            return [*messages[:-1], {**messages[-1], "content": marked}], final_text
-        if isinstance(content, list):
-            marked_parts, final_text = _mark_last_text(content)
-            return [*messages[:-1], {**messages[-1], "content": marked_parts}], final_text
-        raise ContinuationRefused(_NO_TEXT)
+        marked = _mark_content(content)
+        marked_message = {**messages[-1], "content": marked.content}
+        return _MarkedMessages([*messages[:-1], marked_message], marked.final_text)
 
 
-def _mark_last_text(parts: Sequence[Any]) -> tuple[list[Any], str]:
+def _mark_content(content: object) -> _MarkedContent:
+    """Append `_END_OF_MESSAGE` to a content, which is a text or a list of parts.
+
+    >>> _mark_content("Well,")
+    _MarkedContent(content='Well,CONTINUE_FINAL_MESSAGE_TAG ', final_text='Well,')
+
+    Raises:
+        ContinuationRefused: The content contains no text.
+    """
+    if isinstance(content, str):
+        return _MarkedContent(content + _END_OF_MESSAGE, final_text=content)
+    if isinstance(content, list):
+        return _mark_last_text(content)
+    raise ContinuationRefused(_NO_TEXT)
+
+
+def _mark_last_text(parts: Sequence[Any]) -> _MarkedContent:
     """Copy the parts of a message, and append `_END_OF_MESSAGE` to the last part with text.
 
-    Return the copied parts, and the last text without `_END_OF_MESSAGE`.
-
-    >>> _mark_last_text([{"type": "image"}, {"type": "text", "text": "Hi"}])[0][1]["text"]
-    'HiCONTINUE_FINAL_MESSAGE_TAG '
+    >>> _mark_last_text([{"type": "text", "text": "Hi"}, {"type": "image"}]).content
+    [{'type': 'text', 'text': 'HiCONTINUE_FINAL_MESSAGE_TAG '}, {'type': 'image'}]
 
     Raises:
         ContinuationRefused: No part contains text.
@@ -145,7 +172,7 @@ def _mark_last_text(parts: Sequence[Any]) -> tuple[list[Any], str]:
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             text: str = part["text"]
             marked_part = {**part, "text": text + _END_OF_MESSAGE}
-            return [*parts[:index], marked_part, *parts[index + 1 :]], text
+            return _MarkedContent([*parts[:index], marked_part, *parts[index + 1 :]], text)
     raise ContinuationRefused(_NO_TEXT)
 
 
@@ -173,27 +200,25 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_at_message_end(rendered: str, final_text: str) -> str:
     """Remove the text that follows the last message, so that the model continues this message.
 
-    Before the rendering, `_END_OF_MESSAGE` was appended to the last message. `_END_OF_MESSAGE`
-    consists of `_END_WORD` and a space. If the template keeps this space, the result ends directly
+    `rendered` contains `_END_WORD` and a space at the end of the last message. The result ends
     before `_END_WORD`:
 
     >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD} </assistant>", "Well, ")
     '<assistant>Well, '
 
-    If the template removes the space, it removes white space at the end of each message. The white
-    space before `_END_WORD` is then removed, too:
+    If no space follows `_END_WORD`, the template removes white space at the end of each message.
+    The result then also ends without white space:
 
     >>> _cut_at_message_end(f"<assistant>Well, {_END_WORD}</assistant>", "Well, ")
     '<assistant>Well,'
 
-    `final_text` is the last text of the last message, without `_END_OF_MESSAGE`.
+    `final_text` is the last text of the last message, without `_END_WORD`.
 
     Raises:
-        ContinuationRefused: The rendered text does not contain the whole content of the last
-            message.
+        ContinuationRefused: The template has not written the whole `final_text`.
     """
     up_to_message_end, end_word, after_end_word = rendered.rpartition(_END_WORD)
-    # If the template has removed a part of the message, the model cannot continue the message.
+    # `final_text` may be at any place, because transformers also accepts the text at any place.
     contains_final_text = final_text.strip() in rendered
     if not end_word or not contains_final_text:
         raise ContinuationRefused(

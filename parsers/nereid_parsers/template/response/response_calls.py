@@ -24,6 +24,7 @@ from nereid_parsers.format import (
 from nereid_parsers.pattern_syntax import escape_braces
 from nereid_parsers.template.response.regex_parts import (
     OptionalWhitespace,
+    Piece,
     Pieces,
     VariableText,
     alternatives,
@@ -53,6 +54,18 @@ class _CallStart(NamedTuple):
 
     marker: str
     head: str
+
+
+class _TagPieces(NamedTuple):
+    """The two tags around the value of an argument, as the parts of a regular expression.
+
+    Attributes:
+        opening: The parts before the value, for example those of `<a=(?P<key>..)>`.
+        closing: The parts after the value, for example those of `</a>`.
+    """
+
+    opening: Pieces
+    closing: Pieces
 
 
 def tool_section(field: Mapping[str, Any]) -> ToolSection:
@@ -107,7 +120,8 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
     >>> _split_call_start(("<call>", OptionalWhitespace()))
     _CallStart(marker='<call>', head='')
 
-    If the first literal directly precedes the function's name, all pieces are the header:
+    If variable text, such as the function's name, directly follows the first literal, all pieces
+    are the header:
 
     >>> _split_call_start(("<f=", VariableText("name"), ">"))
     _CallStart(marker='', head='<f={name}>')
@@ -127,9 +141,9 @@ def _split_call_start(pieces: Pieces) -> _CallStart:
         case [str(), *_] if not has_variable_text:
             return _CallStart(text_of_literals(visible_pieces), head="")
         case [str(), VariableText(), *_]:
-            return _CallStart(marker="", head=_pattern(visible_pieces))
+            return _CallStart(marker="", head=_make_pattern(visible_pieces))
         case [str(marker), *_]:
-            return _CallStart(marker, head=_pattern(visible_pieces[1:]))
+            return _CallStart(marker, head=_make_pattern(visible_pieces[1:]))
         case _:
             raise FormatError(
                 "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
@@ -144,22 +158,35 @@ def _without_leading_whitespace(pieces: Pieces) -> Pieces:
     return pieces
 
 
-def _pattern(pieces: Pieces) -> str:
+def _make_pattern(pieces: Pieces) -> str:
     r"""Convert the parts of a regular expression into a pattern such as `<f {name}>`.
 
-    A pattern contains placeholders in braces, so the braces of a literal are doubled. Optional
-    white space becomes a line break, because a line break in a pattern matches any white space.
+    Each part is converted by `_pattern_of_piece`.
 
-    >>> _pattern(("<f{x} ", VariableText("name"), OptionalWhitespace()))
+    >>> _make_pattern(("<f{x} ", VariableText("name"), OptionalWhitespace()))
     '<f{{x}} {name}\n'
     """
-    texts = []
-    for piece in pieces:
-        if isinstance(piece, VariableText):
-            texts.append(_PLACEHOLDERS.get(piece.name, "{word}"))
-        else:
-            texts.append(escape_braces(piece) if isinstance(piece, str) else "\n")
-    return "".join(texts)
+    return "".join(_pattern_of_piece(piece) for piece in pieces)
+
+
+def _pattern_of_piece(piece: Piece) -> str:
+    r"""Convert one part of a regular expression into a part of a pattern.
+
+    Optional white space becomes a line break, because a line break in a pattern matches any white
+    space.
+
+    >>> _pattern_of_piece("f{x}"), _pattern_of_piece(OptionalWhitespace())
+    ('f{{x}}', '\n')
+    >>> _pattern_of_piece(VariableText("name")), _pattern_of_piece(VariableText("other"))
+    ('{name}', '{word}')
+    """
+    match piece:
+        case str():
+            return escape_braces(piece)  # A single brace would start a placeholder.
+        case OptionalWhitespace():
+            return "\n"
+        case VariableText(name):
+            return _PLACEHOLDERS.get(name, "{word}")  # `{word}` matches any word.
 
 
 def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Call:
@@ -175,54 +202,84 @@ def _declare_call(field: Mapping[str, Any], start: _CallStart, close: str) -> Ca
     # The header shows whether the body must contain the function's name.
     body = _declare_body(field, start.head)
     is_name_in_body = isinstance(body, JsonObject | JsonArray)
-    if is_name_in_body:
-        # A header contains each literal brace twice, but a fixed text contains the brace once.
-        fixed_head = start.head.replace("{{", "{").replace("}}", "}")
-        return Call(body, open=start.marker + fixed_head, close=close)
-    return Call(body, open=start.marker, head=start.head, close=close)
+    if not is_name_in_body:
+        return Call(body, open=start.marker, head=start.head, close=close)
+    # A `Call` has no header if the body contains the name. Therefore, the text of the header
+    # becomes a part of the opening marker, which is a fixed text and not a pattern.
+    return Call(body, open=start.marker + _unescape_braces(start.head), close=close)
+
+
+def _unescape_braces(pattern: str) -> str:
+    """Convert a pattern into a fixed text, in which a brace is not doubled.
+
+    >>> _unescape_braces("<f{{x}}>")
+    '<f{x}>'
+    """
+    return pattern.replace("{{", "{").replace("}}", "}")
 
 
 def _declare_body(field: Mapping[str, Any], head: str) -> Body:
     """Return a description of how the model writes the arguments of a tool call.
 
-    The member `content` of `field` names the form of the body, and the member `content_args`
-    contains the options of this form. Example: {"content": "json"} declares a JSON body. If the
-    header contains the function's name, the body contains only the arguments, and the result is
-    `JsonArguments`. Otherwise the body also contains the name.
+    The member `content` of `field` names the form of the body, "json" or "xml-inline". The member
+    `content_args` contains the options of this form. Example: {"content": "json"} declares a JSON
+    body.
 
     `head` is the pattern of the header, which precedes the body. Example: `<f={name}>`.
 
     Raises:
         FormatError: The declared form is unknown, or its options are invalid.
     """
-    content = field.get("content", "text")  # "text" is the default in a response template.
     options = field.get("content_args") or {}
     if not isinstance(options, Mapping):
         raise FormatError(f"`content_args` must be a JSON object, but it is {options!r}")
-    if content == "xml-inline":
-        return _tagged_arguments(options)
-    if content != "json":
-        raise FormatError(
-            f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
-        )
+    # Without the member `content`, the form is "text", which cannot contain tool calls.
+    content = field.get("content", "text")
+    match content:
+        case "json":
+            return _json_body(field, options, is_name_in_header="{name}" in head)
+        case "xml-inline":
+            return _tagged_arguments(options)
+        case _:
+            raise FormatError(
+                "the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is "
+                f"{content!r}"
+            )
+
+
+def _json_body(
+    field: Mapping[str, Any], options: Mapping[str, Any], *, is_name_in_header: bool
+) -> Body:
+    """Return a description of a JSON body, which contains the arguments of a tool call.
+
+    Unless the header contains the function's name, the body also contains the name. `field` is the
+    declaration of the field `tool_calls`. `options` may declare that the keys have no quotes, as in
+    `{a:<q>x<q>}`.
+
+    Raises:
+        FormatError: An option, or the member `transform` of `field`, is invalid.
+    """
     # A format can declare unquoted keys only together with the marker around strings. If only one
     # of these two options is set, it is ignored, and the body is declared as normal JSON with
     # quoted keys.
     if options.get("unquoted_keys") and options.get("string_delims"):
         return _unquoted_key_arguments(options["string_delims"])
-    is_name_in_header = "{name}" in head
     return JsonArguments() if is_name_in_header else _json_with_name(field)
 
 
 def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
-    The body is a JSON object with one tool call, or a JSON array with all tool calls of a message.
-    The members `transform_each`, `repeats` and `transform` of `field`, the declaration of the field
-    `tool_calls`, show whether the body is an object or an array.
+    The body is a JSON object with one tool call if the field `tool_calls`, which `field` declares,
+    occurs once for each tool call (`repeats`):
 
     >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
     True
+
+    The body is also an object if the rule in `transform` converts the whole body into one tool
+    call. Otherwise, the body is a JSON array with all tool calls of a message. If the member
+    `transform_each` is true, the rule converts each item of this array.
+
     >>> isinstance(_json_with_name({"content": "json"}), JsonArray)
     True
 
@@ -230,13 +287,9 @@ def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
         FormatError: The member `transform` is malformed.
     """
     keys = keys_of_transform(field.get("transform"))
-    if field.get("transform_each"):  # The rule in `transform` converts each item of an array.
-        return JsonArray(keys)
-    # With `repeats`, the field occurs once for each tool call. The rule in `transform` converts the
-    # whole body into one tool call.
-    if field.get("repeats") or field.get("transform"):
-        return JsonObject(keys)
-    return JsonArray(keys)  # The body already is the list of tool calls.
+    is_one_call = field.get("repeats") or field.get("transform")
+    is_array = field.get("transform_each") or not is_one_call
+    return JsonArray(keys) if is_array else JsonObject(keys)
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
@@ -285,20 +338,41 @@ def _tagged_arguments(options: Mapping[str, Any]) -> TaggedArguments:
     # A template writes all arguments with the same tags, so the first alternative of the expression
     # is sufficient.
     pieces, *_ = alternatives(tag_pattern)
-    names = [piece.name for piece in pieces if isinstance(piece, VariableText)]
-    has_both = "key" in names and "value" in names
-    if not has_both or names.index("value") < names.index("key"):
+    tags = _split_at_value(pieces)
+    # The parser searches for the opening tag, so the tag must start with visible text.
+    opening_tag = _make_pattern(_without_leading_whitespace(tags.opening))
+    return TaggedArguments(open=opening_tag, close=_closing_tag(tags.closing))
+
+
+def _split_at_value(pieces: Pieces) -> _TagPieces:
+    """Split the parts of a regular expression, which matches an argument, at the group `value`.
+
+    Example: the parts of `<a=(?P<key>..)>(?P<value>..)</a>` are divided into the opening tag
+    `<a=(?P<key>..)>` and the closing tag `</a>`.
+
+    Raises:
+        FormatError: The expression has no group `value`, or no group `key` before it.
+    """
+    groups = [piece.name for piece in pieces if isinstance(piece, VariableText)]
+    has_both = "key" in groups and "value" in groups
+    if not has_both or groups.index("value") < groups.index("key"):
         raise FormatError(
             "`tag_pattern` of the response_template must contain the group (?P<key>..), and after "
             "it the group (?P<value>..)"
         )
     value_index = pieces.index(VariableText("value"))
-    # The parser searches for the opening tag, so the tag must start with visible text. The closing
-    # tag may start with white space, because this white space is not a part of the value.
-    opening_tag = _without_leading_whitespace(pieces[:value_index])
-    closing_tag = [
-        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece)
-        for piece in pieces[value_index + 1 :]
-    ]
-    # The opening tag is a pattern, because it contains the key. The closing tag is a fixed text.
-    return TaggedArguments(open=_pattern(opening_tag), close="".join(closing_tag))
+    return _TagPieces(opening=pieces[:value_index], closing=pieces[value_index + 1 :])
+
+
+def _closing_tag(pieces: Pieces) -> str:
+    r"""Convert the parts of a closing tag into a fixed text. Optional white space becomes "\n".
+
+    >>> _closing_tag((OptionalWhitespace(), "</a>"))
+    '\n</a>'
+
+    Raises:
+        FormatError: A part is variable text, so the tag is not a fixed text.
+    """
+    return "".join(
+        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece) for piece in pieces
+    )

@@ -32,37 +32,53 @@ def keys_of_transform(transform: object) -> Keys:
     >>> keys.name, keys.arguments
     ('f', 'args')
 
-    If one placeholder refers to the whole function, the keys `name` and `arguments` follow its
-    path, `call`:
-
-    >>> keys_of_transform("{content.call}").name
-    'call.name'
-
     Args:
         transform: A rule, or a list of one rule. A rule is an object of placeholders, or one
-            placeholder, such as "{content.tool}". None if there is no transform.
+            placeholder that refers to the whole function. None if there is no transform.
 
     Raises:
         FormatError: The transform is malformed, or does not contain the keys.
     """
-    rule: Any = transform[0] if isinstance(transform, list) and len(transform) == 1 else transform
-    match rule:
-        case None:  # The model writes the JSON in the form that transformers returns.
-            return Keys(name="function.name", arguments="function.arguments", id="id")
-        case str(placeholder) | {"function": str(placeholder)}:
-            # Example: for `{content.call}`, the keys are `call.name` and `call.arguments`.
-            path = _path(placeholder)
-            prefix = f"{path}." if path else ""
-            return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
-        case {"function": Mapping() as function}:
-            return _keys_of_placeholders(function, rule.get("id"))
-        case Mapping() if "function" not in rule:
-            return _keys_of_placeholders(rule, rule.get("id"))
-        case _:
-            raise FormatError(
-                f"the transform {rule!r} does not return a tool call, because `function` is not "
-                "an object"
-            )
+    rule = _single_rule(transform)
+    if rule is None:  # The model writes the JSON in the form that transformers returns.
+        return Keys(name="function.name", arguments="function.arguments", id="id")
+    # In a rule such as {"function": {"name": .., "arguments": ..}, "id": ..}, the placeholders of
+    # the name and the arguments are in the member `function`. They may also be in the rule itself.
+    function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
+    if isinstance(function, str):
+        return _keys_in_function(function)
+    if isinstance(function, Mapping):
+        return _keys_of_placeholders(function, id_placeholder=rule.get("id"))
+    raise FormatError(
+        f"the transform {rule!r} does not return a tool call, because `function` is not an object"
+    )
+
+
+def _single_rule(transform: object) -> Any:  # noqa: ANN401  # the JSON may be malformed
+    """Return the only rule of a transform, which is a rule or a list of one rule.
+
+    >>> _single_rule(["{content.tool}"]), _single_rule("{content.tool}")
+    ('{content.tool}', '{content.tool}')
+    """
+    if isinstance(transform, list) and len(transform) == 1:
+        return transform[0]
+    return transform
+
+
+def _keys_in_function(placeholder: str) -> Keys:
+    """Return the JSON keys of a tool call, if one placeholder refers to the whole function.
+
+    The function is a JSON object with the members `name` and `arguments`.
+
+    >>> _keys_in_function("{content.call}").name, _keys_in_function("{content}").name
+    ('call.name', 'name')
+
+    Raises:
+        FormatError: `placeholder` is not a placeholder.
+    """
+    path = _path(placeholder)
+    prefix = "" if path is None else f"{path}."
+    return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
 
 
 def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -> Keys:
@@ -79,28 +95,29 @@ def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -
     `id_placeholder` is None if the model writes no id.
 
     Raises:
-        FormatError: A placeholder is missing or malformed.
+        FormatError: A placeholder is missing or malformed, or the placeholder of the name or of the
+            arguments refers to the whole object.
     """
     name_path = _path(function.get("name"))
     arguments_path = _path(function.get("arguments"))
-    if not name_path or not arguments_path:  # `{content}`, which refers to the whole JSON object.
+    if name_path is None or arguments_path is None:
         raise FormatError(
             f"the transform {function!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    id_path = _path(id_placeholder) if id_placeholder else ""
-    return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
+    id_path = _path(id_placeholder) if id_placeholder else None
+    return Keys(name=name_path, arguments=arguments_path, id=id_path)
 
 
-def _path(placeholder: object) -> str:
+def _path(placeholder: object) -> str | None:
     """Extract the path from a placeholder: `tool.name` from `{content.tool.name}`.
 
     A path consists of the keys that lead to a value in nested JSON objects, joined by dots.
-    transformers replaces the placeholder with this value. In a placeholder, "content" refers to the
-    whole JSON object, so the path does not contain this word.
+    transformers replaces the placeholder with this value. The placeholder `{content}` refers to the
+    whole JSON object, so it has no path, and the result is None.
 
     >>> _path("{content.tool.name}"), _path("{content}")
-    ('tool.name', '')
+    ('tool.name', None)
 
     Raises:
         FormatError: The value is not a placeholder.
@@ -112,4 +129,4 @@ def _path(placeholder: object) -> str:
             "string such as '{content.name}'."
         )
     path = match.group(1)
-    return "" if path == "content" else path.removeprefix("content.")
+    return None if path == "content" else path.removeprefix("content.")

@@ -12,10 +12,12 @@ module `request_template` renders the requests of a server, and uses the current
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -26,10 +28,34 @@ from nereid_parsers.template.sandbox.limits import MAX_CODE, MAX_SOURCE, Budget,
 
 _PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
 _MAX_MESSAGE = 300  # the largest number of characters of an error message
+_UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
 
 
 class RenderRefused(Exception):
     """A template failed to render a conversation. The text of the error states the reason."""
+
+    @property
+    def undefined_variable(self) -> str | None:
+        """The name of the variable that is undefined. None if the template failed otherwise.
+
+        The errors of jinja2 contain this name only in their text. Example: the text
+        "UndefinedError: 'today' is undefined" gives "today".
+        """
+        match = _UNDEFINED_VARIABLE.search(str(self))
+        return None if match is None else match.group(1)
+
+
+class _CompiledCode(NamedTuple):
+    """The result of compiling a template.
+
+    Attributes:
+        code: The Python code that renders the template.
+        records: The node transformer that has visited the template. It contains the variables and
+            the constants of the template.
+    """
+
+    code: CodeType
+    records: CountingTransformer
 
 
 class CompiledTemplate:
@@ -65,24 +91,19 @@ class CompiledTemplate:
             raise LimitError(
                 f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
             )
-        # Methods that change a list are allowed only if the source calls `append` or `pop`.
+        # If the source calls `append` or `pop`, the template cannot be rendered without changing
+        # lists. For any other template, methods that change a list are forbidden.
         self.changes_lists = ".append(" in source or ".pop(" in source
         env = LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
-        # While the template is compiled, its variables and constants are recorded.
-        self._code, recorded = _compile(env, source)
-        self.names = frozenset(recorded.names)  # The variables that the template reads.
-        self.literals = tuple(recorded.literals)  # The string constants and the literal texts.
-        # Maps each variable to the constants with which the template compares the variable.
+        self._code, records = _compile(env, source)
+        self.names = frozenset(records.names)
+        self.literals = tuple(records.literals)
+        # `dict.fromkeys` removes the duplicates of a constant.
         self.compared = {
-            name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
+            name: tuple(dict.fromkeys(constants)) for name, constants in records.compared.items()
         }
-        env.literal_size = recorded.literal_size
-        self._load_code_into(env)
-
-    def _load_code_into(self, env: LimitedEnvironment) -> None:
-        """Load the compiled code into the Jinja environment `env`, and use `env` for renderings."""
         self._environment = env
-        self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
+        self._template = _load_template(env, self._code)
 
     def for_another_thread(self) -> CompiledTemplate:
         """Return a copy of this template that another thread may render.
@@ -90,49 +111,64 @@ class CompiledTemplate:
         The copy has its own budget and environment, but shares the compiled code with the original.
         """
         other = copy.copy(self)
-        other._load_code_into(self._environment.with_budget(Budget()))
+        other._environment = self._environment.with_budget(Budget())
+        other._template = _load_template(other._environment, self._code)
         return other
 
-    def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
+    def set_budget(self, budget: Budget) -> None:
+        """Limit all later renderings of this object together to `budget`."""
+        self._environment.budget = budget
+
+    def render(self, variables: Mapping[str, Any]) -> str:
         """Render the template with `variables` and return the text.
 
-        Args:
-            variables: The variables that the template reads.
-            budget: The steps, characters and seconds that this and all later renderings may use. If
-                None, this rendering uses the rest of the previous budget.
+        The rendering uses a part of the current budget, which limits the steps and the length of
+        the text.
 
         Raises:
             RenderRefused: The template failed or raised an exception.
             LimitError: The rendering exceeded the budget.
         """
-        env = self._environment
-        if budget is not None:
-            env.budget = budget
-        try:
-            # The budget also limits the length of the written text. Outside loops and macros, a
-            # rendering writes each literal text of the template at most once, so the length of all
-            # literal texts is counted here. Each loop item and each macro call may write all
-            # literal texts again, so `env` counts this length for each item and each call.
-            env.budget.step(env.literal_size)
+        with _errors_of_rendering():
+            # Outside loops and macros, a rendering writes each literal text of the template at most
+            # once. Therefore, the length of all literal texts is counted once here. The environment
+            # counts this length again for each loop item and each call of a macro.
+            self._environment.budget.step(self._environment.literal_size)
             return "".join(self._template.generate(**variables))
-        except LimitError:  # Otherwise, the last handler would catch a LimitError.
-            raise
-        except (RecursionError, MemoryError) as error:  # Deep recursion may also use up the memory.
-            raise LimitError(
-                "the macros or loops of the template call themselves too deeply"
-            ) from error
-        except jinja2.exceptions.SecurityError as error:
-            raise RenderRefused(f"the sandbox does not allow this: {error}") from error
-        except Exception as error:  # A template may raise any exception.
-            message = f"{type(error).__name__}: {error}"
-            raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
 
-def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTransformer]:
+def _load_template(env: LimitedEnvironment, code: CodeType) -> jinja2.Template:
+    """Return a template that runs the compiled `code` in the Jinja environment `env`."""
+    return jinja2.Template.from_code(env, code, dict(env.globals))
+
+
+@contextmanager
+def _errors_of_rendering() -> Iterator[None]:
+    """Convert any exception of a rendering into RenderRefused or LimitError.
+
+    Example: a template divides by zero. The exception becomes
+    RenderRefused("ZeroDivisionError: division by zero").
+    """
+    try:
+        yield
+    except LimitError:  # Otherwise, the last handler would catch a LimitError.
+        raise
+    except (RecursionError, MemoryError) as error:  # Deep recursion may also use up the memory.
+        raise LimitError(
+            "the macros or loops of the template call themselves too deeply"
+        ) from error
+    except jinja2.exceptions.SecurityError as error:
+        raise RenderRefused(f"the sandbox does not allow this: {error}") from error
+    except Exception as error:  # A template may raise any exception.
+        message = f"{type(error).__name__}: {error}"
+        raise RenderRefused(message[:_MAX_MESSAGE]) from error
+
+
+def _compile(env: LimitedEnvironment, source: str) -> _CompiledCode:
     """Compile a template to Python code that counts each operation of a rendering.
 
-    The result contains the compiled code, and the node transformer, which contains the variables
-    and texts of the template.
+    Mutates: `env.literal_size`, which becomes the length of all literal texts of the template. A
+        rendering adds this length to the budget for each loop item and each call of a macro.
 
     Raises:
         TemplateError: The source has a syntax error.
@@ -144,6 +180,7 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTr
         # raise LimitError.
         tree = env.parse(source)
         transformer.visit(tree)
+        env.literal_size = transformer.literal_size
         # jinja2 has no public methods that convert a syntax tree to Python code and compile this
         # code, so private methods are called.
         python_code = env._generate(tree, name=None, filename=None)
@@ -163,4 +200,4 @@ def _compile(env: LimitedEnvironment, source: str) -> tuple[CodeType, CountingTr
         ) from error
     except (SyntaxError, ValueError) as error:
         raise TemplateError(f"the template does not compile: {error}") from error
-    return code, transformer
+    return _CompiledCode(code, transformer)

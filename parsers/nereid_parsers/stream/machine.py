@@ -95,10 +95,10 @@ class Machine:
         required. Example: in the state HEADER, the HeaderReader reads the header of a message.
         """
         return {
-            State.UNCLASSIFIED: self._unclassified_reader.read_to_first_marker,
+            State.UNCLASSIFIED: self._unclassified_reader.read_and_classify,
             State.REASONING: self._reasoning_reader.read,
             State.INLINE_REASONING: self._reasoning_reader.read_inline,
-            State.INTERRUPTED_REASONING: self._reasoning_reader.store_until_closed,
+            State.INTERRUPTED_REASONING: self._reasoning_reader.read_interrupted,
             State.CONTENT: self._content_reader.read,
             State.CONTENT_ONLY: self._content_reader.read_content_only,
             State.PLAIN_MESSAGE: self._content_reader.read_plain_message,

@@ -41,7 +41,7 @@ class _ReasoningEnd(Enum):
 class ReasoningReader:
     """Reads reasoning, and handles reasoning markers, such as `</think>`, in the content.
 
-    Each of the methods `read`, `read_inline` and `store_until_closed` handles one state of the
+    Each of the methods `read`, `read_inline` and `read_interrupted` handles one state of the
     parser. The method reads text from the buffer, and returns the next state or None.
 
     Example: in `<think>Hm</think>Hi`, `open_in_content` removes `<think>` and returns the state
@@ -50,8 +50,7 @@ class ReasoningReader:
 
     __slots__ = (
         "_buffer", "_call_reader", "_calls_must_come_first", "_format", "_header_reader",
-        "_is_inline", "_may_closing_marker_follow", "_opening_marker", "_reasoning_end",
-        "_reasoning_state", "_stored_text", "_text_writer",
+        "_is_inline", "_reasoning_end", "_stored_text", "_stores_possible_calls", "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
@@ -60,23 +59,24 @@ class ReasoningReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        # ---- The format and the policy.
         self._format = context.format
         # Whether tool calls are recognised only before the content, and never in the reasoning.
         self._calls_must_come_first = context.calls_must_come_first
+        # Whether the client receives the reasoning and its markers as a part of the content.
         reasoning = context.format.reasoning
-        self._opening_marker = reasoning.open.strip() if reasoning is not None else ""
-        # Whether the client receives the reasoning as a part of the content.
         self._is_inline = reasoning is not None and reasoning.shown is Shown.INLINE
-        self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
-        # ---- The progress of the message.
+        # The way in which the reasoning of this message has ended.
         self._reasoning_end = _ReasoningEnd.NONE
-        # Text inside the reasoning that looks like a tool call. If a marker closes the reasoning
-        # later, this text is reasoning. Otherwise it is a tool call.
+        # The pieces of text that `read_interrupted` has read, but not written.
         self._stored_text: list[str] = []
-        # False after the message has ended without a closing marker such as `</think>`. Text that
-        # looks like a tool call is then read as a tool call, and is not stored.
-        self._may_closing_marker_follow = True
+        # Whether a possible tool call inside the reasoning is stored, because a closing marker may
+        # follow. At the end of a message without this marker, the tool call is read at once.
+        self._stores_possible_calls = True
+
+    @property
+    def _reasoning_state(self) -> State:
+        """The state in which the parser reads the reasoning of this format."""
+        return State.INLINE_REASONING if self._is_inline else State.REASONING
 
     @property
     def has_reasoned(self) -> bool:
@@ -103,7 +103,9 @@ class ReasoningReader:
 
         The prompt contains the marker, so the output does not contain it.
         """
-        self._text_writer.write_generated_content(self._opening_marker)
+        reasoning = self._format.reasoning
+        assert reasoning is not None  # The method is called only for a format with reasoning.
+        self._text_writer.write_generated_content(reasoning.open.strip())
 
     def read(self) -> State | None:
         """Read reasoning up to the next marker. Decide whether the marker ends the reasoning.
@@ -151,9 +153,10 @@ class ReasoningReader:
         the marker is a part of the reasoning.
         """
         if self._text_writer.has_text_since_marker:
-            return self._write_marker_as_reasoning(marker)
-        self._drop_marker(marker)
-        return State.REASONING
+            self._keep_marker(marker)
+        else:
+            self._drop_marker(marker)
+        return self._reasoning_state
 
     def _read_content_opening(self, marker: str) -> State:
         """Read the opening marker of the content, such as `<response>`, inside the reasoning.
@@ -171,15 +174,15 @@ class ReasoningReader:
         """
         is_quoted = self._text_writer.has_text_since_marker and not is_special_token(marker)
         if is_quoted:
-            return self._write_marker_as_reasoning(marker)
+            self._keep_marker(marker)
+            return self._reasoning_state
         self._drop_marker(marker)
         self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
         return State.CONTENT
 
-    def _write_marker_as_reasoning(self, marker: str) -> State:
-        """Write `marker` as a part of the reasoning. Return the next state."""
+    def _keep_marker(self, marker: str) -> None:
+        """Read `marker`, the next text in the buffer, and write it as a part of the reasoning."""
         self._write_reasoning(self._buffer.take(len(marker)))
-        return self._reasoning_state
 
     def _write_reasoning(self, text: str) -> None:
         """Write `text` as reasoning. If the client receives reasoning as content, write content."""
@@ -189,10 +192,14 @@ class ReasoningReader:
             self._text_writer.write_reasoning(text)
 
     def read_inline(self) -> State | None:
-        """Read reasoning that the client receives as content. Write the text and its markers.
+        """Read reasoning that the client receives as content, up to the next marker.
 
-        Example: from `Hm</think>Hi`, `Hm</think>` is written unchanged as content. The closing
-        marker ends the reasoning.
+        The markers of the reasoning are kept in the content, too. Examples:
+
+            text               content            next state
+            `Hm</think>Hi`     `Hm</think>`       CONTENT, because `</think>` ends the reasoning
+            `Hm<|im_end|>`     `Hm`               CONTENT, because `<|im_end|>` ends the message
+            `Hm<think>Well`    `Hm<think>`        INLINE_REASONING
 
         Return the next state, or None if more text is required.
         """
@@ -204,43 +211,44 @@ class ReasoningReader:
         match self._format.reasoning_kinds[marker]:
             case MarkerKind.INTERRUPT:  # Such as `<tool_call>`.
                 return self._read_possible_call(marker)
-            case MarkerKind.END:  # Such as `<|im_end|>`, which is never a part of the content.
-                self._drop_marker(marker)
-                return State.CONTENT
-            case MarkerKind.CLOSE_REASONING:  # Such as `</think>`.
-                self._write_marker_as_reasoning(marker)
+            case MarkerKind.CLOSE_REASONING:
+                self._keep_marker(marker)
                 self._reasoning_end = _ReasoningEnd.CLOSED
                 return State.CONTENT
-            case _:  # Such as a second `<think>`, which does not end the reasoning.
-                return self._write_marker_as_reasoning(marker)
+            case MarkerKind.END:
+                self._drop_marker(marker)
+                return State.CONTENT
+            case _:  # Such as a second `<think>`.
+                self._keep_marker(marker)
+                return State.INLINE_REASONING
 
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
     def _read_possible_call(self, marker: str) -> State | None:
-        """Decide whether a marker inside the reasoning starts a tool call and ends the reasoning.
+        """Decide whether `marker`, such as `<call>`, starts a tool call inside the reasoning.
 
-        Examples for the marker `<call>`:
+        The marker is kept as reasoning if no tool call follows, or if the policy requires that tool
+        calls come first. Examples, where the next state after kept reasoning is REASONING, or
+        INLINE_REASONING if the client receives reasoning as content:
 
-            `<think>Use <call> here`     reasoning, because no tool call follows the marker
-            `<think>Hm<call>{"name": ..` not known yet: reasoning if `</think>` follows later,
-                                         otherwise a tool call
-            `<think><call>{"name": ..`   a tool call, because no reasoning precedes the marker
-
-        If the policy requires that tool calls come first, a marker inside the reasoning is always
-        reasoning.
+            text                           next state
+            `<think>Use <call> here`       REASONING: no tool call follows the marker
+            `<think>Hm<call>{"na`          None: more text is required
+            `<think>Hm<call>{"name": ..`   INTERRUPTED_REASONING: the tool call is reasoning if
+                                           `</think>` follows later
+            `<think><call>{"name": ..`     CONTENT: the tool call ends the empty reasoning
 
         Return the next state, or None if more text is required.
         """
-        if self._calls_must_come_first:
-            return self._write_marker_as_reasoning(marker)
-        match = self._match_call_at(marker)
+        match = NO_MATCH if self._calls_must_come_first else self._match_call_at(marker)
+        if match is NO_MATCH:
+            self._keep_marker(marker)
+            return self._reasoning_state
         if match is NEED_MORE:
             return None
-        if match is NO_MATCH:
-            return self._write_marker_as_reasoning(marker)
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text_since_marker or self._is_inline
-        if has_reasoning and self._may_closing_marker_follow:
+        if has_reasoning and self._stores_possible_calls:
             return State.INTERRUPTED_REASONING
         return self._end_at_call()
 
@@ -255,45 +263,44 @@ class ReasoningReader:
         """
         buffer = self._buffer
         calls = self._format.calls
-        variants = calls.by_marker.get(marker)  # The ways to write a tool call with this marker.
-        call_start = buffer.pos
-        if variants is None:  # The marker precedes all tool calls, so a call must start after it.
-            variants = calls.all
+        if marker in calls.by_marker:
+            call_start = buffer.pos
+            variants = calls.by_marker[marker]  # The ways to write a tool call with this marker.
+        else:  # The marker precedes all tool calls.
             call_start = skip_whitespace(buffer.text, buffer.pos + len(marker))
+            variants = calls.all
         for variant in variants:
             match = variant.match(buffer.text, call_start, buffer.is_final)
+            # An earlier variant takes precedence, even if it needs more text.
             if match is not NO_MATCH:
                 return match
         return NO_MATCH
 
-    def store_until_closed(self) -> State | None:
-        """Store the unread text that precedes the closing marker of the reasoning (`</think>`).
+    def read_interrupted(self) -> State | None:
+        """Read a possible tool call in the reasoning, and the text after it, up to `</think>`.
 
-        The unread text starts with a possible tool call. The closing marker shows that the stored
-        text is reasoning. Example: in
-        `<think>I write <call>f()</call>.</think>`, the text `<call>f()</call>.` is stored until
-        `</think>` has arrived, and is then written as reasoning.
+        The text is stored until the closing marker of the reasoning arrives. The marker shows that
+        the text is reasoning, so the text is then written as reasoning. Example: in
+        `<think>I write <call>f()</call>.</think>`, the text `<call>f()</call>.` is reasoning.
 
-        Return the state in which the closing marker is read, or None if no closing marker has
-        arrived. If the message ends before, the parser calls `finish_interrupted`.
+        The marker stays unread. Return the state in which it is read, or None if no closing marker
+        has arrived. If the message ends without this marker, the parser calls `finish_interrupted`.
         """
-        # If there is no complete marker, the text after `text_end` may be the beginning of a
-        # marker.
         text_end, marker = self._format.reasoning_closes.find(self._buffer)
-        self._stored_text.append(self._buffer.take_until(text_end))  # The marker stays unread.
+        self._stored_text.append(self._buffer.take_until(text_end))
         if not marker:
             return None
         self._write_reasoning(self._take_stored_text())
         return self._reasoning_state
 
     def _take_stored_text(self) -> str:
-        """Return the text that `store_until_closed` has stored, and delete the stored text."""
+        """Return the text that `read_interrupted` has stored, and delete the stored text."""
         text = "".join(self._stored_text)
         self._stored_text = []
         return text
 
     def num_stored_chars(self) -> int:
-        """Return the number of characters that `store_until_closed` has read and stored."""
+        """Return the number of characters that `read_interrupted` has read and stored."""
         return sum(map(len, self._stored_text))
 
     def finish_interrupted(self) -> State:
@@ -303,7 +310,7 @@ class ReasoningReader:
         state in which it is read. Example: in `<think>I call it.<tool_call>{"name": "f"}`, no
         marker closes the reasoning, so `<tool_call>` ends the reasoning.
         """
-        self._may_closing_marker_follow = False  # The message has ended without such a marker.
+        self._stores_possible_calls = False  # No closing marker can follow.
         self._buffer.push_back(self._take_stored_text())
         return self._end_at_call()
 
@@ -325,19 +332,9 @@ class ReasoningReader:
 
         The marker is removed, and the next state is REASONING. If the client receives the reasoning
         as content ("inline"), the marker stays unread, and the next state is INLINE_REASONING.
-        Return the next state, or None if the marker is a part of the content. Examples:
-
-            `<think>Hm`              The marker starts the message, so it starts reasoning.
-            `</tool_call><think>Hm`  Another marker directly precedes the marker.
-            `Hi <|think|>Hm`         Ordinary text contains no special token.
-            `Write <think> first.`   None, because ordinary text may contain this marker.
-
-        If the policy requires that tool calls come first, only the first example is reasoning.
+        Return None if the marker is a part of the content, as in `Write <think> first.`.
         """
-        starts_reasoning = self._is_at_message_start()
-        if not starts_reasoning and not self._calls_must_come_first:
-            starts_reasoning = self._text_writer.is_after_marker or is_special_token(marker)
-        if not starts_reasoning:
+        if not self._opens_reasoning(marker):
             return None
         if self._is_inline:
             self._text_writer.drop_whitespace()  # Only the white space before the marker.
@@ -345,25 +342,53 @@ class ReasoningReader:
             self._drop_marker(marker)
         return self._reasoning_state
 
-    def close_in_content(self, marker: str) -> State | None:
-        """Handle a closing marker, such as `</think>`, that is found outside the reasoning.
+    def _opens_reasoning(self, marker: str) -> bool:
+        """Return whether an opening marker, such as `<think>`, in the content starts reasoning.
 
-        Return the next state, or None if the marker is content, as in `Hi</think>`. Examples of
-        markers that are removed:
+            `<think>Hm`              True: the marker starts the message.
+            `</tool_call><think>Hm`  True: another marker directly precedes the marker.
+            `Hi <|think|>Hm`         True: ordinary text contains no special token.
+            `Write <think> first.`   False: ordinary text may contain this marker.
+
+        If the policy requires that tool calls come first, only the first example is reasoning.
+        """
+        if self._is_at_message_start():
+            return True
+        if self._calls_must_come_first:
+            return False
+        return self._text_writer.is_after_marker or is_special_token(marker)
+
+    def close_in_content(self, marker: str) -> State | None:
+        """Remove a superfluous closing marker, such as `</think>`, that is found in the content.
+
+        Return the state CONTENT. If the marker is a part of the content, as in `Hi</think>`, leave
+        the marker in the buffer, and return None.
+        """
+        return self._read_closing(marker) if self._is_superfluous_closing(marker) else None
+
+    def _is_superfluous_closing(self, marker: str) -> bool:
+        """Return whether a closing marker outside the reasoning must be removed from the output.
+
+        Examples of such markers, in the order of the code:
 
             `</think>Hi`                        The marker starts the message.
             `<think>Hm<call>..</call></think>`  The tool call has interrupted the reasoning.
             `<think>Hm</think></think>`         The model repeats the marker before the content.
             `Hi<|end_think|>`                   Ordinary text contains no special token.
 
-        If the policy requires that tool calls come first, the last two markers are content.
+        If the policy requires that tool calls come first, the last two markers are content. All
+        other markers, as in `Hi</think>`, are always content.
         """
         has_output = self._has_output()
-        has_interrupted = has_output and self._reasoning_end is _ReasoningEnd.INTERRUPTED
-        is_superfluous = has_interrupted or self._is_at_message_start()
-        if not is_superfluous and not self._calls_must_come_first:
-            is_superfluous = not has_output or is_special_token(marker)
-        return self._read_closing(marker) if is_superfluous else None
+        if self._is_at_message_start():
+            return True
+        if has_output and self._reasoning_end is _ReasoningEnd.INTERRUPTED:
+            return True
+        if self._calls_must_come_first:
+            return False
+        if not has_output:
+            return True
+        return is_special_token(marker)
 
     def _is_at_message_start(self) -> bool:
         """Return whether no reasoning, content or tool call precedes the current position."""

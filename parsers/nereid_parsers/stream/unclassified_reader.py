@@ -54,31 +54,36 @@ class UnclassifiedReader:
         opening_may_be_missing = self._stray_close is StrayClose.REASONING
         return prompt_may_open_reasoning or opening_may_be_missing
 
-    def read_to_first_marker(self) -> State | None:
-        """Store the text up to the first marker. If the marker has arrived, classify the text.
+    def read_and_classify(self) -> State | None:
+        """Store the text up to the first marker. This marker shows whether the text is reasoning.
 
-        If the marker closes the reasoning, such as `</think>`, the stored text is reasoning.
-        Otherwise the stored text is content. The marker itself stays unread.
+        Examples: `</think>` closes the reasoning, so `Let me see.` in `Let me see.</think>` is
+        reasoning. Before any other marker, such as `<tool_call>`, the text is content.
 
-        Return the state in which the stored text is read again, or None if no marker has arrived.
+        The stored text is put back into the buffer before the marker. Return the state in which the
+        parser reads it as reasoning or as content, or None if no marker has arrived.
         """
         text_end, marker = self._format.content_markers.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(text_end))
         if not marker:
             return None
         closes_reasoning = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
-        return self._read_again(is_reasoning=closes_reasoning)
+        return self._restart(is_reasoning=closes_reasoning)
 
     def finish(self) -> State:
         """At the end of a message without a marker, classify the stored text.
 
-        The text is reasoning if `is_reasoning_by_default` is True, and otherwise content. Return
-        the state in which the stored text is read again.
+        The text is reasoning if `is_reasoning_by_default` is True, and otherwise content. The text
+        is put back into the buffer. Return the state in which the parser reads it.
         """
-        return self._read_again(is_reasoning=self.is_reasoning_by_default)
+        return self._restart(is_reasoning=self.is_reasoning_by_default)
 
-    def _read_again(self, *, is_reasoning: bool) -> State:
-        """Put the stored text back into the buffer. Return the state in which it is read."""
+    def _restart(self, *, is_reasoning: bool) -> State:
+        """Put the stored text back into the buffer, so that the parser reads it as classified.
+
+        Return the state in which the parser reads reasoning if `is_reasoning` is true, and
+        otherwise the state CONTENT.
+        """
         self._buffer.push_back("".join(self._stored_text))
         self._stored_text = []
         return self._reasoning_reader.start_opened() if is_reasoning else State.CONTENT

@@ -9,7 +9,6 @@ end of a prompt that opens the model's answer. Example: the generation prompt
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from nereid_parsers.template.conversation import (
@@ -35,7 +34,6 @@ from nereid_parsers.template.probe import Prober
 from nereid_parsers.template.thinking_switches import thinking_switches
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
-_WORDS = re.compile(r"(\w+)")
 _MAX_USER_HEADER = 80  # the maximum length of the header of a user message, in characters
 
 _QUESTION = Conversation()
@@ -54,7 +52,7 @@ def find_model_turn(prober: Prober) -> ModelTurn:
     Example: the generation prompt is "<|im_start|>assistant\n<think>\n". Rendered messages without
     reasoning contain only the part "<|im_start|>assistant\n", so this part is the header.
 
-    Mutates: `prober`, which records the comparison G for the report.
+    Mutates: `prober`, which records for the report how a prompt opens the answer.
     """
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [text for _, text in rendered_prompts])
@@ -62,15 +60,26 @@ def find_model_turn(prober: Prober) -> ModelTurn:
         GenerationPrompt(switches, text, prompt_after_header(text, header))
         for switches, text in rendered_prompts
     )
+    _record_generation_prompt(prober, finding=_describe_header(header, prompts))
+    after_user_message = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
+    return ModelTurn(prober, header, prompts, after_user_message=after_user_message)
+
+
+def _record_generation_prompt(prober: Prober, finding: str) -> None:
+    """Record a comparison for the report: a question without and with a generation prompt.
+
+    The generation prompt is the text that opens the model's answer. In the report, the comparison
+    has the label "G". `finding` describes the header that the analysis has found.
+
+    Mutates: `prober.comparisons`.
+    """
     prober.record(
         "G generation prompt",
         "add_generation_prompt is true.",
         left=_QUESTION,
         right=_PROMPT,
-        finding=_describe_header(header, prompts),
+        finding=finding,
     )
-    after_user_message = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
-    return ModelTurn(prober, header, prompts, after_user_message=after_user_message)
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
@@ -111,10 +120,12 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
     `prompts` contains the rendered prompts, one for each setting of the thinking switches.
     """
-    rendered_question = prober.render(_QUESTION) or ""
     answers = _rendered_answers(prober)
     turn_start = _find_turn_start(prober, prompts, answers)
-    return _drop_start_of_answer(turn_start, answers, _user_header(rendered_question))
+    # The header of a user's message has the same form as the header of an assistant message.
+    # Therefore, it shows where the header ends and the answer starts.
+    user_header = _user_header(prober.render(_QUESTION) or "")
+    return _drop_start_of_answer(turn_start, answers, user_header)
 
 
 def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[str]) -> str:
@@ -123,21 +134,22 @@ def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[s
     Example: one prompt ends with "<|start|>assistant\n", and another prompt ends with
     "<|start|>assistant\n<think>\n". The result is "<|start|>assistant\n".
 
-    `prompts` contains the rendered prompts, one for each setting of the thinking switches.
-    `answers` contains the text after the user's question in each rendered answer.
+    Some templates ignore `add_generation_prompt`, but write the header after every question, as in
+    "QUESTION<|end|><|start|>assistant". For these templates, the result is the text that follows
+    the question in all renderings.
+
+    Args:
+        prober: Renders conversations with the template.
+        prompts: The rendered prompts, one for each setting of the thinking switches.
+        answers: The text after the user's question in each rendered answer.
     """
     question = prober.render(_QUESTION) or ""
-    question_with_prompt = prober.render(_PROMPT) or question
-    generation_prompt = _cut_generation_prompt(question, question_with_prompt)
+    prompt = prober.render(_PROMPT) or question
+    generation_prompt = _cut_generation_prompt(question, prompt)
     if not generation_prompt.strip():
-        # The template ignores `add_generation_prompt`, but may write the header after every
-        # question, as in "QUESTION<|end|><|start|>assistant".
-        after_question = text_after_last(question_with_prompt, USER_TEXT)
-        return _prefix_at_start_of_all(after_question, answers)
-    # The prefix may be anywhere in these texts, because the text that ends the question, such as
-    # `<|end|>`, precedes the header.
+        return _prefix_of_all_answers(text_after_last(prompt, USER_TEXT), answers)
     prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-    return _prefix_inside_all(generation_prompt, [*answers, *prompt_ends])
+    return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
 
 
 def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:
@@ -184,29 +196,31 @@ def _rendered_answers(prober: Prober) -> list[str]:
     return answers
 
 
-def _prefix_inside_all(generation_prompt: str, renderings: Sequence[str]) -> str:
+def _prefix_in_all_renderings(generation_prompt: str, renderings: Sequence[str]) -> str:
     r"""Return the longest prefix of `generation_prompt` that occurs anywhere in each rendering.
 
-    Renderings that contain no prefix are ignored, because they contain no header. If all
+    In a rendering, the text that ends the user's question, such as `<|end|>`, may precede the
+    prefix. Renderings that contain no prefix are ignored, because they contain no header. If all
     renderings are ignored, the result is the whole generation prompt.
 
-    >>> _prefix_inside_all("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
-    '<|a|>\n'
+    >>> _prefix_in_all_renderings("<|a|><think>", ["<|end|><|a|>Hello", "<|end|><|a|><think>"])
+    '<|a|>'
     """
-    # In the example, these prefixes are `<|a|>\n` and `<|a|>\n<think>\n`.
+    # In the example, these prefixes are `<|a|>` and `<|a|><think>`.
     prefixes = [_longest_prefix_in(rendering, generation_prompt) for rendering in renderings]
     return min(filter(None, prefixes), key=len, default=generation_prompt)
 
 
-def _prefix_at_start_of_all(text: str, renderings: Sequence[str]) -> str:
-    """Return the longest prefix of `text` with which each of the `renderings` starts.
+def _prefix_of_all_answers(after_question: str, answers: Sequence[str]) -> str:
+    """Return the longest prefix of `after_question` with which each of the `answers` starts.
 
-    The result is "" if `renderings` is empty.
+    All these texts follow a user's question in a rendering. The result is "" if there are no
+    answers.
 
-    >>> _prefix_at_start_of_all("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
-    '<|a|>'
+    >>> _prefix_of_all_answers("<|end|><|a|>", ["<|end|><|a|>Hello", "<|end|><|a|><call>"])
+    '<|end|><|a|>'
     """
-    prefixes = [common_prefix(text, rendering) for rendering in renderings]
+    prefixes = [common_prefix(after_question, answer) for answer in answers]
     return min(prefixes, key=len, default="")
 
 
@@ -220,18 +234,29 @@ def _longest_prefix_in(rendering: str, generation_prompt: str) -> str:
     '<|assistant|>\n'
     """
     prompt_tokens = tokens(generation_prompt)
-
-    def is_missing(num_tokens: int) -> bool:
-        """Return whether the text of the first `num_tokens` tokens is missing from `rendering`."""
-        return "".join(prompt_tokens[:num_tokens]) not in rendering
-
-    # If a prefix is missing, all longer prefixes are missing, too. Therefore, a binary search can
-    # count the prefixes that occur. If n prefixes occur, the longest of them has n tokens. Trying
-    # all prefixes takes too long for a long prompt.
-    prefix_lengths = range(1, len(prompt_tokens) + 1)
-    max_length = bisect_left(prefix_lengths, True, key=is_missing)
-    prefix = "".join(prompt_tokens[:max_length])
+    num_tokens = _num_leading_tokens_in(rendering, prompt_tokens)
+    prefix = "".join(prompt_tokens[:num_tokens])
     return prefix if prefix.strip() else ""
+
+
+def _num_leading_tokens_in(rendering: str, prompt_tokens: list[str]) -> int:
+    """Return the number of tokens in the longest prefix that occurs in `rendering`.
+
+    If a prefix does not occur, all longer prefixes do not occur, either. Therefore, a binary search
+    finds the longest prefix. Trying all prefixes takes too long for a long prompt.
+
+    >>> _num_leading_tokens_in("<|end|><|a|>Hello", ["<|a|>", "<think>", "Hello"])
+    1
+    """
+    num_found = 0  # A prefix with this number of tokens occurs.
+    num_missing = len(prompt_tokens) + 1  # No prefix with this number of tokens occurs.
+    while num_missing - num_found > 1:
+        num_tokens = (num_found + num_missing) // 2
+        if "".join(prompt_tokens[:num_tokens]) in rendering:
+            num_found = num_tokens
+        else:
+            num_missing = num_tokens
+    return num_found
 
 
 def _drop_empty_block(turn_start: str) -> str:
@@ -259,35 +284,44 @@ def _drop_empty_block(turn_start: str) -> str:
 def _drop_opening_marker(turn_start: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning, such as `<think>`, from the end of `turn_start`.
 
-    `turn_start` is the text with which the model's turn starts in all renderings. Usually, this
-    text is the header of an assistant message. But some templates write `<think>` after the header
-    of every answer, so `turn_start` ends with this marker. The last marker opens reasoning if, in
-    one of the `answers`, the text after `turn_start` starts with the closing marker `</think>`. If
-    there is no such answer, `turn_start` is returned unchanged.
+    `turn_start` is the text with which the model's turn starts in all renderings. Some templates
+    write `<think>` after the header of every answer, so `turn_start` ends with this marker. If
+    `turn_start` does not end with an opening marker, it is returned unchanged.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
     """
     last_marker = trailing_marker(turn_start)
-    if not last_marker:
-        return turn_start
-    # Only answers with content are used, because in other answers, the next marker may belong to a
-    # tool call.
-    answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
-    texts_after = [answer.partition(turn_start.strip())[2] for answer in answers_with_content]
-    closings = tuple(closing_spellings(last_marker))
-    if not any(text.lstrip().startswith(closings) for text in texts_after):
+    if not last_marker or not _is_closed_in_answers(last_marker, turn_start, answers):
         return turn_start
     before_marker, _, _ = turn_start.rpartition(last_marker)
     return before_marker
+
+
+def _is_closed_in_answers(marker: str, turn_start: str, answers: Sequence[str]) -> bool:
+    """Return whether the closing marker for `marker` follows `turn_start` in one of the answers.
+
+    `marker` is the last marker of `turn_start`. If it opens reasoning, it is closed at once in
+    an answer without reasoning:
+
+    >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
+    >>> _is_closed_in_answers("<think>", "<|assistant|><think>", [answer])
+    True
+    """
+    closing_markers = tuple(closing_spellings(marker))
+    # Only answers with content are used, because in other answers, the next marker may belong to a
+    # tool call. White space around `turn_start` is ignored, because it may vary.
+    answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
+    texts_after = [answer.partition(turn_start.strip())[2] for answer in answers_with_content]
+    return any(text.lstrip().startswith(closing_markers) for text in texts_after)
 
 
 def _user_header(rendered_question: str) -> str:
     r"""Return the text, such as `<|user|>`, that opens the user's message, or "" if none is found.
 
     The header ends at the user's question. It starts with the last marker that precedes the role
-    "user", as in `<|start|>user`, or contains the role, as in `<|user|>`:
+    "user", as in `<|start|>user`, or that contains the role, as in `<|user|>`:
 
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
@@ -299,10 +333,11 @@ def _user_header(rendered_question: str) -> str:
     roles = list(_USER_WORD.finditer(end_of_text))
     if not roles:
         return ""
-    role_start = roles[-1].start()
-    starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
-    header_start = max((start for start in starts if start <= role_start), default=None)
-    return "" if header_start is None else end_of_text[header_start:]
+    last_role = roles[-1]
+    for marker in reversed(list(MARKER.finditer(end_of_text))):
+        if marker.start() <= last_role.start():
+            return end_of_text[marker.start() :]
+    return ""
 
 
 def _drop_text_after_role(turn_start: str, user_header: str) -> str:
@@ -319,13 +354,20 @@ def _drop_text_after_role(turn_start: str, user_header: str) -> str:
     """
     if not user_header:
         return turn_start
-    # The expression accepts any word in place of the role: `<|start|>\w+\n` for the header
-    # `<|start|>user\n`. The role is a word that contains "user" in upper or lower case, such as
-    # "User" or "user_message". Because `_WORDS` contains a capturing group, `split` returns the
-    # words and also the text between the words.
-    pieces = _WORDS.split(user_header)
-    regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
-    matches = list(re.finditer("".join(regexes), turn_start))
     # The last match is the header of the assistant message. Earlier matches are the headers of
     # other messages.
+    matches = list(re.finditer(_regex_of_headers(user_header), turn_start))
     return turn_start[: matches[-1].end()] if matches else turn_start
+
+
+def _regex_of_headers(user_header: str) -> str:
+    r"""Return a regular expression that matches the header of any role.
+
+    The role in a user's header is a word that contains "user" in upper or lower case, such as
+    "User" or "user_message". The expression accepts any other word in place of the role.
+
+    >>> _regex_of_headers("<start>user<sep>")
+    '<start>\\w+<sep>'
+    """
+    texts_around_role = _USER_WORD.split(user_header)
+    return r"\w+".join(re.escape(text) for text in texts_around_role)

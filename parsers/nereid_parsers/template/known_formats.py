@@ -35,23 +35,14 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
 
-    A section whose tool calls belong to no known family of models is returned unchanged. So is a
-    section without a marker that starts the tool calls, because different families write such tool
-    calls.
+    If the tool calls of `section` belong to no known family, `section` is returned unchanged.
     """
-    # The first `Call` is the form of a tool call that the template renders.
-    rendered_call, *other_calls = section.calls
-    # `opens` contains the markers before all tool calls, such as `<tool_calls>`. `trigger` is the
-    # text that starts a tool call, such as `<tool_call>`.
-    if not section.opens and not rendered_call.trigger:
-        return section
-    # Each family is the registered section of a family of models that write tool calls with the
-    # markers and keys of `rendered_call`.
-    families = [family for family in _registered_sections() if _has_equal_markup(family, section)]
+    families = _families_of(section)
     if not families:
         return section
-    # Only `rendered_call` has the markers of the families, so only `rendered_call` gets the
-    # alternative JSON keys of the families.
+    # Only the rendered form of a tool call has the markers of the families, so only this form gets
+    # the alternative JSON keys of the families.
+    rendered_call, *other_calls = section.calls
     calls = [_accept_family_keys(rendered_call, families), *other_calls]
     sections = (section, *families)
     return replace(
@@ -63,30 +54,50 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     )
 
 
+def _families_of(section: ToolSection) -> list[ToolSection]:
+    """Return the registered sections whose markers and keys are equal to those of `section`.
+
+    Each registered section declares how one family of models writes tool calls.
+
+    The result is [] if no marker starts the tool calls of `section`. Different families write such
+    tool calls, so their form does not show the family.
+    """
+    starts_with_marker = section.opens or section.calls[0].trigger
+    if not starts_with_marker:
+        return []
+    return [family for family in _registered_sections() if _has_equal_markup(family, section)]
+
+
 def _new_variants(
     families: list[ToolSection], known_calls: list[Call], rendered_body: Body
 ) -> list[Call]:
     """Return the variants of a tool call that `families` declare, except those in `known_calls`.
 
-    The first variant of a family is omitted, because the template renders this variant. If another
-    variant has the same body as the first variant, its body is replaced with `rendered_body`, which
-    is the body that was inferred from the template. Example: the family declares
-    `<call>BODY</call>` and `[call]BODY`, and the template renders `<call>OTHER</call>`. The result
-    contains `[call]OTHER`.
-
-    Of several variants with equal markup (see `_markup_of`), only one is returned.
+    Each family declares several ways in which its models write a tool call. The template renders
+    the first way, with the body `rendered_body`. The other ways are the variants. Of several
+    variants with equal markup (see `_markup_of`), only the first one is returned.
     """
-    known_markup = {_markup_of(call) for call in known_calls}
-    variants = []
+    variant_by_markup: dict[_CallMarkup, Call] = {}
     for family in families:
-        first, *others = family.calls
-        for other in others:
-            has_body_of_first = other.body == first.body
-            variant = replace(other, body=rendered_body) if has_body_of_first else other
-            if _markup_of(variant) not in known_markup:
-                known_markup.add(_markup_of(variant))
-                variants.append(variant)
-    return variants
+        for variant in _variants_of(family, rendered_body):
+            variant_by_markup.setdefault(_markup_of(variant), variant)
+    known_markup = {_markup_of(call) for call in known_calls}
+    return [variant for markup, variant in variant_by_markup.items() if markup not in known_markup]
+
+
+def _variants_of(family: ToolSection, rendered_body: Body) -> list[Call]:
+    """Return all ways in which a family of models writes a tool call, except the first way.
+
+    The body is the part of a tool call between its markers. If a variant has the body of the first
+    way, its body is replaced with `rendered_body`, which was inferred from the template. Example:
+    the family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
+    `<call>OTHER</call>`. The result contains `[call]OTHER`.
+    """
+    first, *variants = family.calls
+    return [
+        replace(variant, body=rendered_body) if variant.body == first.body else variant
+        for variant in variants
+    ]
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -118,39 +129,48 @@ class _CallMarkup(NamedTuple):
         opening: The opening marker: "<call>".
         head: The pattern of the text between the opening marker and the body: "".
         closing: The closing marker: "</call>".
-        keys_or_tags: The JSON keys of the name and of the arguments: ("name", "arguments"). If the
-            body writes each argument between two tags, the attribute contains these two tags. For
-            any other body, the attribute is ().
+        body_markup: The JSON keys or the tags in the body, see `_markup_of_body`:
+            ("name", "arguments").
     """
 
     body: type[Body]
     opening: str
     head: str
     closing: str
-    keys_or_tags: tuple[str, ...]
+    body_markup: tuple[str, ...]
 
 
 def _markup_of(call: Call) -> _CallMarkup:
     """Return the markers and JSON keys of a tool call, to compare them with those of another call.
 
     >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
-    >>> markup.opening, markup.closing, markup.keys_or_tags
+    >>> markup.opening, markup.closing, markup.body_markup
     ('<call>', '</call>', ('name', 'arguments'))
     """
-    keys = _keys_of(call)
-    if keys is not None:
-        keys_or_tags: tuple[str, ...] = (keys.name, keys.arguments)
-    elif isinstance(call.body, TaggedArguments):
-        keys_or_tags = (call.body.open.strip(), call.body.close.strip())
-    else:
-        keys_or_tags = ()
     return _CallMarkup(
         body=type(call.body),
         opening=call.open.strip(),
         head=call.head.strip(),
         closing=call.close.strip(),
-        keys_or_tags=keys_or_tags,
+        body_markup=_markup_of_body(call),
     )
+
+
+def _markup_of_body(call: Call) -> tuple[str, ...]:
+    """Return the JSON keys or the tags in the body of a tool call.
+
+    The body is the part between the markers of the call. The result for each kind of body:
+
+        JSON {"name": "f", "arguments": {}}    the keys of the name and the arguments
+        arguments between tags                 the opening and the closing tag of an argument
+        any other body                         ()
+    """
+    keys = _keys_of(call)
+    if keys is not None:
+        return (keys.name, keys.arguments)
+    if isinstance(call.body, TaggedArguments):
+        return (call.body.open.strip(), call.body.close.strip())
+    return ()
 
 
 def _keys_of(call: Call) -> Keys | None:

@@ -100,17 +100,21 @@ class ModelTurn:
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
-        # Some templates do not render a tool's result. The last input in their renderings is then
-        # the user's question.
-        is_result_rendered = conversation.after_tool_result and RESULT_TEXT in rendering
-        after_input = text_after_last(rendering, RESULT_TEXT if is_result_rendered else USER_TEXT)
+        after_input = text_after_last(rendering, _last_input(conversation, rendering))
         header = _header_as_written(after_input, self.header)
         if not header:
-            # The markup after a tool's result may differ from the markup after a user's message.
-            # Different markup is not removed, because it is not known.
-            return after_input.removeprefix(common_prefix(after_input, self.after_user_message))
+            return self._drop_end_of_input(after_input)
         _, _, after_header = after_input.partition(header)
         return after_header
+
+    def _drop_end_of_input(self, after_input: str) -> str:
+        """Remove the markup that ends the input, such as `<|end|>`, from the start of a text.
+
+        `after_input` is the text after the input, a user's message or a tool's result, in a
+        rendering. Only the markup that ends a user's message is known. If the markup after a tool's
+        result differs, only the start that both have in common is removed.
+        """
+        return after_input.removeprefix(common_prefix(after_input, self.after_user_message))
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Render a conversation, and return the part that a model would generate.
@@ -133,6 +137,16 @@ class ModelTurn:
         Example: if `<|im_end|>` ends a message, "Hello<|im_end|>\n" gives "Hello".
         """
         return _strip_suffixes(text, (*self.end_markers, EOS_TOKEN))
+
+
+def _last_input(conversation: Conversation, rendering: str) -> str:
+    """Return the last text before the model's answer: the tool's result or the user's question.
+
+    Some templates do not render the tool's result. In their renderings, the user's question is the
+    last text before the answer.
+    """
+    is_result_rendered = conversation.after_tool_result and RESULT_TEXT in rendering
+    return RESULT_TEXT if is_result_rendered else USER_TEXT
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
@@ -201,28 +215,36 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """If the model writes a header after a tool's result, return this header.
+    """Return the header that the model must write after a tool's result, or "" if there is none.
 
-    A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
-    the prompt ends with the header, so the model starts directly with the answer. Some templates
-    omit the header only at the end of a prompt with a tool's result:
+    A header is the text that opens an assistant message, such as `<|assistant|>`. Usually the
+    prompt ends with the header, so the model starts directly with the answer. Some templates omit
+    the header only at the end of a prompt with a tool's result:
 
-        End of the prompt                 RESULT</result>
-        End of a rendered conversation    RESULT</result><|assistant|>CONTENT
+        end of the prompt                 RESULT</result>
+        end of a rendered conversation    RESULT</result><|assistant|>CONTENT
 
     The model then writes the header `<|assistant|>`, and the parser must remove the header from the
-    output. In all other cases, the function returns "".
+    output. In all other cases, the result is "".
     """
     header = turn.header.strip()
     if not markers(header):
         return ""  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
-    if prompt_end is None or header in prompt_end:
-        return ""  # No tool's result is rendered, or the prompt already contains the header.
-    # The answer to the result is content, or another tool call.
-    renderings = (turn.prober.render(answered) or "" for answered in _ANSWERED_AFTER_RESULT)
-    has_header = any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
-    return header if has_header else ""
+    if prompt_end is None:
+        return ""  # The template does not render a tool's result.
+    if header in prompt_end:
+        return ""  # The model does not write the header, because the prompt contains the header.
+    return header if _is_written_after_result(header, turn.prober) else ""
+
+
+def _is_written_after_result(header: str, prober: Prober) -> bool:
+    """Return whether the template writes `header` between a tool's result and the answer.
+
+    The answer is content or another tool call. A header before one kind of answer is sufficient.
+    """
+    renderings = (prober.render(conversation) or "" for conversation in _ANSWERED_AFTER_RESULT)
+    return any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
 
 
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
@@ -235,10 +257,12 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
         end of a prompt with a result   returned texts
         </result><|assistant|>          ("<|assistant|>",)
         </result><|answer|>             ("<|assistant|>", "<|answer|>")
-        </result>                       (), because no text opens the answer to a result
+        </result>                       ()
 
-    If the header contains no marker, the result is (). The `reasoning_markers` at the end of a
-    prompt are ignored, because they belong to the answer.
+    The result is () if a prompt can end without such a text. Otherwise, the parser would find the
+    header of an earlier message in this prompt. The result is also () if the header contains no
+    marker. `reasoning_markers` at the end of a prompt are ignored, because they belong to the
+    answer.
     """
     # `turn.header` may start with the markers that end a user's message. These markers are removed,
     # because a tool's result may end with different markers.
@@ -246,14 +270,12 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    if prompt_end is None or header in prompt_end:  # None: the template renders no tool results.
-        return (header,)
+    if prompt_end is None:
+        return (header,)  # The template does not render a tool's result.
+    if header in prompt_end:
+        return (header,)  # The header also opens the answer to a tool's result.
     other_marker = trailing_marker(_strip_suffixes(prompt_end, reasoning_markers))
-    if not other_marker:
-        # In a prompt that ends with a tool's result, the parser would find the header of an earlier
-        # message, and would read the text after that header as the start of the answer.
-        return ()
-    return (header, other_marker)
+    return (header, other_marker) if other_marker else ()
 
 
 def _prompt_end_after_result(prober: Prober) -> str | None:

@@ -42,23 +42,54 @@ def thinking_switches(
         fixed_variables: The names of variables that always have the same value. They are no
             switches.
     """
-    switch_names = sorted(name for name in template.names if _is_thinking_switch(name))
-    names = [name for name in switch_names[:_MAX_NAMES] if name not in fixed_variables]
-    one_variable = [
+    first_names = _thinking_variables(template)[:_MAX_NAMES]
+    names = [name for name in first_names if name not in fixed_variables]
+    # If there are too many settings, the last ones are omitted. Therefore, the settings that
+    # usually have an effect are first.
+    settings = [
+        NO_SWITCHES,
+        *_settings_of_all_variables(names),
+        *_settings_of_one_variable(template, names),
+        *_settings_of_system_message(template),
+    ]
+    return settings[:_MAX_SETTINGS]
+
+
+def _thinking_variables(template: CompiledTemplate) -> list[str]:
+    """Return the sorted names of the template's variables that may turn thinking on or off."""
+    return sorted(name for name in template.names if _is_thinking_switch(name))
+
+
+def _settings_of_all_variables(names: list[str]) -> list[Switches]:
+    """Return two settings: all thinking switches are on, and all thinking switches are off.
+
+    Some templates render reasoning only if several switches, such as `enable_thinking`, are on. The
+    result is [] for a single switch, because the settings of one variable contain both values.
+    """
+    if len(names) < 2:
+        return []
+    return [Switches(variables=tuple((name, is_on) for name in names)) for is_on in (True, False)]
+
+
+def _settings_of_one_variable(template: CompiledTemplate, names: list[str]) -> list[Switches]:
+    """Return the settings that set one thinking switch, such as `enable_thinking=True`.
+
+    `names` are the names of the template's variables that turn thinking on or off.
+    """
+    return [
         Switches(variables=((name, value),))
         for name in names
         for value in _possible_values(template, name)
     ]
-    # Some templates render reasoning only if several switches, such as `enable_thinking`, are on.
-    all_variables = []
-    if len(names) > 1:
-        all_variables = [Switches(tuple((name, on) for name in names)) for on in (True, False)]
+
+
+def _settings_of_system_message(template: CompiledTemplate) -> list[Switches]:
+    """Return the settings that write "/think" or "/no_think" into the system message.
+
+    A word that the template does not contain is omitted, because it cannot have an effect.
+    """
     template_text = "\n".join(template.literals)
-    system_messages = [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
-    # If there are too many settings, the last ones are omitted. Therefore, the settings that
-    # usually have an effect are first.
-    settings = [NO_SWITCHES, *all_variables, *one_variable, *system_messages]
-    return settings[:_MAX_SETTINGS]
+    return [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
 
 
 def _is_thinking_switch(name: str) -> bool:

@@ -37,6 +37,9 @@ from nereid_parsers.template.sandbox.operations import (
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 # These filters combine all items of a list or an iterator into one value.
 _SUMMING_FILTERS = ("join", "sum")
+# Methods of these types may return large texts. Examples: `"a".center(10**9)`, and the method
+# `to_bytes` of a number, as in `(1).to_bytes(10**9)`.
+_TYPES_WITH_CHECKED_METHODS = (str, bytes, int, float)
 # A template may write values of these types as text. For any other object, only the name of its
 # type is written, because the text of the object may contain a memory address.
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
@@ -171,37 +174,32 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         Raises:
             LimitError: The result would be too large, or the template makes too many calls.
         """
-        is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro may write literal text of the template, so each call of a macro counts the length
-        # of all literal text. Other functions are Python functions, which write no literal text.
-        __self.budget.step(__self.literal_size if is_macro else 0)
+        __self._count_call(__obj)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
-        if isinstance(owner, str | bytes | int | float):
-            # These methods may return large texts, such as `"a".center(10**9)`.
-            args = __self._check_arguments(owner, __obj.__name__, args, kwargs)
-        result = super().call(__context, __obj, *args, **kwargs)
+        if not isinstance(owner, _TYPES_WITH_CHECKED_METHODS):
+            result = super().call(__context, __obj, *args, **kwargs)
+        else:
+            # The check of `", ".join(items)` reads the items. Reading consumes an iterator, so the
+            # method is called with a list instead of the iterator. A keyword argument needs no
+            # list, because `join` takes its argument only by position.
+            read_args = tuple(__self._iterator_to_list(argument) for argument in args)
+            check_method(__self.budget, owner, __obj.__name__, (*read_args, *kwargs.values()))
+            result = super().call(__context, __obj, *read_args, **kwargs)
         if isinstance(owner, list | dict):
             # A method such as `append` may enlarge the list or dict, so its size is checked again.
             # Methods cannot change a tuple, and a template cannot create a set.
             __self.budget.check(owner)
         return __self.budget.check(result)
 
-    def _check_arguments(
-        self,
-        owner: str | bytes | float,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> tuple[Any, ...]:
-        """Raise LimitError if `owner.method(*args, **kwargs)` would return a large value.
+    def _count_call(self, function: object) -> None:
+        """Count the call of a function, method or macro as one step.
 
-        The result contains `args`, but with a list in place of each iterator. The check needs the
-        number of items, as in `", ".join(items)`, and reading the items consumes an iterator.
+        A macro may write literal text of the template. Therefore, the call of a macro also counts
+        the length of all literal text. Other functions are Python functions, which write no literal
+        text.
         """
-        args = tuple(self._iterator_to_list(argument) for argument in args)
-        # The order of keyword arguments does not matter for the checks.
-        check_method(self.budget, owner, method, (*args, *kwargs.values()))
-        return args
+        is_macro = isinstance(function, jinja2.runtime.Macro)
+        self.budget.step(self.literal_size if is_macro else 0)
 
     def _limit_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that checks the budget before and after it calls `function`.
@@ -217,14 +215,21 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         @wraps(function)  # This also copies the attribute `jinja_pass_arg`.
         def limited(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
-            jinja_args, template_args = args[:num_jinja_args], args[num_jinja_args:]
-            value, *options = template_args  # The value is the expression before the `|`.
-            if name in _SUMMING_FILTERS:  # `check_filter` reads the number and the size of items.
-                value = self._iterator_to_list(value)
+            jinja_args = args[:num_jinja_args]
+            filtered_value, *options = args[num_jinja_args:]
+            value = self._readable_value(name, filtered_value)
             check_filter(self.budget, FilterCall(name, value, tuple(options), kwargs))
             return self.budget.check(function(*jinja_args, value, *options, **kwargs))
 
         return limited
+
+    def _readable_value(self, filter_name: str, value: Any) -> Any:  # noqa: ANN401
+        """Convert the value of a filter such as `join` to a list, if the value is an iterator.
+
+        The check of such a filter reads the items, and this would consume an iterator. The values
+        of all other filters are returned unchanged.
+        """
+        return self._iterator_to_list(value) if filter_name in _SUMMING_FILTERS else value
 
     def _iterator_to_list(self, value: Any) -> Any:  # noqa: ANN401
         """Return the items of an iterator as a list, and any other value unchanged.

@@ -175,7 +175,7 @@ def _check_size(size: int, max_size: int) -> None:
         raise LimitError(f"the template makes a value of size {size}, but the limit is {max_size}")
 
 
-def size_of(value: object, max_size: int, depth: int = 0) -> int:
+def size_of(value: object, max_size: int) -> int:
     """Estimate the number of characters of the text that a template would write for `value`.
 
     The size of a string is its length plus 16. The size of a list is the sum of the sizes of its
@@ -187,28 +187,34 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
 
     Args:
         value: The value.
-        max_size: The largest allowed size. The error is raised as soon as the sum of the members
-            exceeds this size, because adding all members of a list may take long.
-        depth: The number of lists that contain the value. Only the recursive calls pass it.
+        max_size: The largest size of a list or a dict. Adding the members of a larger list could
+            take long, so the error is raised as soon as their sum exceeds `max_size`. The size of a
+            single string is not limited, because it is known at once.
 
     Raises:
-        LimitError: The members of a list or a dict are larger than `max_size`, or the lists are
-            nested too deeply. A single string or number is never rejected: the caller must compare
-            the result.
+        LimitError: A list or a dict is larger than `max_size`, or the lists are nested too deeply.
+    """
+    return _size_of(value, max_size, depth=0)
+
+
+def _size_of(value: object, max_size: int, depth: int) -> int:
+    """Return the size of `value`, as described in `size_of`.
+
+    `depth` is the number of lists and dicts that contain the value. It is limited, because Python
+    limits the depth of recursive calls.
+
+    Raises:
+        LimitError: A list or a dict is larger than `max_size`, or `depth` is too large.
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE
-    members: list[object]
-    if isinstance(value, dict):
-        members = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set):
-        members = list(value)
-    else:  # a number, for example
+    if not isinstance(value, dict | list | tuple | set):  # a number, for example
         return _ITEM_SIZE
     if depth > _MAX_DEPTH:
         raise LimitError(f"the template nests lists more than {_MAX_DEPTH} levels deep")
+    members = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     total = _ITEM_SIZE
     for member in members:
-        total += size_of(member, max_size, depth + 1)
+        total += _size_of(member, max_size, depth + 1)
         _check_size(total, max_size)
     return total

@@ -29,7 +29,10 @@ _NAMED_FIELD = re.compile(r"(?:\{|%\()[^{}().\[:!]+")
 # Matches the start of a field, up to its width and precision: `%5.2` in `%5.2f`, `{:>5` in `{:>5}`.
 _FIELD_WITH_WIDTH = re.compile(r"%(?:\([^()]*\))?[-+ #.\d]*|\{[^{}:]*:[^{}]*")
 _NUMBER = re.compile(r"\d+")
-_LONG_NUMBER = re.compile(r"\d{5,}")
+# Matches a number of at least five digits. In a format string, such a number may be a large width.
+# A long number in the text around the fields is rejected, too, because the check does not parse the
+# format string.
+_LARGE_WIDTH = re.compile(r"\d{5,}")
 _MAX_SHOWN_DIGITS = 12  # the largest number of digits in an error message
 
 
@@ -59,10 +62,11 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
 
     Example: `text.replace("", "x" * 1000)` inserts 1000 characters before each character of `text`.
     In this call, `owner` is the value of `text`, and `name` is "replace".
+
+    `owner` is a string, bytes or a number. `args` contains the positional arguments, and after them
+    the values of the keyword arguments.
     """
     check_numbers(args)  # An argument may be a length, as in `text.center(10**9)`.
-    # Other methods need no check. The length of their results is similar to the length of `owner`,
-    # or to a number in `args`, which `check_numbers` has limited.
     match name:
         case "format" | "format_map":
             # The argument of `format_map` is a dict. Its size includes the sizes of its values, so
@@ -73,9 +77,13 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
         case "join" if args:
             _check_join(budget, items=args[0], separator=owner)
         case "expandtabs" if args:
-            budget.check_size(len(owner) * max(int(args[0]), 1))
-        case "translate" if args:  # The table may replace each character with a long text.
-            budget.check_size(len(owner) * size_of(args[0], budget.limits.value_size))
+            _check_expandtabs(budget, owner, tab_size=args[0])
+        case "translate" if args:
+            _check_translate(budget, owner, table=args[0])
+        case _:
+            # The result of any other method is at most slightly longer than `owner`, or than a
+            # number in `args`, which `check_numbers` has limited.
+            pass
 
 
 class FilterCall(NamedTuple):
@@ -113,9 +121,9 @@ class FilterCall(NamedTuple):
 def check_filter(budget: Budget, call: FilterCall) -> None:
     """Raise LimitError if the result of a filter would be too large.
 
-    Large numbers are rejected as options of every filter. The filters with a case below need a
-    further check, because they can make a long text even from small numbers. The results of all
-    other filters are at most slightly longer than the value.
+    Example: in `text | replace("", "x" * 1000)`, the filter inserts 1000 characters before each
+    character of `text`. The result of a filter without a check of its own is at most slightly
+    longer than the value, or than a number in the options.
     """
     options = [*call.args, *call.kwargs.values()]
     check_numbers(options)  # An option may be a length, as in `text | center(10**9)`.
@@ -127,16 +135,10 @@ def check_filter(budget: Budget, call: FilterCall) -> None:
             _check_join(budget, call.value, separator=call.option(0, "d"))
         case "format":
             check_format(budget, call.value, values=options)
-        case "tojson":  # Only long options can make the JSON text much longer than the value.
-            # The filter writes options such as `indent` and `separators` once for each line of the
-            # JSON text, so a long option makes a very long text.
-            options_size = sum(_num_characters(option) for option in options)
-            budget.check_size(options_size * _TOJSON_LINES)
+        case "tojson":
+            _check_tojson(budget, options)
         case "indent" if isinstance(call.value, str):  # jinja2 raises an error for other values.
-            width = call.option(0, "width") or _DEFAULT_INDENT
-            # The width is the text that the filter writes before each line, or a number of spaces.
-            indent_size = len(width) if isinstance(width, str) else int(width)
-            budget.check_size(call.value.count("\n") * indent_size)
+            _check_indent(budget, call.value, width=call.option(0, "width") or _DEFAULT_INDENT)
 
 
 def _check_repetition(budget: Budget, sequence: object, times: object) -> None:
@@ -169,6 +171,44 @@ def _check_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: AN
     if isinstance(items, Sized):
         budget.check_size(len(items) * (len(str(separator)) + 1))
         size_of(items, budget.limits.value_size)  # raises LimitError if the items are too large
+
+
+def _check_expandtabs(budget: Budget, text: Any, tab_size: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if `text.expandtabs(tab_size)` could be too large.
+
+    The check assumes the worst case: `text` consists only of tabs, and each tab becomes `tab_size`
+    spaces.
+    """
+    budget.check_size(len(text) * max(int(tab_size), 1))
+
+
+def _check_translate(budget: Budget, text: Any, table: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if `text.translate(table)` could be too large.
+
+    Example: the table {97: "xyz"} replaces each `a` with "xyz". The check assumes that each
+    character of `text` is replaced with all texts of the table.
+    """
+    size_of_table = size_of(table, budget.limits.value_size)
+    budget.check_size(len(text) * size_of_table)
+
+
+def _check_tojson(budget: Budget, options: Iterable[object]) -> None:
+    """Raise LimitError if the result of the filter `tojson` would be too large.
+
+    The filter writes options such as `indent` and `separators` once for each line of the JSON text.
+    Therefore, only long options can make this text much longer than the value.
+    """
+    size_of_options = sum(_num_characters(option) for option in options)
+    budget.check_size(size_of_options * _TOJSON_LINES)
+
+
+def _check_indent(budget: Budget, text: str, width: Any) -> None:  # noqa: ANN401
+    """Raise LimitError if the result of the filter `indent` would be too large.
+
+    `width` is the text that the filter writes before each line, or a number of spaces.
+    """
+    indent_size = len(width) if isinstance(width, str) else int(width)
+    budget.check_size(text.count("\n") * indent_size)
 
 
 def check_numbers(values: Iterable[object]) -> None:
@@ -213,11 +253,11 @@ def _check_widths(format_string: str) -> None:
 
     Examples: the width of `{:>99999}` is too large. The width of `{:>{}}` is an argument.
     """
-    number = _LONG_NUMBER.search(format_string)
-    if number is not None:
-        shown_number = number.group()[:_MAX_SHOWN_DIGITS]
+    large_width = _LARGE_WIDTH.search(format_string)
+    if large_width is not None:
+        first_digits = large_width.group()[:_MAX_SHOWN_DIGITS]
         raise LimitError(
-            f"a format string of the template has the width {shown_number}, "
+            f"a format string of the template has the width {first_digits}, "
             f"but the limit is {MAX_NUMBER}"
         )
     if _NESTED_FIELD.search(format_string):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from nereid_parsers.format import (
     BareKeyArguments,
     Call,
@@ -12,46 +14,112 @@ from nereid_parsers.format import (
 from nereid_parsers.pattern_syntax import escape_braces
 from nereid_parsers.template.conversation import FIRST_TOOL
 from nereid_parsers.template.difference import MARKER
-from nereid_parsers.template.list_markup import ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
 # These types describe arguments that follow the name of the function, as in `f{"a": 1}`.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 # Some templates render the id of a tool call, such as `functions.f:0`, instead of the function's
-# name `f`. This string is the pattern of such ids.
-_NUMBERED_ID = "functions.{name}:{number}"
+# name `f`. `_NUMBERED_ID` is the pattern of such ids. `_NUMBERED_NAME` is the pattern of such ids
+# without "functions.".
+_NUMBERED_NAME = "{name}:{number}"
+_NUMBERED_ID = f"functions.{_NUMBERED_NAME}"
+# The template of the id if the header does not contain a numbered id. The parser takes the id from
+# the field `{id}` of the header. If the header does not have this field, the tool call has no id.
+_ID_IN_HEADER = "{id}"
 # Each key is a text in a rendered tool call. Each value is the field that replaces this text in the
 # pattern of the tool call. COUNTER_MARK and ID_MARK are the placeholder characters for the number
 # and the id of a tool call.
 _FIELDS = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: "{id}"}
 
 
-def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    """Describe a tool call whose name precedes the arguments, such as `<function=f>{"a": 1}`.
+class _TextBeforeName(NamedTuple):
+    """The text before a function's name, such as `<call><function=`, in two parts.
 
-    Such a tool call consists of an opening marker (`<call>`), a header (`<function=f>`), the
-    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern in which
-    the field `{name}` replaces the name.
+    Attributes:
+        opening: The opening marker of the tool call, such as `<call>`, and the white space around
+            the marker.
+        head_start: The rest of the text, which starts the header: `<function=`.
+    """
 
-    >>> markup = ListMarkup(item_open="<call><function=", item_close="</call>")
-    >>> [call] = calls_with_head(markup, ">", JsonArguments())
+    opening: str
+    head_start: str
+
+
+class _HeaderForm(NamedTuple):
+    """One form in which a model may write the header of a tool call.
+
+    Attributes:
+        head: The pattern of the header, such as `<call>{name}:{number}`.
+        id: The template of the tool call's id, such as `{name}:{number}`. The parser fills in the
+            fields of the header.
+    """
+
+    head: str
+    id: str
+
+
+def calls_with_head(
+    before_name: str, after_name: str, body: ArgumentsBody, close: str
+) -> tuple[Call, ...]:
+    """Declare the forms of a tool call whose name precedes the arguments, as in `f{"a": 1}`.
+
+    The result contains one `Call` for each form of the header. Most headers have only one form. In
+    the header, the field `{name}` replaces the function's name:
+
+    >>> [call] = calls_with_head("<call><function=", ">", JsonArguments(), close="</call>")
     >>> call.open, call.head, call.close
     ('<call>', '<function={name}>', '</call>')
 
-    In `markup`, the markup of the list of tool calls, `item_open` is the text before the name. The
-    result contains one declaration for each form of the header, see `_variants_of_head`.
+    Args:
+        before_name: The rendered text from the start of the tool call to the name.
+        after_name: The rendered text between the name and the arguments.
+        body: The declaration of the arguments.
+        close: The rendered text after the arguments.
     """
-    opening, head_start = _split_text_before_name(markup.item_open)
-    if _starts_each_argument(opening.strip(), body):
-        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
-        # starts. Therefore, the marker becomes a part of the header.
-        opening, head_start = "", markup.item_open
+    opening, head_start = _split_text_before_name(before_name, body)
     head = pattern_of_text(head_start + FIRST_TOOL + after_name)
     return tuple(
-        Call(body, open=opening, head=head_pattern, close=markup.item_close, id=id_pattern)
-        for head_pattern, id_pattern in _variants_of_head(head)
+        Call(body, open=opening, head=form.head, close=close, id=form.id)
+        for form in _forms_of_header(head)
     )
+
+
+def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
+    r"""Split the text before a function's name into the opening marker and the start of the header.
+
+    >>> _split_text_before_name("<call>\n<function=", JsonArguments())
+    _TextBeforeName(opening='<call>\n', head_start='<function=')
+
+    If the text does not start with a marker, `opening` is the white space at the start. `body` is
+    the declaration of the arguments that follow the name.
+    """
+    if not text.strip():
+        return _TextBeforeName("", "")  # White space alone does not open a tool call.
+    without_space = text.lstrip()
+    marker = _opening_marker(without_space)
+    if _starts_each_argument(marker, body):
+        # In `<|sep|>f<|sep|>a=1`, the marker `<|sep|>` alone does not show where a tool call
+        # starts. Therefore, the marker becomes a part of the header.
+        return _TextBeforeName(opening="", head_start=text)
+    head_start = without_space.removeprefix(marker).lstrip()
+    return _TextBeforeName(opening=text.removesuffix(head_start), head_start=head_start)
+
+
+def _opening_marker(text: str) -> str:
+    """Return the opening marker of a tool call at the start of `text`, or "" if there is none.
+
+    A marker with the number or the id of the tool call belongs to the header, because only the
+    header may contain fields. The result is then "". In this example, ID_MARK is the placeholder
+    for the id:
+
+    >>> _opening_marker("<call><function="), _opening_marker(f"<call id={ID_MARK}>")
+    ('<call>', '')
+    """
+    match = MARKER.match(text)
+    if match is None or has_number_or_id(match.group()):
+        return ""
+    return match.group()
 
 
 def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
@@ -69,60 +137,30 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
     )
 
 
-def _variants_of_head(head: str) -> list[tuple[str, str]]:
-    """Return the patterns of all texts that may precede the arguments of a tool call.
+def _forms_of_header(head: str) -> list[_HeaderForm]:
+    """Return the forms in which a model may write the header of a tool call.
 
-    `head` is a pattern in which the field `{name}` replaces the name of the function. Most headers
-    have only one form. But some templates render an id such as "functions.f:0" instead of the name
-    `f`, so `head` contains `functions.{name}:{number}`. Then there are three forms:
+    `head` is the pattern of the rendered header. Most headers, such as `<call>{name}`, have only
+    this form. Some templates render a numbered id instead of the function's name. Then there are
+    three forms:
 
-        functions.f:0    The model writes the id.
-        f:0              The model writes the id without "functions.".
-        f                The model writes only the name.
+        functions.f:0    the id
+        f:0              the id without "functions."
+        f                only the name, without an id
 
-    Each member of the result contains two patterns: the pattern of the header and the pattern of
-    the id. In the third form, the model writes no id. The second pattern is then "{id}", which
-    matches any id:
-
-    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(variant)
-    ('<call>functions.{name}:{number}', 'functions.{name}:{number}')
-    ('<call>{name}:{number}', '{name}:{number}')
-    ('<call>{name}', '{id}')
+    >>> for form in _forms_of_header("<call>functions.{name}:{number}"): print(form.head)
+    <call>functions.{name}:{number}
+    <call>{name}:{number}
+    <call>{name}
     """
     if _NUMBERED_ID not in head:
-        return [(head, "{id}")]
+        return [_HeaderForm(head, _ID_IN_HEADER)]
     before_id, _, after_id = head.partition(_NUMBERED_ID)
     return [
-        (head, _NUMBERED_ID),
-        (before_id + "{name}:{number}" + after_id, "{name}:{number}"),
-        (before_id + "{name}" + after_id, "{id}"),
+        _HeaderForm(head, id=_NUMBERED_ID),
+        _HeaderForm(before_id + _NUMBERED_NAME + after_id, id=_NUMBERED_NAME),
+        _HeaderForm(before_id + "{name}" + after_id, id=_ID_IN_HEADER),
     ]
-
-
-def _split_text_before_name(text: str) -> tuple[str, str]:
-    r"""Split the text before a function's name into a marker, such as `<call>`, and the rest.
-
-    White space around the marker belongs to the marker. If there is no marker, as in the second
-    example, the first part is the white space at the start of the text. A tag with the number or
-    the id of the tool call, such as `<call id="1">`, belongs to the header. If the whole text is
-    white space, both parts of the result are "", because white space alone does not open a tool
-    call.
-
-    >>> _split_text_before_name("<call>\n<function=")
-    ('<call>\n', '<function=')
-    >>> _split_text_before_name("\nAction: ")
-    ('\n', 'Action: ')
-    """
-    without_space = text.lstrip()
-    if not without_space:
-        return "", ""
-    match = MARKER.match(without_space)
-    if match is None or has_number_or_id(match.group()):
-        head_start = without_space
-    else:
-        head_start = without_space[match.end() :].lstrip()
-    head_index = len(text) - len(head_start)
-    return text[:head_index], head_start
 
 
 def has_number_or_id(text: str) -> bool:

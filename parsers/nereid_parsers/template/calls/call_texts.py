@@ -5,13 +5,14 @@ A reader is a function that infers a `CallFormat` from `CallTexts`, for example 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from nereid_parsers.format import Call
 from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
 from nereid_parsers.template.difference import MARKER, markers
-from nereid_parsers.template.list_markup import ListMarkup
+from nereid_parsers.template.list_markup import ListMarkup, list_markup
 from nereid_parsers.template.probe import COUNTER_MARK
 
 
@@ -75,24 +76,69 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
     return [*pieces, rest]
 
 
-def split_text_after_calls(markup: ListMarkup) -> tuple[str, list[str]]:
-    """Divide the text that follows the tool calls, such as `</calls><|end|>`, into two parts.
+def markup_of_two_calls(
+    two_calls: str, first_words: Sequence[str], second_words: Sequence[str]
+) -> ListMarkup | None:
+    """Return the texts before, between and after the two tool calls of a message.
 
-    The first part is the text that closes the list of tool calls. The second part consists of the
-    markers that end the message:
+    Each tool call extends from the first to the last of its words. Return None if a word is
+    missing, or if the words occur in another order.
+
+    >>> markup_of_two_calls("<c>f 1</c>; <c>g 2</c>", ("f", "1"), ("g", "2"))
+    ListMarkup(open='', item_open='<c>', item_close='</c>', separator='; ', close='')
+    """
+    pieces = split_at_words(two_calls, *first_words, *second_words)
+    if pieces is None:
+        return None
+    before_first_call = pieces[0]
+    after_first_call = pieces[len(first_words)]  # the piece after the last of the first words
+    after_second_call = pieces[-1]
+    return list_markup(before_first_call, after_first_call, after_second_call)
+
+
+class _TextAfterCalls(NamedTuple):
+    """The text after the tool calls of a message, such as `</calls><|end|>`, in two parts.
+
+    Attributes:
+        section_close: The text that closes the list of tool calls, such as `</calls>`.
+        turn_ends: The markers that end the message, such as `<|end|>`.
+    """
+
+    section_close: str
+    turn_ends: list[str]
+
+
+def split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
+    """Divide the text after the tool calls into the text that closes the list, and end markers.
+
+    `markup` is the markup of the list of tool calls. In this example, `<|end|>` ends the message:
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
-    ('</calls>', ['<|end|>'])
+    _TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
+
+    Other text between the end markers, such as a line break, is omitted from the result.
     """
-    # Each marker that opens the list has one closing marker. If words without a marker open the
-    # list, one marker closes the list. If no text opens the list, no marker closes the list.
-    num_closing_markers = len(markers(markup.open)) or (1 if markup.open.strip() else 0)
     # The first markers close the list of tool calls. All later markers end the message.
+    num_closing_markers = _num_closing_markers(markup.open)
     turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
     if not turn_ends:
-        return markup.close, []
+        return _TextAfterCalls(markup.close, turn_ends=[])
     section_close = markup.close[: turn_ends[0].start()]
-    return section_close, [match.group() for match in turn_ends]
+    return _TextAfterCalls(section_close, [match.group() for match in turn_ends])
+
+
+def _num_closing_markers(opening: str) -> int:
+    """Return how many markers close a list of tool calls that the text `opening` opens.
+
+    >>> _num_closing_markers("<turn><calls>"), _num_closing_markers("Calls:")
+    (2, 1)
+    """
+    num_opening_markers = len(markers(opening))
+    if num_opening_markers > 0:
+        return num_opening_markers  # Each marker that opens the list has one closing marker.
+    if opening.strip():
+        return 1  # Words open the list, and one marker closes the list.
+    return 0  # No text opens the list, so no marker closes the list.
 
 
 # ---- the digits that number the tool calls ------------------------------------------------------
@@ -101,96 +147,117 @@ def split_text_after_calls(markup: ListMarkup) -> tuple[str, list[str]]:
 # index=0" and "zqSecondTool index=1". Comparing the two tool calls of one message shows the digits.
 
 
+class _NumberGaps(NamedTuple):
+    """The distances between a function's name and the number of its tool call.
+
+    Attributes:
+        before_name: How many characters are between a number and the name after it: 1 in `0 f`.
+            None if no number precedes the name.
+        after_name: How many characters are between the name and a number after it: 7 in
+            `f index=0`. None if no number follows the name.
+    """
+
+    before_name: int | None
+    after_name: int | None
+
+
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
     r"""Replace the number of each tool call, such as `0` in `0 zqFirstTool`, with a placeholder.
 
-    Some templates number the tool calls of a message: "0 zqFirstTool, 1 zqSecondTool". The
-    placeholder COUNTER_MARK ("\ufdd0") replaces these digits, so that two tool calls differ only in
-    their names and arguments. Markup such as `<h1>` may contain other digits. Therefore, a digit is
-    replaced only if it has the same distance (gap) from the function's name in each tool call.
+    The placeholder is COUNTER_MARK ("\ufdd0"). With the placeholder, two tool calls differ only in
+    their names and arguments:
 
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
     '\ufdd0 zqFirstTool'
+
+    Other digits, as in the tag `<h1>`, remain unchanged. Without two tool calls, the numbers are
+    unknown, so the result is `texts`.
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts  # A message can have only one tool call.
-    gap_before_name, gap_after_name = _find_number_gaps(texts.two_calls)
-    return CallTexts._make(_mask_numbers(text, gap_before_name, gap_after_name) for text in texts)
+    # The number of a tool call always has the same distance from the function's name.
+    gaps = _find_number_gaps(texts.two_calls)
+    return CallTexts(*(_mask_numbers(text, gaps) for text in texts))
 
 
-def _find_number_gaps(two_calls: str) -> tuple[int | None, int | None]:
-    """Return the distances between a function's name and the number of its tool call.
+def _find_number_gaps(two_calls: str) -> _NumberGaps:
+    """Find the distances between a function's name and the number of its tool call.
 
-    The first member of the result is the number of characters between a digit before the name and
-    the name. The second member is the number of characters between the name and a digit after the
-    name. A member is None if there is no such digit.
+    Only the numbers of the two tool calls in `two_calls` differ by one, so the texts before the two
+    names are compared, and then the texts after the two names.
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
-    (1, None)
+    _NumberGaps(before_name=1, after_name=None)
     >>> _find_number_gaps("zqFirstTool:0, zqSecondTool:1")
-    (None, 1)
-
-    To find the digits, the texts around the two names are compared, from each name outwards. At the
-    first difference, the second tool call must have the next higher digit.
+    _NumberGaps(before_name=None, after_name=1)
     """
     before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
     # The text before each name is reversed, so that an index counts from the name. Example: the
     # text before the name in `0 f` becomes ` 0`, in which the digit has the index 1.
-    gap_before_name = _index_of_number(before_first_name[::-1], before_second_name[::-1])
-    gap_after_name = _index_of_number(after_first_name, after_second_name)
-    return gap_before_name, gap_after_name
+    return _NumberGaps(
+        before_name=_index_of_next_digit(before_first_name[::-1], before_second_name[::-1]),
+        after_name=_index_of_next_digit(after_first_name, after_second_name),
+    )
 
 
-def _index_of_number(first: str, second: str) -> int | None:
+def _index_of_next_digit(first: str, second: str) -> int | None:
     """Return the index at which a digit in `first` becomes the next higher digit in `second`.
 
-    The texts are from a first and a second tool call, and both start at the function's name. Return
-    None if the first differing characters are anything else, or if no characters differ.
+    Return None if the first differing characters are not such digits, or if no characters differ.
 
-    >>> _index_of_number(" index=0>", " index=1>")
+    >>> _index_of_next_digit(" index=0>", " index=1>")
     7
-    >>> _index_of_number(" index=0>", " index=5>") is None
+    >>> _index_of_next_digit(" index=0>", " index=5>") is None
     True
     """
-    pairs = enumerate(zip(first, second, strict=False))  # The texts may have different lengths.
-    differences = ((index, char, other) for index, (char, other) in pairs if char != other)
-    index, number, next_number = next(differences, (0, "", ""))
-    are_digits = number.isdecimal() and next_number.isdecimal()
-    return index if are_digits and int(next_number) == int(number) + 1 else None
+    # The texts may have different lengths.
+    for index, (char, other_char) in enumerate(zip(first, second, strict=False)):
+        if char != other_char:
+            return index if _is_next_digit(char, other_char) else None
+    return None
 
 
-def _mask_numbers(text: str, gap_before_name: int | None, gap_after_name: int | None) -> str:
-    r"""In `text`, replace the one-digit number of each tool call with COUNTER_MARK.
+def _is_next_digit(char: str, next_char: str) -> bool:
+    """Return whether `next_char` is the next higher digit after the digit `char`.
 
-    The gaps are the numbers of characters between the function's name and a digit before or after
-    the name. A gap is None if there is no such digit. If the character at this distance is no
-    digit, the text remains unchanged.
+    >>> _is_next_digit("0", "1"), _is_next_digit("0", "5"), _is_next_digit("a", "b")
+    (True, False, False)
+    """
+    are_digits = char.isdecimal() and next_char.isdecimal()
+    return are_digits and int(next_char) == int(char) + 1
 
-    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", gap_before_name=1, gap_after_name=None)
+
+def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
+    r"""In rendered tool calls, replace the number of each tool call with COUNTER_MARK.
+
+    A message contains at most two tool calls, so each number is a single digit. `gaps` contains the
+    distances between a function's name and the digits before and after the name. A character at
+    this distance that is no digit remains unchanged.
+
+    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
     '\ufdd0 zqFirstTool, \ufdd0 zqSecondTool'
     """
+    masked = text
     for name in (FIRST_TOOL, SECOND_TOOL):
-        name_start = text.find(name)
-        if name_start < 0:
-            continue
-        if gap_before_name is not None:
-            text = _mask_digit(text, name_start - 1 - gap_before_name)
-        if gap_after_name is not None:
-            text = _mask_digit(text, name_start + len(name) + gap_after_name)
-    return text
+        if name in masked:
+            before_name, _, after_name = masked.partition(name)
+            # The text before the name is reversed, so that an index counts from the name.
+            masked_before = _mask_digit(before_name[::-1], gaps.before_name)[::-1]
+            masked = masked_before + name + _mask_digit(after_name, gaps.after_name)
+    return masked
 
 
-def _mask_digit(text: str, index: int) -> str:
+def _mask_digit(text: str, index: int | None) -> str:
     r"""If the character at the given index is a digit, replace the digit with COUNTER_MARK.
 
-    Return `text` unchanged if the character is no digit, or if the index is outside the text.
+    Return `text` unchanged if the character is no digit, or if the index is None or outside the
+    text.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ufdd0 zqFirstTool'
     """
-    is_outside = not 0 <= index < len(text)
-    if is_outside or not text[index].isdigit():
+    if index is None or index >= len(text) or not text[index].isdigit():
         return text
     return text[:index] + COUNTER_MARK + text[index + 1 :]

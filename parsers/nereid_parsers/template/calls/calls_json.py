@@ -53,6 +53,32 @@ class _JsonInText(NamedTuple):
         return self.text[self.end :]
 
 
+class _JsonOfTwoCalls(NamedTuple):
+    """The JSON of the two tool calls of a message.
+
+    Attributes:
+        first, second: The JSON values that contain the first and the second tool call. If one array
+            contains both tool calls, both attributes represent this array.
+    """
+
+    first: _JsonInText
+    second: _JsonInText
+
+    @property
+    def is_one_value(self) -> bool:
+        """Whether one JSON value contains both tool calls, as in `[{..}, {..}]`."""
+        return self.first.start == self.second.start
+
+    def markup(self) -> ListMarkup:
+        """Return the texts before, between and after two separate JSON values.
+
+        Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
+        `separator` is ", ".
+        """
+        between = self.first.text[self.first.end : self.second.start]
+        return list_markup(self.first.before, between, self.second.after)
+
+
 # ---- JSON that contains the name ----------------------------------------------------------------
 
 
@@ -79,12 +105,12 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
     """Infer how a template writes tool calls if it writes one tool call as a JSON object.
 
-    `json_of_call` is this object. The template writes the tool calls of a message in one of three
-    ways:
+    `json_of_call` is this object. There are three ways in which the template may write two tool
+    calls:
 
-        only one tool call    `<call>{..}</call>`                     no separator is known
-        one array             `<call>[{..}, {..}]</call>`             array and object are declared
-        separate objects      `<call>{..}</call>, <call>{..}</call>`  the separator is ", "
+        not at all          A message has only one tool call.
+        one array           `<call>[{..}, {..}]</call>`
+        separate objects    `<call>{..}</call>, <call>{..}</call>`
 
     Return None if the JSON of one of the two tool calls is not found.
     """
@@ -92,15 +118,13 @@ def _read_objects(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | N
     if not texts.two_calls:
         markup = ListMarkup(item_open=json_of_call.before, item_close=json_of_call.after)
         return _declare_separate_calls("JSON", markup, [JsonObject(keys)])
-    first = _find_json_call(texts.two_calls, FIRST_TOOL)
-    second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    if first is None or second is None:
+    two_calls = _find_two_calls(texts.two_calls)
+    if two_calls is None:
         return None
-    # If the template writes one array, both calls are found in the array.
-    is_one_array = first.start == second.start and isinstance(first.value, list)
+    is_one_array = two_calls.is_one_value and isinstance(two_calls.first.value, list)
     if is_one_array:
-        return _declare_object_and_array(keys, json_of_call, array=first)
-    markup = _markup_around_both(first, second)
+        return _declare_object_and_array(keys, json_of_call, array=two_calls.first)
+    markup = two_calls.markup()
     return _declare_separate_calls("JSON", markup, _object_and_possible_array(keys, markup))
 
 
@@ -129,49 +153,48 @@ def _declare_separate_calls(
 
 
 def _declare_object_and_array(
-    keys: Keys | NameIsKey, json_object: _JsonInText, array: _JsonInText
+    keys: Keys | NameIsKey, single_object: _JsonInText, array: _JsonInText
 ) -> CallFormat:
     """Describe a template that writes one tool call as an object, but several calls as an array.
 
-    The result declares the array and the object as two forms of tool calls. There are two cases.
-    The columns show one tool call and two tool calls:
+    A model may write both forms, so the result declares the array and the object. There are two
+    cases:
 
+                             one tool call          two tool calls
         equal markers        `<call>{..}</call>`    `<call>[{..}, {..}]</call>`
         different markers    `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
     """
     array_format = _declare_one_array(keys, array)
-    # `array_format.markup` declares the markers that enclose all tool calls of a message. If the
-    # template writes these markers around the single object, too, the `Call` of the object declares
-    # no markers.
-    is_enclosed_by_markup = json_object.before.strip() == array_format.markup.open.strip()
-    if is_enclosed_by_markup:
+    has_equal_markers = single_object.before.strip() == array_format.markup.open.strip()
+    if has_equal_markers:
+        # `array_format.markup` already declares these markers, because they enclose every message's
+        # list of tool calls.
         object_call = Call(JsonObject(keys))
     else:
-        object_call = Call(JsonObject(keys), open=json_object.before, close=json_object.after)
+        object_call = Call(JsonObject(keys), open=single_object.before, close=single_object.after)
     return replace(array_format, calls=(*array_format.calls, object_call))
 
 
 def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | None:
     """Infer how a template writes tool calls if it writes one tool call as a JSON array.
 
-    A template writes one array for all tool calls, or one array for each tool call:
+    `json_of_call` is this array. A template writes one array for each tool call, or one array for
+    all tool calls:
 
-        for all tool calls     `<calls>[{..}, {..}]</calls>`
         for each tool call     `<call>[{..}]</call><call>[{..}]</call>`
+        for all tool calls     `<calls>[{..}, {..}]</calls>`
 
-    If the template renders only one tool call in a message, the first case is assumed. Return None
-    if the first member of the array is not an object, as in `["v1", {"name": ..}]`.
+    If a message has only one tool call, the second case is assumed. Return None if the first member
+    of the array is not an object, as in `["v1", {"name": ..}]`.
     """
-    first_member = json_of_call.value[0]
+    first_member = json_of_call.value[0]  # The array contains the tool call, so it is not empty.
     if not isinstance(first_member, dict):
         return None
     keys = infer_keys(first_member)
-    first = _find_json_call(texts.two_calls, FIRST_TOOL)
-    second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    if first is None or second is None or first.start == second.start:
-        return _declare_one_array(keys, json_of_call)
-    markup = _markup_around_both(first, second)
-    return _declare_separate_calls("JSON array", markup, [JsonArray(keys)])
+    two_calls = _find_two_calls(texts.two_calls)
+    if two_calls is not None and not two_calls.is_one_value:
+        return _declare_separate_calls("JSON array", two_calls.markup(), [JsonArray(keys)])
+    return _declare_one_array(keys, json_of_call)
 
 
 def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
@@ -189,16 +212,6 @@ def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat
     return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
 
-def _markup_around_both(first: _JsonInText, second: _JsonInText) -> ListMarkup:
-    """Return the texts before, between and after the JSON values of two tool calls.
-
-    Example: for `<c>{..}</c>, <c>{..}</c>`, `item_open` is "<c>", `item_close` is "</c>" and
-    `separator` is ", ".
-    """
-    between = first.text[first.end : second.start]
-    return list_markup(first.before, between, second.after)
-
-
 def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
     """Return a `Call` with the markers `markup.item_open` and `markup.item_close` around `body`.
 
@@ -209,6 +222,18 @@ def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
     if has_number_or_id(opening):
         return Call(body, head=pattern_of_text(opening.lstrip()), close=markup.item_close)
     return Call(body, open=opening, close=markup.item_close)
+
+
+def _find_two_calls(two_calls: str) -> _JsonOfTwoCalls | None:
+    """Find the JSON of the two tool calls of a message.
+
+    Return None if the JSON of one of the two tool calls is not found, or if `two_calls` is "".
+    """
+    first = _find_json_call(two_calls, FIRST_TOOL)
+    second = _find_json_call(two_calls, SECOND_TOOL)
+    if first is None or second is None:
+        return None
+    return _JsonOfTwoCalls(first, second)
 
 
 def _find_json_call(text: str, name: str) -> _JsonInText | None:
@@ -274,22 +299,37 @@ def _is_call(member: object, name: str) -> bool:
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     """Infer how a template writes tool calls as a name and JSON arguments, as in `f{"a": 1}`.
 
-    Return None if no JSON object with the argument follows the name. Example: the result for
-    `<call>f<args>{"a": 1}</call>` declares the opening marker `<call>`, the header `{name}<args>`
-    (the text before the JSON) and the closing marker `</call>`.
+    Example: the result for `<call>f<args>{"a": 1}</call>` declares the opening marker `<call>`, the
+    header `{name}<args>` and the closing marker `</call>`. Return None if no JSON object with the
+    argument follows the name of each tool call.
     """
     json_of_call = _find_json_arguments(texts.one_call, FIRST_TOOL, FIRST_KEY)  # `{"a": 1}`
     if json_of_call is None:
         return None
-    before_name, _, after_name = json_of_call.before.partition(FIRST_TOOL)  # `<call>` and `<args>`
-    if texts.two_calls:
-        markup = _markup_of_two_calls(texts.two_calls)
-        if markup is None:
-            return None
-    else:
-        markup = ListMarkup(item_open=before_name, item_close=json_of_call.after)
-    calls = calls_with_head(markup, after_name, JsonArguments())
+    markup = _markup_of_named_calls(texts, json_of_call)
+    if markup is None:
+        return None
+    _, _, after_name = json_of_call.before.partition(FIRST_TOOL)  # `<args>`
+    calls = calls_with_head(
+        before_name=markup.item_open,
+        after_name=after_name,
+        body=JsonArguments(),
+        close=markup.item_close,
+    )
     return CallFormat("name, then JSON", calls, markup)
+
+
+def _markup_of_named_calls(texts: CallTexts, json_of_call: _JsonInText) -> ListMarkup | None:
+    """Return the texts before, between and after tool calls that look like `f{"a": 1}`.
+
+    `json_of_call` is the JSON with the arguments in `texts.one_call`. If a message has only one
+    tool call, the text between two tool calls is unknown. Return None if the JSON of one of two
+    tool calls is not found.
+    """
+    if texts.two_calls:
+        return _markup_of_two_calls(texts.two_calls)
+    before_name, _, _ = json_of_call.before.partition(FIRST_TOOL)
+    return ListMarkup(item_open=before_name, item_close=json_of_call.after)
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
 from nereid_parsers.template.calls.call_heads import calls_with_head
@@ -27,6 +28,28 @@ from nereid_parsers.template.list_markup import ListMarkup, list_markup
 _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
+class _TextAroundCall(NamedTuple):
+    """The texts before and after a tool call, such as `<call>` and `</call>`."""
+
+    before: str
+    after: str
+
+
+class _PythonSection(NamedTuple):
+    """A list of Python calls and the markers around the list: `<calls>[f(a="x"), g()]</calls>`.
+
+    Attributes:
+        opening: The text before the list, such as `<calls>`.
+        closing: The text after the list, such as `</calls>`.
+        forms: The forms of the list that a model may write: `[f(a="x"), g()]` or `f(a="x"), g()`.
+            The form that the template writes is first.
+    """
+
+    opening: str
+    closing: str
+    forms: list[PythonCalls]
+
+
 def read_python(texts: CallTexts) -> CallFormat | None:
     """Infer how a template writes tool calls in Python syntax, such as `f(a="x")`.
 
@@ -34,25 +57,15 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
         markers around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
         markers around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
-
-    The second case is assumed if the template allows only one tool call in a message.
     """
-    suffix = _suffix_of_name(texts.one_call)
-    if suffix is None:
+    name_suffix = _suffix_of_name(texts.one_call)  # `.call` in `f.call(a="x")`, but usually ""
+    if name_suffix is None:
         return None
-    if texts.two_calls:
-        markup = _markup_of_two_calls(texts.two_calls, last_character=")")
-    else:
-        before, after = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, ")")
-        # A single tool call shows no separator, so the separator is assumed to be ", ".
-        markup = ListMarkup(open=before, separator=", ", close=after)
+    markup = _markup_of_python_calls(texts)
     has_markers_around_each = bool(markup.item_open.strip() or markup.item_close.strip())
-    if not has_markers_around_each:
-        return _declare_python_section(markup, suffix)
-    # Each pair of markers encloses a single call, so no list brackets and no separator are needed.
-    one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
-    call = Call(one_call, open=markup.item_open, close=markup.item_close)
-    return CallFormat("Python calls, each marked", (call,), markup)
+    if has_markers_around_each:
+        return _declare_marked_python_calls(markup, name_suffix)
+    return _declare_python_section(markup, name_suffix)
 
 
 def _suffix_of_name(one_call: str) -> str | None:
@@ -73,65 +86,109 @@ def _suffix_of_name(one_call: str) -> str | None:
     return suffix if is_python else None
 
 
-def _declare_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
+def _markup_of_python_calls(texts: CallTexts) -> ListMarkup:
+    """Return the texts before, between and after the Python calls of a message.
+
+    If the template allows only one tool call in a message, the markers around this tool call are
+    assumed to enclose all tool calls, and the separator is assumed to be ", ".
+    """
+    if texts.two_calls:
+        return _markup_of_two_calls(texts.two_calls, last_character=")")
+    around = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character=")")
+    return ListMarkup(open=around.before, separator=", ", close=around.after)
+
+
+def _declare_marked_python_calls(markup: ListMarkup, name_suffix: str) -> CallFormat:
+    """Declare the format of Python calls with markers around each, as in `<call>f(a="x")</call>`.
+
+    `name_suffix` is the text after a function's name, such as `.call` in `f.call(a="x")`.
+    """
+    # Each pair of markers encloses a single call, so no list brackets and no separator are needed.
+    one_call = PythonCalls(open="", close="", separator="", suffix=name_suffix)
+    call = Call(one_call, open=markup.item_open, close=markup.item_close)
+    return CallFormat("Python calls, each marked", (call,), markup)
+
+
+def _declare_python_section(markup: ListMarkup, name_suffix: str) -> CallFormat:
     """Declare the format of a list of Python calls, as in `<calls>[f(a="x"), g()]</calls>`.
 
-    The markers `<calls>` and `</calls>` enclose all calls. The template decides which forms of the
-    list a model may write between the markers:
-
-        text of the template           declared forms
-        `<calls>[f(a="x")]</calls>`    `[f(a="x"), g()]` and `f(a="x"), g()`
-        `<calls>f(a="x")</calls>`      `f(a="x"), g()`
-
-    The texts before and after each call, `item_open` and `item_close`, are only white space.
+    The markers, such as `<calls>` and `</calls>`, enclose all calls. `name_suffix` is the text
+    after a function's name, such as `.call` in `f.call(a="x")`.
     """
-    opening, closing = markup.open + markup.item_open, markup.item_close + markup.close
-    separator = markup.item_close + markup.separator + markup.item_open
-    bare_calls = PythonCalls(open="", close="", separator=separator, suffix=suffix)
-    bodies = [bare_calls]  # The form that the template writes is first.
-    has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
-    if has_brackets:
-        calls_in_brackets = replace(bare_calls, open="[", close="]")
-        bodies = [calls_in_brackets, bare_calls]
-        opening = opening.rstrip().removesuffix("[")
-        closing = closing.lstrip().removeprefix("]")
-    has_closing_marker = bool(closing.strip())
+    section = _python_section(markup, name_suffix)
+    has_closing_marker = bool(section.closing.strip())
     if has_closing_marker:
-        calls = tuple(Call(body) for body in bodies)
-        return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
+        calls = tuple(Call(form) for form in section.forms)
+        section_markup = ListMarkup(open=section.opening, close=section.closing)
+        return CallFormat("Python calls", calls, section_markup)
     # In `<calls>f(a="x")`, no marker closes the list of tool calls. Therefore, `<calls>` is
     # declared as the opening marker of a tool call. Only the form that the template writes is
     # declared.
-    call = Call(bodies[0], open=opening)
+    call = Call(section.forms[0], open=section.opening)
     return CallFormat("Python calls", (call,), ListMarkup())
+
+
+def _python_section(markup: ListMarkup, name_suffix: str) -> _PythonSection:
+    """Divide the text around Python calls into markers, such as `<calls>`, and list brackets.
+
+    A model may omit the brackets of the list. Therefore, the text that a template writes determines
+    the forms of the list that a model may write:
+
+        text of the template           forms in the result
+        `<calls>[f(a="x")]</calls>`    `[f(a="x"), g()]` and `f(a="x"), g()`
+        `<calls>f(a="x")</calls>`      `f(a="x"), g()`
+    """
+    # No markers enclose each call, so `item_open` and `item_close` are only white space.
+    opening = markup.open + markup.item_open
+    separator = markup.item_close + markup.separator + markup.item_open
+    closing = markup.item_close + markup.close
+    bare_calls = PythonCalls(open="", close="", separator=separator, suffix=name_suffix)
+    has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
+    if not has_brackets:
+        return _PythonSection(opening, closing, forms=[bare_calls])
+    return _PythonSection(
+        opening=opening.rstrip().removesuffix("["),
+        closing=closing.lstrip().removeprefix("]"),
+        forms=[replace(bare_calls, open="[", close="]"), bare_calls],
+    )
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     """Infer how a template writes tool calls with unquoted keys, as in `f{a:"x"}`.
 
-    Some templates write a marker instead of the quotes around a string. Example: the result for
-    `<call>f{a:<q>x<q>}</call>` declares the quote `<q>` and the markers `<call>` and `</call>`.
-    Return None if the keys have quotes, or if the strings have no quotes.
+    Return None if the keys have quotes, or if the strings have no quotes. A marker may replace the
+    quotes of the strings, as in `f{a:<q>x<q>}`.
     """
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
         return None
     # The pieces of `<call>f{a:<q>x<q>}</call>` are `<call>`, `{`, `:<q>` and `<q>}</call>`.
-    before_name, before_key, before_value, after_value = pieces
-    has_unquoted_key = before_key.endswith("{")
+    _before_name, before_key, before_value, after_value = pieces
     quote = _quote_after_colon(before_value)
+    has_unquoted_key = before_key.endswith("{")
     has_quoted_value = bool(quote) and after_value.startswith(quote)
     if not has_unquoted_key or not has_quoted_value:
         return None
-    if texts.two_calls:
-        # A tool call ends with the first `}` after its value.
-        markup = _markup_of_two_calls(texts.two_calls, last_character="}")
-    else:
-        _, _, after_call = after_value.partition("}")
-        markup = ListMarkup(item_open=before_name, item_close=after_call)
-    after_name = before_key.removesuffix("{")  # the text between the name and the object
-    calls = calls_with_head(markup, after_name, BareKeyArguments(quote))
+    markup = _markup_of_calls_in_braces(texts)
+    calls = calls_with_head(
+        before_name=markup.item_open,
+        after_name=before_key.removesuffix("{"),
+        body=BareKeyArguments(quote),
+        close=markup.item_close,
+    )
     return CallFormat("bare keys", calls, markup)
+
+
+def _markup_of_calls_in_braces(texts: CallTexts) -> ListMarkup:
+    """Return the texts before, between and after tool calls with braces, such as `f{a:"x"}`.
+
+    A tool call ends with the first "}" after its value. If the template allows only one tool call
+    in a message, the result contains only the texts before and after each tool call.
+    """
+    if texts.two_calls:
+        return _markup_of_two_calls(texts.two_calls, last_character="}")
+    around = _text_around_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character="}")
+    return ListMarkup(item_open=around.before, item_close=around.after)
 
 
 def _quote_after_colon(text: str) -> str:
@@ -150,20 +207,20 @@ def _markup_of_two_calls(two_calls: str, last_character: str) -> ListMarkup:
     Example: for `[f(a="x"), g(b="y")]`, in which ")" is the last character of a tool call, `open`
     is "[", `separator` is ", " and `close` is "]".
     """
-    before, after_first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
-    between, after = _text_around_call(after_first, SECOND_TOOL, SECOND_VALUE, last_character)
-    return list_markup(before, between, after)
+    first = _text_around_call(two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
+    second = _text_around_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
+    return list_markup(before=first.before, between=second.before, after=second.after)
 
 
-def _text_around_call(text: str, name: str, value: str, last_character: str) -> tuple[str, str]:
+def _text_around_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
     """Return the texts before and after the tool call that contains `name` and then `value`.
 
     The tool call starts with the name, and ends with the first `last_character` after the value.
 
     >>> _text_around_call('[f(a="x"), g()]', "f", "x", ")")
-    ('[', ', g()]')
+    _TextAroundCall(before='[', after=', g()]')
     """
     before, _, after_name = text.partition(name)
     _, _, after_value = after_name.partition(value)
     _, _, after = after_value.partition(last_character)
-    return before, after
+    return _TextAroundCall(before, after)

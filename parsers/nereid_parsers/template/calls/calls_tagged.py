@@ -18,6 +18,7 @@ from nereid_parsers.template.calls.call_heads import calls_with_head
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
+    markup_of_two_calls,
     split_at_words,
 )
 from nereid_parsers.template.conversation import (
@@ -38,101 +39,20 @@ _WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
-def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`.
+class _TaggedMarkup(NamedTuple):
+    """The markup of rendered tool calls such as `<call f><arg key="a">1</arg></call>`.
 
-    Return None if the tool calls have another form. Example: the tool call
-    `<call f><arg key="a">1</arg></call>` gives these declarations:
-
-        header of the tool call          `<call {name}>`
-        tags of an argument              `<arg key="{key}">` and `</arg>`
-        closing text of the tool call    `</call>`
+    Attributes:
+        calls: The markup of the list of tool calls. In the example, `item_open` is `<call ` and
+            `item_close` is `</call>`.
+        arguments: The markup of the list of arguments in a tool call. In the example, `open` is
+            `>`, `item_open` is `<arg key="` and `item_close` is `</arg>`.
+        before_value: The text between the key and the value of an argument, such as `">`.
     """
-    # Some closing tags repeat the key, as in `<city>Rome</city>`. The functions below expect the
-    # placeholder `{key}` in place of the repeated key.
-    texts = CallTexts(*(_mask_repeated_keys(text) for text in texts))
-    # In `<c f><k>a</k>1<k>b</k>2</c>`, the words are `f`, `a`, `1`, `b` and `2`, and the pieces are
-    # `<c `, `><k>`, `</k>`, `<k>`, `</k>` and `</c>`.
-    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
-    pieces = split_at_words(texts.two_arguments, *words)
-    if pieces is None:
-        return None
-    before_name, before_first_key, before_value, between_arguments, _, after = pieces
-    # In this list, an item extends from a function's name to its last value.
-    if texts.two_calls:
-        markup_to_values = _markup_to_values(texts.two_calls)
-    else:
-        markup_to_values = ListMarkup(item_open=before_name, item_close=after)
-    if markup_to_values is None:
-        return None
-    after_last_value = markup_to_values.item_close  # `</arg></call>`
-    arguments = list_markup(before_first_key, between_arguments, after_last_value)
-    call_close = arguments.close  # `</call>`, the text after the list of arguments
-    call_markup = replace(markup_to_values, item_close=call_close)
-    body = _infer_arguments(texts, arguments, before_value)
-    calls = calls_with_head(call_markup, after_name=arguments.open, body=body)
-    return CallFormat("tagged arguments", calls, call_markup)
 
-
-def _mask_repeated_keys(text: str) -> str:
-    """Replace the second occurrence of each key with `{key}`, as in `<a>1</{key}>` for `<a>1</a>`.
-
-    The parser replaces `{key}` in a declared closing tag with the name of the argument.
-    """
-    for key in (FIRST_KEY, SECOND_KEY):
-        before, first_key, after = text.partition(key)
-        text = before + first_key + after.replace(key, "{key}", 1)
-    return text
-
-
-def _markup_to_values(two_calls: str) -> ListMarkup | None:
-    """Return the markup of a list in which an item extends from a function's name to a value.
-
-    The value is the last value of the tool call, so `item_close` closes the last argument and the
-    tool call. Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`,
-    `item_open` is `<c `, `item_close` is `</k></c>` and `separator` is `;`. Return None unless each
-    of the two tool calls contains its name, its key and its value in this order.
-    """
-    first_item = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
-    second_item = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
-    pieces = split_at_words(two_calls, *first_item, *second_item)
-    if pieces is None:
-        return None
-    # The other pieces are inside the items.
-    before_first_item, between_items, after_second_item = pieces[0], pieces[3], pieces[6]
-    return list_markup(before_first_item, between_items, after_second_item)
-
-
-def _infer_arguments(texts: CallTexts, arguments: ListMarkup, before_value: str) -> TaggedArguments:
-    """Infer the tags around the value of an argument, and the quotes, such as `<![CDATA[`, if any.
-
-    Example: a template writes `<p k="a">x</p>`, and `<p k="a"><![CDATA[x<y]]></p>` for a value with
-    special characters. The result declares two forms: `<p k="{key}"><![CDATA[` and `]]></p>`, and
-    `<p k="{key}">` and `</p>`.
-
-    In `arguments`, the markup of the list of arguments, `item_open` is the text before a key.
-    `before_value` is the text between a key and its value, if the value is a string.
-    """
-    tags = _infer_value_tags(texts, arguments, before_value)
-    quotes = _find_quotes(texts, before_value)
-    if quotes is not None:
-        return _add_quotes(tags, *quotes)
-    return _add_escapes(tags, texts.special_value)
-
-
-def _add_escapes(tags: TaggedArguments, special_value: str) -> TaggedArguments:
-    """Declare the escape sequences that the template writes in values, if there are any.
-
-    Example: a template that writes `x<y` as `<v>x&lt;y</v>` escapes values as in HTML.
-    """
-    if json.dumps(SPECIAL_VALUE) in special_value:
-        # In JSON, only strings contain escape sequences. The tags in `tags.also` are not changed,
-        # because these tags enclose only values of other types, such as numbers.
-        return replace(tags, escapes="json")
-    if html.escape(SPECIAL_VALUE) in special_value:
-        also = tuple(replace(form, escapes="html") for form in tags.also)
-        return replace(tags, escapes="html", also=also)
-    return tags
+    calls: ListMarkup
+    arguments: ListMarkup
+    before_value: str
 
 
 class _TextAroundArgument(NamedTuple):
@@ -146,87 +66,227 @@ class _TextAroundArgument(NamedTuple):
     before_value: str
     after_value: str
 
+    def opening_tag(self) -> str:
+        """Return the pattern of the opening tag, in which `{key}` is the field for the key.
+
+        >>> _TextAroundArgument('<arg key="', '">', "</arg>").opening_tag()
+        '<arg key="{key}">'
+        """
+        return escape_braces(self.before_key) + "{key}" + escape_braces(self.before_value)
+
+
+class _Quotes(NamedTuple):
+    """The texts before and after a string, such as `<![CDATA[` and `]]>`."""
+
+    open: str
+    close: str
+
+
+def read_tagged(texts: CallTexts) -> CallFormat | None:
+    """Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`.
+
+    Return None if the tool calls have another form. Example: the tool call
+    `<call f><arg key="a">1</arg></call>` gives these declarations:
+
+        header of the tool call          `<call {name}>`
+        tags of an argument              `<arg key="{key}">` and `</arg>`
+        closing text of the tool call    `</call>`
+    """
+    # Some closing tags repeat the key, as in `<city>Rome</city>`. The functions below expect the
+    # placeholder `{key}` in place of the repeated key.
+    masked_texts = CallTexts(*(_mask_repeated_keys(text) for text in texts))
+    markup = _find_markup(masked_texts)
+    if markup is None:
+        return None
+    calls = calls_with_head(
+        before_name=markup.calls.item_open,
+        after_name=markup.arguments.open,
+        body=_infer_arguments(masked_texts, markup.arguments, markup.before_value),
+        close=markup.calls.item_close,
+    )
+    return CallFormat("tagged arguments", calls, markup.calls)
+
+
+def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
+    """Find the markup of tool calls such as `<call f><arg key="a">1</arg></call>`.
+
+    The markup is the text around the name, the keys and the values. Return None if these words do
+    not occur in the usual order: the name first, and each key before its value.
+    """
+    # In `<c f><k a>1</k><k b>2</k></c>`, the words are `f`, `a`, `1`, `b` and `2`. The pieces are
+    # `<c `, `><k `, `>`, `</k><k `, `>` and `</k></c>`.
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
+    pieces = split_at_words(texts.two_arguments, *words)
+    if pieces is None:
+        return None
+    before_name, before_key, before_value, between_arguments, _, after_last_value = pieces
+    if texts.two_calls:
+        to_last_value = _markup_to_last_value(texts.two_calls)
+    else:
+        to_last_value = ListMarkup(item_open=before_name, item_close=after_last_value)
+    if to_last_value is None:
+        return None
+    # `</k></c>` follows the last value of a tool call: `</k>` closes an argument, as between two
+    # arguments, and `</c>` closes the tool call.
+    arguments = list_markup(before_key, between_arguments, after=to_last_value.item_close)
+    calls = replace(to_last_value, item_close=arguments.close)
+    return _TaggedMarkup(calls, arguments, before_value)
+
+
+def _markup_to_last_value(two_calls: str) -> ListMarkup | None:
+    """Return the markup of two tool calls. All text after the last value belongs to `item_close`.
+
+    Example: for the two tool calls `<c f><k a>1</k></c>;<c g><k b>2</k></c>`, `item_open` is `<c `,
+    `item_close` is `</k></c>` and `separator` is `;`. Return None unless each of the two tool calls
+    contains its name, its key and its value in this order.
+    """
+    return markup_of_two_calls(
+        two_calls,
+        first_words=(FIRST_TOOL, FIRST_KEY, FIRST_VALUE),
+        second_words=(SECOND_TOOL, SECOND_KEY, SECOND_VALUE),
+    )
+
+
+def _mask_repeated_keys(text: str) -> str:
+    """Replace the second occurrence of each key with `{key}`, as in `<a>1</{key}>` for `<a>1</a>`.
+
+    The parser replaces `{key}` in a declared closing tag with the name of the argument.
+    """
+    for key in (FIRST_KEY, SECOND_KEY):
+        before, first_key, after = text.partition(key)
+        text = before + first_key + after.replace(key, "{key}", 1)
+    return text
+
+
+def _infer_arguments(
+    texts: CallTexts, argument_markup: ListMarkup, before_value: str
+) -> TaggedArguments:
+    """Infer the tags around the value of an argument, and the quotes or escape sequences, if any.
+
+    Example: a template writes `<p k="a">x</p>`. If the string has special characters, the template
+    writes the quotes `<![CDATA[` and `]]>`, as in `<p k="a"><![CDATA[x<y]]></p>`, or escape
+    sequences, as in `<p k="a">x&lt;y</p>`.
+
+    Args:
+        texts: The rendered tool calls.
+        argument_markup: The markup of the list of arguments in a tool call. In the example,
+            `item_open` is `<p k="`.
+        before_value: The text between a key and its value, if the value is a string: `">`.
+    """
+    tags = _infer_value_tags(texts, argument_markup, before_value)
+    quotes = _find_quotes(texts, before_value)
+    if quotes is not None:
+        return _add_quotes(tags, quotes)
+    return _add_escapes(tags, texts.special_value)
+
+
+def _add_escapes(tags: TaggedArguments, rendered_call: str) -> TaggedArguments:
+    """Declare the kind of escape sequences that the template writes in values, if there are any.
+
+    `rendered_call` is a tool call whose argument is SPECIAL_VALUE, a string with a line break and
+    the characters `<&>`. Example: the result declares "html" if the template writes `&lt;` for `<`.
+    """
+    # The tags in `tags.also` enclose only values of other types than strings, such as numbers.
+    if json.dumps(SPECIAL_VALUE) in rendered_call:
+        # In JSON, only strings contain escape sequences, so `tags.also` is not changed.
+        return replace(tags, escapes="json")
+    if html.escape(SPECIAL_VALUE) in rendered_call:
+        # In HTML, values of all types may contain escape sequences.
+        also = tuple(replace(form, escapes="html") for form in tags.also)
+        return replace(tags, escapes="html", also=also)
+    return tags
+
 
 def _infer_value_tags(
-    texts: CallTexts, arguments: ListMarkup, before_value: str
+    texts: CallTexts, argument_markup: ListMarkup, before_value: str
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
-    Examples of an argument with a string and with a number, and the opening tags in the result:
+    Example: if a template writes `<p k="a">x</p>` and `<p k="a">41</p>`, the result contains the
+    tags `<p k="{key}">` and `</p>`.
 
-        <p k="a">x</p>                 <p k="a">41</p>                 <p k="{key}">
-        <p k="a" type="string">x</p>   <p k="a" type="number">41</p>   <p k="{key}" type="{type}">
-        <text k="a">x</text>           <json k="a">41</json>           <text k="{key}">
-                                                                       or <json k="{key}">
+    Args:
+        texts: The rendered tool calls. `texts.number` is a tool call whose argument is a number.
+        argument_markup: The markup of the list of arguments in a tool call. In the example,
+            `item_open` is `<p k="`.
+        before_value: The text between a key and its value, if the value is a string: `">`.
     """
-    after_string = _text_after_plain_string(texts)
-    around_string = _TextAroundArgument(arguments.item_open, before_value, after_string)
+    after_value = _text_after_plain_string(texts)
+    string = _TextAroundArgument(argument_markup.item_open, before_value, after_value)
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
-    string_close = arguments.item_close + arguments.separator
-    string_tags = TaggedArguments(_open_pattern(around_string), string_close)
-    around_number = _cut_at_number(texts.number, arguments)
-    if around_number is None:
-        return string_tags
-    open_with_type = _open_pattern_with_type(around_string, around_number)
-    if open_with_type is not None:
-        return replace(string_tags, open=open_with_type)
-    number_close = _close_of_number(around_number.after_value, after_string, string_close)
-    number_tags = TaggedArguments(_open_pattern(around_number), number_close)
+    string_close = argument_markup.item_close + argument_markup.separator
+    string_tags = TaggedArguments(string.opening_tag(), string_close)
+    number = _text_around_number(texts.number, argument_markup)
+    return string_tags if number is None else _add_tags_of_number(string_tags, string, number)
+
+
+def _add_tags_of_number(
+    string_tags: TaggedArguments, string: _TextAroundArgument, number: _TextAroundArgument
+) -> TaggedArguments:
+    """Add the tags around a number to `string_tags`, the tags around a string.
+
+    `string` and `number` are the rendered texts around a string and around a number. There are
+    three cases:
+
+        string                       number                      opening tags in the result
+        <p k="a" type="str">x</p>    <p k="a" type="int">41</p>  <p k="{key}" type="{type}">
+        <p k="a">x</p>               <p k="a">41</p>             <p k="{key}">
+        <text k="a">x</text>         <json k="a">41</json>       <text k="{key}">, <json k="{key}">
+    """
+    tag_with_type = _opening_tag_with_type(string, number)
+    if tag_with_type is not None:
+        return replace(string_tags, open=tag_with_type)
+    number_close = _closing_tag_of_number(
+        number.after_value, string.after_value, string_close=string_tags.close
+    )
+    number_tags = TaggedArguments(number.opening_tag(), number_close)
     if number_tags == string_tags:
         return string_tags
     return replace(string_tags, also=(number_tags,))
 
 
-def _close_of_number(after_number: str, after_string: str, string_close: str) -> str:
+def _closing_tag_of_number(after_number: str, after_string: str, string_close: str) -> str:
     """Return the closing tag of a number, such as `</json>`.
 
-    >>> _close_of_number("</json></call>", "</text></call>", string_close="</text>")
+    In the second example, only strings have quotes, and the closing quote belongs to
+    `string_close`:
+
+    >>> _closing_tag_of_number("</json></call>", "</text></call>", string_close="</text>")
     '</json>'
+    >>> _closing_tag_of_number("</arg></call>", "'</arg></call>", string_close="'</arg>")
+    '</arg>'
 
     Args:
         after_number: The text from the end of a number to the end of a tool call.
-        after_string: The text from the end of a string to the end of a tool call. The closing text
-            of the tool call, such as `</call>`, is equal in `after_number` and `after_string`.
-        string_close: The closing tag of a string, with the closing quote if a template encloses
-            strings in quotes: `"</arg>`.
+        after_string: The text from the end of a string to the end of a tool call.
+        string_close: The closing tag of a string, and the closing quote before the tag, if any.
     """
+    # Both texts end with the closing text of the tool call, such as `</call>`.
     number_close = drop_common_suffix(after_number, after_string)
     if number_close:  # The closing tags of numbers and strings differ.
         return number_close
-    # `after_string` ends with the whole `after_number`, as `"</arg></call>` ends with
-    # `</arg></call>`. The rest is the closing quote of the string, or "" if there are no quotes.
-    closing_quote = after_string.removesuffix(after_number)
+    closing_quote = after_string.removesuffix(after_number)  # "" if there are no quotes
     return string_close.removeprefix(closing_quote)
 
 
-def _cut_at_number(text: str, string_arguments: ListMarkup) -> _TextAroundArgument | None:
-    """Return the texts around the key and the value of the argument in a rendered tool call.
+def _text_around_number(text: str, argument_markup: ListMarkup) -> _TextAroundArgument | None:
+    """Find the only argument in a rendered tool call, a number. Return the texts around it.
 
     Example: the tool call `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
-    `</json></call>`.
+    `</json></call>`. Return None if the template does not render the number as "41".
 
-    `string_arguments` is the markup of a list of arguments that are strings. Return None if the
-    template does not render the number as "41". If no text precedes the key, as in `<call f>a=41`,
-    `before_key` is the text before the key of a string.
+    `argument_markup` is the markup of a list of arguments that are strings. Its `open`, in the
+    example `>`, is the text between the function's name and the first argument.
     """
     pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
+    # The pieces of the example are `<call `, `><json key="`, `">` and `</json></call>`.
     _before_name, after_name, before_value, after_value = pieces
-    before_key = after_name.removeprefix(string_arguments.open)
-    if not before_key:
-        # The parser finds an argument only by the text before its key.
-        before_key = string_arguments.item_open
-    return _TextAroundArgument(before_key, before_value, after_value)
-
-
-def _open_pattern(around: _TextAroundArgument) -> str:
-    """Return the pattern of an opening tag, such as `<arg key="{key}">`, with a field for the key.
-
-    >>> _open_pattern(_TextAroundArgument('<arg key="', '">', "</arg>"))
-    '<arg key="{key}">'
-    """
-    return f"{escape_braces(around.before_key)}{{key}}{escape_braces(around.before_value)}"
+    before_key = after_name.removeprefix(argument_markup.open)
+    # The parser finds an argument only by the text before its key. If there is no such text, the
+    # text before the key of a string is declared.
+    return _TextAroundArgument(before_key or argument_markup.item_open, before_value, after_value)
 
 
 def _text_after_plain_string(texts: CallTexts) -> str:
@@ -240,31 +300,30 @@ def _text_after_plain_string(texts: CallTexts) -> str:
     return after_value
 
 
-def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
-    """Return the pattern of an opening tag with a type, such as `<arg key="{key}" type="{type}">`.
+def _opening_tag_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
+    """Return the pattern of an opening tag that states the type of the value: `type="{type}"`.
 
-    In the pattern, the field `{key}` replaces the key, and the field `{type}` replaces the type.
-    The type is the only word that differs between the tag before a string and the tag before a
-    number. Some templates write a flag instead of the type: `string="true"` before a string, and
-    `string="false"` before other values. The field `{string}` then replaces the flag. Return None
-    if the two tags differ in another way.
+    `string` and `number` are the texts around a string and around a number. Return None if their
+    opening tags do not differ in exactly one word that states the type. `_type_field` decides which
+    field replaces the word.
 
     >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
     >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
-    >>> _open_pattern_with_type(string, number)
+    >>> _opening_tag_with_type(string, number)
     '<arg key="{key}" type="{type}">'
     """
     if string.before_key != number.before_key:
         return None
-    # In the example, `" type="` precedes the type, and `">` follows the type.
+    # The texts are compared word by word, because only one word of a tag, such as
+    # `<v type="string">`, states the type. By default, `difference` compares whole tags.
     before_type, string_word, number_word, after_type = difference(
         string.before_value, number.before_value, split=_WORD_OR_CHARACTER.findall
     )
     field = _type_field(string_word, number_word)
     if field is None:
         return None
-    before_key = escape_braces(string.before_key)
-    return f"{before_key}{{key}}{escape_braces(before_type)}{field}{escape_braces(after_type)}"
+    value_pattern = escape_braces(before_type) + field + escape_braces(after_type)
+    return escape_braces(string.before_key) + "{key}" + value_pattern
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
@@ -286,7 +345,7 @@ def _type_field(string_word: str, number_word: str) -> str | None:
     return None
 
 
-def _find_quotes(texts: CallTexts, before_value: str) -> tuple[str, str] | None:
+def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     """Find the quotes, such as `<![CDATA[`, around strings that contain characters like `<`.
 
     Example: the plain string `x` is rendered as `<v>x</v></call>`, and the string `x<&>y` is
@@ -294,27 +353,30 @@ def _find_quotes(texts: CallTexts, before_value: str) -> tuple[str, str] | None:
     None if the template writes no quotes. `before_value` is the text between the key and a plain
     string, such as `<v>`.
     """
-    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
-    pieces = split_at_words(texts.special_value, *words)
+    pieces = split_at_words(texts.special_value, FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
     if pieces is None:
         return None
-    _, _, before_special, _, after_special = pieces  # `<v><![CDATA[` and `]]></v></call>`
+    # FIRST_VALUE and SECOND_VALUE are the first and the last word of the string: `x` and `y` in the
+    # example.
+    _before_name, _before_key, before_string, _inside_string, after_string = pieces
     after_value = _text_after_plain_string(texts)  # `</v></call>`
-    has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
+    has_same_tags = before_string.startswith(before_value) and after_string.endswith(after_value)
     if not has_same_tags:
         return None
-    quote_open = before_special.removeprefix(before_value)
-    quote_close = after_special.removesuffix(after_value)
-    is_quoted = bool(quote_open.strip() and quote_close.strip())
-    return (quote_open, quote_close) if is_quoted else None
+    quotes = _Quotes(
+        open=before_string.removeprefix(before_value),
+        close=after_string.removesuffix(after_value),
+    )
+    is_quoted = bool(quotes.open.strip() and quotes.close.strip())
+    return quotes if is_quoted else None
 
 
-def _add_quotes(tags: TaggedArguments, quote_open: str, quote_close: str) -> TaggedArguments:
+def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     """Add quotes to the tags around a value. The tags without quotes remain as an alternative.
 
     The attribute `also` of the result contains the alternatives.
 
-    >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), "<![CDATA[", "]]>")
+    >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
@@ -322,7 +384,7 @@ def _add_quotes(tags: TaggedArguments, quote_open: str, quote_close: str) -> Tag
     return TaggedArguments(
         # In the opening tag, `{key}` is a field, so all other braces are doubled. The closing tag
         # has no fields, so its braces are not doubled.
-        open=tags.open + escape_braces(quote_open),
-        close=quote_close + tags.close,
+        open=tags.open + escape_braces(quotes.open),
+        close=quotes.close + tags.close,
         also=(unquoted, *tags.also),
     )

@@ -7,6 +7,7 @@ has no arguments.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from nereid_parsers.format import Call, Format, Sections, ToolSection
 from nereid_parsers.stream.parser import parse
@@ -15,6 +16,18 @@ from nereid_parsers.template.calls.call_texts import CallFormat
 from nereid_parsers.template.conversation import FIRST_TOOL
 from nereid_parsers.template.difference import MARKER
 from nereid_parsers.template.marker_lengths import check_marker_lengths
+
+
+class _TextAfterName(NamedTuple):
+    """The text after the name in a tool call without arguments, such as `</name></call>`.
+
+    Attributes:
+        header_rest: The rest of the header, such as `</name>`.
+        call_close: The text that closes the tool call, such as `</call>`.
+    """
+
+    header_rest: str
+    call_close: str
 
 
 def add_call_without_arguments(
@@ -31,9 +44,8 @@ def add_call_without_arguments(
     """
     if not no_arguments or _is_read(section, no_arguments):
         return section
-    with_variants = replace(
-        section, calls=(*section.calls, *_infer_variants(call_format, no_arguments))
-    )
+    variants = _declare_without_arguments(call_format, no_arguments)
+    with_variants = replace(section, calls=(*section.calls, *variants))
     return with_variants if _is_read(with_variants, no_arguments) else section
 
 
@@ -49,23 +61,34 @@ def _is_read(section: ToolSection, no_arguments: str) -> bool:
     return [(call.name, call.arguments) for call in message.tool_calls] == [(FIRST_TOOL, "{}")]
 
 
-def _infer_variants(call_format: CallFormat, no_arguments: str) -> tuple[Call, ...]:
+def _declare_without_arguments(call_format: CallFormat, no_arguments: str) -> tuple[Call, ...]:
     """Return the declarations of a tool call without arguments, or () if they are not known.
 
-    The text after the name of the function, such as `</name></call>`, is divided at its last
-    marker: `</name>` belongs to the header, and `</call>` closes the tool call.
+    `no_arguments` is the rendered tool call. Example: in `<call><name>f</name></call>`, `</name>`
+    belongs to the header, and `</call>` closes the tool call.
+
+    `call_format` describes the tool calls with arguments. The tool call without arguments must
+    start with the same text, such as `<call><name>`.
     """
     body, markup = call_format.calls[0].body, call_format.markup
-    if not isinstance(body, ArgumentsBody):
+    before_name, _, after_name = no_arguments.partition(FIRST_TOOL)
+    has_same_opening = before_name.strip() == (markup.open + markup.item_open).strip()
+    if not isinstance(body, ArgumentsBody) or not has_same_opening:
         return ()
-    before, _, after = no_arguments.partition(FIRST_TOOL)
-    has_other_opening = before.strip() != (markup.open + markup.item_open).strip()
-    if has_other_opening:
+    header_rest, call_close = _split_at_last_marker(after_name.removesuffix(markup.close))
+    if not call_close.strip():
         return ()
-    after_name = after.removesuffix(markup.close)
-    marker_starts = [marker.start() for marker in MARKER.finditer(after_name)]
-    end_of_header = marker_starts[-1] if marker_starts else 0
-    item_close = after_name[end_of_header:]
-    if not item_close.strip():
-        return ()
-    return calls_with_head(replace(markup, item_close=item_close), after_name[:end_of_header], body)
+    return calls_with_head(markup.item_open, after_name=header_rest, body=body, close=call_close)
+
+
+def _split_at_last_marker(text: str) -> _TextAfterName:
+    """Split the text after the name in a tool call without arguments before its last marker.
+
+    >>> _split_at_last_marker("</name></call>")
+    _TextAfterName(header_rest='</name>', call_close='</call>')
+
+    If there is no marker, the whole text closes the tool call.
+    """
+    marker_starts = [marker.start() for marker in MARKER.finditer(text)]
+    last_marker_start = marker_starts[-1] if marker_starts else 0
+    return _TextAfterName(text[:last_marker_start], text[last_marker_start:])

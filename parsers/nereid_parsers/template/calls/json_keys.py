@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.format import Keys, NameIsKey
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL
@@ -12,6 +12,18 @@ from nereid_parsers.template.probe import ID_MARK
 # The path of a value in a JSON object: the keys that lead to the value. Example: in
 # `{"function": {"name": "f"}}`, the path of "f" is ("function", "name").
 _Path = tuple[str, ...]
+
+
+class _MemberPaths(NamedTuple):
+    """The paths of the name, the arguments and the id in the JSON object of a tool call.
+
+    Example: in `{"id": "1", "function": {"name": "f", "arguments": {}}}`, the path of the name is
+    ("function", "name"). The path of the id is None if the object has no id.
+    """
+
+    name: _Path
+    arguments: _Path
+    id: _Path | None
 
 
 def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
@@ -29,45 +41,58 @@ def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     """
     name_path = find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
-        return NameIsKey()
-    arguments_path = find_path(call, _has_first_argument) or ("arguments",)
-    id_path = _find_id_path(call, name_path)
-    outer_keys = [path[0] for path in (name_path, arguments_path, id_path) if path is not None]
-    other_keys = [key for key in call if key not in outer_keys]
+        return NameIsKey()  # The name is not a value, so the name is a key.
+    paths = _MemberPaths(
+        name=name_path,
+        arguments=find_path(call, _has_first_argument) or ("arguments",),
+        id=_find_id_path(call, name_path),
+    )
     return Keys(
-        name=".".join(name_path),
-        arguments=".".join(arguments_path),
-        id=None if id_path is None else ".".join(id_path),
-        # Models may add the key "type" even if the template does not write this key.
-        extra=tuple(dict.fromkeys((*other_keys, "type"))),
-        order=_order_of_members(call, name_path[0], arguments_path[0], id_path),
+        name=".".join(paths.name),
+        arguments=".".join(paths.arguments),
+        id=None if paths.id is None else ".".join(paths.id),
+        extra=_extra_keys(call, paths),
+        order=_order_of_members(call, paths),
     )
 
 
-def _order_of_members(
-    call: dict[str, Any], name_key: str, arguments_key: str, id_path: _Path | None
-) -> tuple[str, ...]:
+def _extra_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
+    """Return the top-level keys of a tool call's JSON that the parser ignores.
+
+    These are the keys that do not lead to the name, the arguments or the id. The key "type" is
+    always included, because models may add this key even if the template does not write it.
+
+    >>> call = {"function": "f", "args": {}, "index": 0}
+    >>> _extra_keys(call, _MemberPaths(name=("function",), arguments=("args",), id=None))
+    ('index', 'type')
+    """
+    used_keys = [path[0] for path in paths if path is not None]
+    other_keys = [key for key in call if key not in used_keys]
+    return tuple(dict.fromkeys((*other_keys, "type")))  # "type" occurs only once.
+
+
+def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
     """Return the order in which the name, the arguments and the id occur in a tool call's JSON.
 
     If the output of a model is constrained, the model must write these members in this order. An id
     at the end is omitted from the result, because the constraint treats such an id as optional.
 
-    >>> call = {"call_id": "1", "function": "f", "args": {}}
-    >>> _order_of_members(call, "function", "args", id_path=("call_id",))
+    >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
+    >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
     ('id', 'name', 'arguments')
-    >>> call = {"function": "f", "args": {}, "call_id": "1"}
-    >>> _order_of_members(call, "function", "args", id_path=("call_id",))
+    >>> _order_of_members({"function": "f", "args": {}, "call_id": "1"}, paths)
     ('name', 'arguments')
     """
+    name_key, arguments_key = paths.name[0], paths.arguments[0]
     if name_key == arguments_key:  # One inner object contains the name and the arguments.
         return ("name", "arguments")
     member_by_key = {name_key: "name", arguments_key: "arguments"}
-    if id_path is not None:
-        # One inner object may contain the id and the name: {"function": {"id": .., "name": ..}}.
-        # In this case, `member_by_key` maps the key "function" to "name", and not to "id".
-        member_by_key.setdefault(id_path[0], "id")
+    # One inner object may contain the id and the name: {"function": {"id": .., "name": ..}}. In
+    # this case, the id has no key of its own at the top level, and is not a part of the order.
+    if paths.id is not None and paths.id[0] not in member_by_key:
+        member_by_key[paths.id[0]] = "id"
     order = tuple(member_by_key[key] for key in call if key in member_by_key)
-    is_id_at_end = order[-1] == "id"
+    is_id_at_end = order[-1:] == ("id",)
     return order[:-1] if is_id_at_end else order
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
 from nereid_parsers.enforceable_schema import rewrite_for_xgrammar
 from nereid_parsers.errors import ConstraintError, shorten
-from nereid_parsers.unenforced_keywords import unenforced_keywords
+from nereid_parsers.unenforced_keywords import (
+    unenforced_keywords,
+    unenforced_keywords_of_answer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +141,7 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
         )
     schema = rewrite_for_xgrammar(declared_schema)
     is_strict = bool(schema_and_strict.get("strict"))
-    unenforced = unenforced_keywords(schema, is_answer=True)
+    unenforced = unenforced_keywords_of_answer(schema)
     report_keywords(unenforced, is_strict=is_strict, field="response_format")
     return json_schema(schema)
 

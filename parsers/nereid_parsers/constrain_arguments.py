@@ -107,8 +107,7 @@ def _tagged_value(declaration: TaggedArguments, argument: Argument) -> Node:
     tags = declaration.for_key(argument.key)
     schema = argument.schema
     types = json_types_of(schema, root=schema)
-    may_be_string = types is None or "string" in types
-    if not may_be_string:
+    if types is not None and "string" not in types:
         return _tagged_json(tags, argument.key, schema, types)
     choices = choices_of(schema)  # The values that the schema lists, or None.
     if choices is not None:
@@ -240,11 +239,10 @@ def _tagged_json(
         ConstraintError: The value is an array or an object in an attribute.
     """
     _check_type_of_attribute(declaration, key, types)
-    # A format may declare several forms of the tags. The model may write each of these forms.
-    forms = (declaration, *declaration.also)
-    if types <= _SCALARS:
-        # Models write numbers, booleans and null only in the simplest forms.
-        forms = _simplest_forms(forms)
+    # A format may declare several forms of the tags, and the model may write each of them. Models
+    # write numbers, booleans and null only in the simplest forms.
+    all_forms = (declaration, *declaration.also)
+    forms = _simplest_forms(all_forms) if types <= _SCALARS else all_forms
     return one_of(*(_tagged_json_in_form(form, key, schema, types) for form in forms))
 
 
@@ -285,7 +283,7 @@ def _declared_type_names(types: frozenset[str]) -> list[str]:
     return names if "number" in names else [*names, "number"]
 
 
-def _simplest_forms(forms: tuple[TaggedArguments, ...]) -> list[TaggedArguments]:
+def _simplest_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
     """Return only the forms of the tags that are needed for numbers, booleans and null.
 
     Two kinds of forms are omitted:
@@ -298,7 +296,7 @@ def _simplest_forms(forms: tuple[TaggedArguments, ...]) -> list[TaggedArguments]
     """
     forms_without_type = [form for form in forms if "{type}" not in form.open]
     possible_forms = forms_without_type or forms
-    return [form for form in possible_forms if not _has_unquoted_form(form, forms)]
+    return tuple(form for form in possible_forms if not _has_unquoted_form(form, forms))
 
 
 def _has_unquoted_form(form: TaggedArguments, forms: tuple[TaggedArguments, ...]) -> bool:

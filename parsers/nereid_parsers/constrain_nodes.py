@@ -68,36 +68,45 @@ def json_schema(schema: object, excludes: str = "") -> Node:
 
 
 def _grammar_schema(schema: object) -> object:
-    """Copy a schema, but omit descriptions and patterns that cause invalid JSON.
+    """Copy a schema for a grammar, without two kinds of keywords.
 
-    Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
-    A pattern is removed if xgrammar would let the model write a text that is not JSON. Example:
-    with the pattern `^"$`, the model would write three quotation marks.
+    - Descriptions, such as `title`, do not restrict the value, so the grammar does not need them.
+    - A pattern such as `^"$` is omitted if it would let the model write a text that is not JSON.
 
-    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. Two other
-    uses of a key such as `description` are not removed:
-
-        {"properties": {"description": {..}}}   The key is the name of a property.
-        {"enum": [{"description": "A city"}]}   The key is a part of an allowed value.
+    Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A list of
+    schemas is copied in the same way, and any other value is returned unchanged.
     """
     if isinstance(schema, list):
         return [_grammar_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept: dict[str, object] = {}
-    for key, value in schema.items():
-        is_description = key in _DESCRIPTIONS and isinstance(value, str)
-        is_harmful = key == "pattern" and _breaks_json(value)
-        if is_description or is_harmful:
-            continue
-        if key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            # Each key of this dict is a name, such as the name of a property. A property called
-            # `title` is not the keyword `title`, so it is not removed.
-            kept[key] = {name: _grammar_schema(inner) for name, inner in value.items()}
-            continue
-        contains_data = key in VALUE_KEYWORDS  # Such as `enum`. Other keywords contain schemas.
-        kept[key] = value if contains_data else _grammar_schema(value)
-    return kept
+    return {
+        keyword: _grammar_value(keyword, value)
+        for keyword, value in schema.items()
+        if not _is_omitted(keyword, value)
+    }
+
+
+def _is_omitted(keyword: str, value: object) -> bool:
+    """Return whether a keyword is a description or a pattern that causes invalid JSON."""
+    is_description = keyword in _DESCRIPTIONS and isinstance(value, str)
+    is_harmful_pattern = keyword == "pattern" and _breaks_json(value)
+    return is_description or is_harmful_pattern
+
+
+def _grammar_value(keyword: str, value: object) -> object:
+    """Copy the value of a keyword of a schema, without the descriptions of the schemas inside it.
+
+    Two uses of the word `description` are no descriptions of a schema and are kept:
+
+        {"enum": [{"description": "A city"}]}   The word is a part of an allowed value.
+        {"properties": {"description": {..}}}   The word is the name of a property.
+    """
+    if keyword in VALUE_KEYWORDS:  # Such as `enum`.
+        return value
+    if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):  # Such as `properties`.
+        return {name: _grammar_schema(inner) for name, inner in value.items()}
+    return _grammar_schema(value)
 
 
 def _breaks_json(pattern: object) -> bool:
@@ -151,20 +160,20 @@ def one_or_more(items: list[Node], separator: Node) -> Node:
 
     Each item in the text must match one of the nodes in `items`. Example: if the items match `a`
     and `b`, and the separator matches `,`, the node matches `a`, `b,a` and `a,a,b`.
+
+    Usually, the node is `item (separator item)*`, which contains each of `items` twice. If there
+    are many items, a smaller node is returned if the separator allows this.
     """
     item = one_of(*items)
-    further_items = {"type": "star", "content": sequence(separator, item)}
-    node = sequence(item, further_items)
-    if len(items) <= _MAX_DUPLICATED_ITEMS:
-        return node
-    # `node` contains each of the many `items` twice. The next two nodes contain each item once.
-    if separator == WHITESPACE:
-        # The node `(item separator)+` requires a separator after the last item as well. This is
-        # harmless, because the separator `WHITESPACE` also matches the empty text.
+    is_small = len(items) <= _MAX_DUPLICATED_ITEMS
+    if not is_small and separator == WHITESPACE:
+        # The node `(item separator)+` requires a separator after the last item as well. This
+        # requirement is harmless, because `WHITESPACE` also matches the empty text.
         return {"type": "plus", "content": sequence(item, separator)}
-    if _is_const(separator):
+    if not is_small and _is_const(separator):
         return separated_tags(items, separator["value"])
-    return node
+    further_items = {"type": "star", "content": sequence(separator, item)}
+    return sequence(item, further_items)
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:

@@ -7,7 +7,7 @@ integer if they are not whole numbers, or if they do not fit into 64 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 Schema = Mapping[str, Any]
@@ -21,13 +21,6 @@ ANNOTATIONS = frozenset(
     }
 )
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Maps each bound of an integer to the function that converts the bound to an equivalent integer.
-_WHOLE_BOUNDS: dict[str, Callable[[float], int]] = {
-    "minimum": math.ceil,
-    "maximum": math.floor,
-    "exclusiveMinimum": math.floor,
-    "exclusiveMaximum": math.ceil,
-}
 # The smallest and the largest integer that xgrammar accepts as a bound.
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 # The largest value of `multipleOf` that xgrammar enforces.
@@ -35,8 +28,8 @@ _LARGEST_MULTIPLE_OF = 1024
 # A schema with `multipleOf` and bounds is rewritten as a list of all allowed values. The list may
 # not be longer than this limit, because a long list would make the grammar too large.
 _MAX_MULTIPLES = 256
-# No multiples are listed if a bound or the value of `multipleOf` is 2**53 or more. The code divides
-# the bound by this value as floats, and floats cannot represent all integers above 2**53.
+# No multiples are listed if a bound or the value of `multipleOf` is 2**53 or more. A bound may be a
+# float, and floats cannot represent all integers above 2**53.
 _LIMIT_OF_NUMBERS = 2**53
 
 
@@ -60,7 +53,7 @@ def with_enforced_multiple(schema: Schema) -> Schema:
 
     The result accepts the same numbers as `schema`. xgrammar enforces `multipleOf` only for
     integers without bounds. If `schema` has bounds, the result therefore lists all allowed values.
-    A schema that cannot be rewritten is returned unchanged.
+    If there are too many values for a list, the result keeps the bounds and is not enforced.
 
     Examples:
         {"type": "number", "multipleOf": 2.0} gives {"type": "integer", "multipleOf": 2}.
@@ -73,81 +66,129 @@ def with_enforced_multiple(schema: Schema) -> Schema:
     if not allows_only_numbers or not is_positive_integer:
         return schema
     as_integer = {**schema, "type": "integer", "multipleOf": int(multiple)}
-    has_bounds = any(bound in schema for bound in _BOUNDS)
     # The list of all allowed values would replace other keywords, such as `enum` and `not`.
     has_other_keywords = bool(schema.keys() - ANNOTATIONS - {"type", "multipleOf", *_BOUNDS})
-    if has_other_keywords or not has_bounds:
+    if has_other_keywords:
         return as_integer
-    # `multiples` is empty if the bounds allow no multiple, or if the multiples cannot be listed,
-    # for example because there are too many. In both cases, no `enum` is added, because an empty
-    # `enum` is not valid.
     multiples = _multiples(schema, int(multiple))
-    if not multiples:
+    if not multiples:  # None, or an empty list. An empty `enum` is not valid.
         return as_integer
     annotations = {key: value for key, value in schema.items() if key in ANNOTATIONS}
     return {**annotations, "enum": multiples}
 
 
-def with_integer_bounds(schema: Schema) -> Schema:
-    """Rewrite the bounds of an integer as whole numbers of at most 64 bits.
-
-    xgrammar refuses other bounds of integers. The result accepts only integers that `schema`
-    accepts, too. It does not accept integers of more than 64 bits if `schema` has a bound of more
-    than 64 bits. Bounds that no integer of 64 bits satisfies are not changed.
-
-    Example: `{"type": "integer", "minimum": 0.5, "maximum": 18446744073709551615}` gives
-    `{"type": "integer", "minimum": 1, "maximum": 9223372036854775807}`.
-    """
-    types = schema.get("type")
-    types = types if isinstance(types, list) else [types]
-    if "integer" not in types or "number" in types:
-        return schema
-    rewritten = dict(schema)
-    for keyword, to_whole_number in _WHOLE_BOUNDS.items():
-        bound = schema.get(keyword)
-        # `math.isfinite` fails for huge integers, which are finite.
-        if is_integer(bound) or (is_number(bound) and math.isfinite(bound)):
-            whole = to_whole_number(bound)
-            is_maximum = keyword in ("maximum", "exclusiveMaximum")
-            rewritten[keyword] = min(whole, _MAX_INT64) if is_maximum else max(whole, _MIN_INT64)
-    return rewritten
-
-
-def _multiples(schema: Schema, multiple: int) -> list[int]:
+def _multiples(schema: Schema, multiple: int) -> list[int] | None:
     """Return all multiples of `multiple` within the bounds of a schema.
 
-    Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10]. The result
-    is [] if the multiples cannot be listed, for example because there is no upper bound.
+    Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10]. Return None
+    if the multiples cannot be listed, because a bound is missing, not a number or too large, or
+    because there are too many multiples.
     """
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
-    if not all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple)):
-        return []
-    factors = _factors(schema, multiple)
-    if len(factors) > _MAX_MULTIPLES:
-        return []
+    are_valid = all(is_number(n) and abs(n) < _LIMIT_OF_NUMBERS for n in (*bounds, multiple))
+    factors = _factors(schema, multiple) if are_valid else None
+    if factors is None or len(factors) > _MAX_MULTIPLES:
+        return None
     return [factor * multiple for factor in factors]
 
 
-def _factors(schema: Schema, multiple: int) -> range:
+def _factors(schema: Schema, multiple: int) -> range | None:
     """Return the integers `n` for which the bounds of a schema allow the product `n * multiple`.
 
     Examples for the multiple 5: `{"minimum": 10, "maximum": 20}` gives 2 to 4, because 2 * 5 and
-    4 * 5 are allowed, and `{"exclusiveMinimum": 10, "exclusiveMaximum": 20}` gives only 3. The
-    result is empty if there is no lower bound or no upper bound.
+    4 * 5 are allowed, and `{"exclusiveMinimum": 10, "exclusiveMaximum": 20}` gives only 3. Return
+    None if there is no lower bound or no upper bound.
     """
-    smallest_factors: list[int] = []  # For each lower bound, the smallest `n` that it allows.
-    largest_factors: list[int] = []  # For each upper bound, the largest `n` that it allows.
+    smallest = _smallest_factor(schema, multiple)
+    largest = _largest_factor(schema, multiple)
+    if smallest is None or largest is None:
+        return None
+    return range(smallest, largest + 1)
+
+
+def _smallest_factor(schema: Schema, multiple: int) -> int | None:
+    """Return the smallest integer `n` for which the lower bounds allow `n * multiple`.
+
+    Example for the multiple 5: `{"minimum": 7}` gives 2, because 1 * 5 is too small. Return None if
+    the schema has no lower bound.
+    """
+    factors: list[int] = []  # For each lower bound, the smallest `n` that it allows.
     if "minimum" in schema:
-        smallest_factors.append(math.ceil(schema["minimum"] / multiple))
+        factors.append(_divide_rounding_up(schema["minimum"], multiple))
     if "exclusiveMinimum" in schema:
-        smallest_factors.append(math.floor(schema["exclusiveMinimum"] / multiple) + 1)
+        factors.append(_divide_rounding_down(schema["exclusiveMinimum"], multiple) + 1)
+    return max(factors, default=None)
+
+
+def _largest_factor(schema: Schema, multiple: int) -> int | None:
+    """Return the largest integer `n` for which the upper bounds allow `n * multiple`.
+
+    Example for the multiple 5: `{"maximum": 12}` gives 2, because 3 * 5 is too large. Return None
+    if the schema has no upper bound.
+    """
+    factors: list[int] = []  # For each upper bound, the largest `n` that it allows.
     if "maximum" in schema:
-        largest_factors.append(math.floor(schema["maximum"] / multiple))
+        factors.append(_divide_rounding_down(schema["maximum"], multiple))
     if "exclusiveMaximum" in schema:
-        largest_factors.append(math.ceil(schema["exclusiveMaximum"] / multiple) - 1)
-    if not smallest_factors or not largest_factors:
-        return range(0)
-    return range(max(smallest_factors), min(largest_factors) + 1)
+        factors.append(_divide_rounding_up(schema["exclusiveMaximum"], multiple) - 1)
+    return min(factors, default=None)
+
+
+def _divide_rounding_down(number: float, divisor: int) -> int:
+    """Divide, and round the result down: 7 divided by 5 gives 1, and -7 divided by 5 gives -2."""
+    return int(number // divisor)
+
+
+def _divide_rounding_up(number: float, divisor: int) -> int:
+    """Divide, and round the result up: 7 divided by 5 gives 2, and -7 divided by 5 gives -1."""
+    return -int(-number // divisor)
+
+
+def with_integer_bounds(schema: Schema) -> Schema:
+    """Rewrite the bounds of an integer as whole numbers of at most 64 bits.
+
+    xgrammar refuses other bounds of integers. Example:
+    `{"type": "integer", "minimum": 0.5, "maximum": 18446744073709551615}` gives
+    `{"type": "integer", "minimum": 1, "maximum": 9223372036854775807}`.
+
+    A schema that allows other numbers than integers is returned unchanged.
+    """
+    declared = schema.get("type")
+    types = declared if isinstance(declared, list) else [declared]
+    if "integer" not in types or "number" in types:
+        return schema
+    rewritten = dict(schema)
+    for keyword in _BOUNDS:
+        if keyword in schema and _is_finite_number(schema[keyword]):
+            rewritten[keyword] = _integer_bound(keyword, schema[keyword])
+    return rewritten
+
+
+def _integer_bound(keyword: str, bound: float) -> int:
+    """Return the integer that replaces the bound of an integer in a JSON schema.
+
+    `keyword` is the keyword that declares the bound. Examples:
+
+        minimum 0.5            1, the smallest allowed integer
+        exclusiveMinimum 0.5   0, so that 1 is the smallest allowed integer
+        maximum 2**70          2**63 - 1, the largest integer of 64 bits
+        minimum 2**70          2**70, because no integer of 64 bits satisfies the bound
+    """
+    match keyword:
+        case "minimum":
+            return max(math.ceil(bound), _MIN_INT64)
+        case "exclusiveMinimum":
+            return max(math.floor(bound), _MIN_INT64)
+        case "maximum":
+            return min(math.floor(bound), _MAX_INT64)
+        case _:  # exclusiveMaximum
+            return min(math.ceil(bound), _MAX_INT64)
+
+
+def _is_finite_number(value: object) -> bool:
+    """Return whether a JSON value is a number other than NaN and infinity."""
+    # `math.isfinite` raises an error for an integer that is larger than every float.
+    return is_integer(value) or (is_number(value) and math.isfinite(value))
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from nereid_parsers.errors import ConstraintError, shorten
 
@@ -57,11 +58,41 @@ _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES = re.compile(
 )
 """A set that contains only characters that JSON writes with a backslash, such as `["\\n]`."""
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+"""An escape sequence. The group is the character after the backslash."""
 _MAX_SHOWN_CHARACTERS = 24
 """The length at which the wrong part of an expression is cut in an error message."""
-_NEEDS_JSON_ESCAPE = (
+
+
+class _Kind(Enum):
+    """The kind of a problem.
+
+    JSON_ESCAPE  The expression requires a character that JSON writes with a backslash.
+    LOOKAHEAD    The expression contains a lookahead, such as `(?=a)`.
+    OTHER        Any other problem.
+    """
+
+    JSON_ESCAPE = "JSON escape"
+    LOOKAHEAD = "lookahead"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The reason why xgrammar does not enforce a part of a regular expression.
+
+    Attributes:
+        predicate: The predicate of a sentence about the part, such as "repeats nothing".
+        kind: The kind of the problem.
+    """
+
+    predicate: str
+    kind: _Kind = _Kind.OTHER
+
+
+_NEEDS_JSON_ESCAPE = _Problem(
     "requires a quotation mark, a backslash or a control character, which JSON writes with a "
-    "backslash"
+    "backslash",
+    _Kind.JSON_ESCAPE,
 )
 
 
@@ -73,18 +104,14 @@ class PatternError(ConstraintError):
     parenthesis".
     """
 
-    def __init__(self, regex: str, position: int, problem: str) -> None:
-        """Create the error.
-
-        The wrong part of `regex` begins at the index `position`. `problem` is the predicate of the
-        message's sentence, such as "has no closing parenthesis".
-        """
+    def __init__(self, regex: str, position: int, problem: _Problem) -> None:
+        """Create the error for the part of `regex` that begins at the index `position`."""
         part = shorten(regex[position : position + _MAX_SHOWN_CHARACTERS])
-        super().__init__(f"the part {part} at the position {position} {problem}")
-        self.needs_json_escape = problem == _NEEDS_JSON_ESCAPE
+        super().__init__(f"the part {part} at the position {position} {problem.predicate}")
+        self.needs_json_escape = problem.kind is _Kind.JSON_ESCAPE
         """Whether the expression requires a character that JSON writes with a backslash. xgrammar
         would let the model write this character without the backslash."""
-        self.is_lookahead = regex.startswith(("(?=", "(?!"), position)
+        self.is_lookahead = problem.kind is _Kind.LOOKAHEAD
         """Whether the part is a lookahead, which xgrammar ignores."""
 
 
@@ -128,18 +155,23 @@ def split_pattern(regex: str) -> list[PatternToken]:
     """
     tokens: list[PatternToken] = []
     for token in _tokens_of(regex):
-        problem = _problem_of(token, tokens[-1] if tokens else None)
-        if problem:
+        previous = tokens[-1] if tokens else None
+        problem = _problem_of(token, previous)
+        if problem is not None:
             raise PatternError(regex, token.position, problem)
         tokens.append(token)
     for index, token in enumerate(tokens):
         if token.kind == "anchor" and not _begins_or_ends_alternative(tokens, index):
-            raise PatternError(regex, token.position, "is an anchor inside the expression")
+            raise PatternError(
+                regex, token.position, _Problem("is an anchor inside the expression")
+            )
     return tokens
 
 
 def _tokens_of(regex: str) -> Iterator[PatternToken]:
     """Yield the tokens of a regular expression.
+
+    Example: `a+` yields a token of the kind "text" and a token of the kind "repeat".
 
     Raises:
         PatternError: The text at a position is not a token, or a parenthesis has no partner.
@@ -149,10 +181,10 @@ def _tokens_of(regex: str) -> Iterator[PatternToken]:
     while position < len(regex):
         match = _TOKEN.match(regex, position)
         if match is None:
-            raise PatternError(regex, position, "is incomplete or not supported")
+            raise PatternError(regex, position, _problem_of_unknown_text(regex, position))
         token = PatternToken(match.lastgroup or "", match[0], position, depth=len(open_groups))
         if token.kind == "close" and not open_groups:
-            raise PatternError(regex, position, "has no opening parenthesis")
+            raise PatternError(regex, position, _Problem("has no opening parenthesis"))
         yield token
         if token.kind == "open":
             open_groups.append(position)
@@ -160,70 +192,94 @@ def _tokens_of(regex: str) -> Iterator[PatternToken]:
             open_groups.pop()
         position = match.end()
     if open_groups:
-        raise PatternError(regex, open_groups[-1], "has no closing parenthesis")
+        raise PatternError(regex, open_groups[-1], _Problem("has no closing parenthesis"))
 
 
-def _problem_of(token: PatternToken, previous: PatternToken | None) -> str:
-    r"""Return the reason why xgrammar does not enforce a token, or "" if xgrammar enforces it.
+def _problem_of_unknown_text(regex: str, position: int) -> _Problem:
+    """Return the problem of the text at `position`, which is not a supported token: `(?=a)`."""
+    is_lookahead = regex.startswith(("(?=", "(?!"), position)
+    kind = _Kind.LOOKAHEAD if is_lookahead else _Kind.OTHER
+    return _Problem("is incomplete or not supported", kind)
 
-    Examples: a `*` at the beginning of the expression gives "repeats nothing". A quotation mark
-    gives "requires a quotation mark, ...", because JSON writes a quotation mark as `\"`.
+
+def _problem_of(token: PatternToken, previous: PatternToken | None) -> _Problem | None:
+    r"""Return the reason why xgrammar does not enforce a token, or None if xgrammar enforces it.
+
+    `previous` is the token before `token`, or None at the beginning of the expression. Examples: a
+    `*` at the beginning repeats nothing. A quotation mark must be written as `\"` in JSON, but
+    xgrammar would write the quotation mark without the backslash.
     """
     match token.kind:
         case "repeat":
             has_target = previous is not None and previous.kind not in _KINDS_THAT_CANNOT_REPEAT
-            return "" if has_target else "repeats nothing"
+            return None if has_target else _Problem("repeats nothing")
         case "needs_json_escape":
             return _NEEDS_JSON_ESCAPE
         case "set":
             return _problem_of_set(token.text)
         case "code_point":
-            return _problem_of_character(chr(int(token.text[2:], 16)))
+            return _problem_of_character(_decode_code_point(token.text))
         case "escape":
-            return _problem_of_escape(token.text[1])
-    return ""
+            return _problem_of_escape(token.text.removeprefix("\\"))
+    return None
 
 
-def _problem_of_escape(character: str) -> str:
-    r"""If xgrammar does not enforce an escape such as `\A`, return the reason. Otherwise return "".
+def _decode_code_point(escape: str) -> str:
+    r"""Return the character with a hexadecimal number: `\x41` and `\u0041` give "A"."""
+    digits = escape.removeprefix("\\x").removeprefix("\\u")
+    return chr(int(digits, 16))
+
+
+def _problem_of_escape(character: str) -> _Problem | None:
+    r"""Return the reason why xgrammar does not enforce an escape such as `\A`, or None.
 
     `character` is the character after the backslash. Examples: "n" gives `_NEEDS_JSON_ESCAPE`,
-    because `\n` is a control character. "A" gives "is not supported", because `\A` has no meaning
-    in xgrammar. "d" and "." give "".
+    because `\n` is a control character. "A" gives a problem, because `\A` has no meaning in
+    xgrammar. "d" and "." give None.
     """
     if character in _CONTROL_LETTERS:
         return _NEEDS_JSON_ESCAPE
     if character.isalnum():
-        return "" if character in _SUPPORTED_LETTERS else "is not supported"
+        is_supported = character in _SUPPORTED_LETTERS
+        return None if is_supported else _Problem("is not supported")
     return _problem_of_character(character)
 
 
-def _problem_of_character(character: str) -> str:
-    """If xgrammar does not enforce a character, return the reason. Otherwise return ""."""
+def _problem_of_character(character: str) -> _Problem | None:
+    """Return the reason why xgrammar does not enforce a character, or None."""
     if character in ('"', "\\") or character < " ":
         return _NEEDS_JSON_ESCAPE
-    return "is half of a surrogate pair" if "\ud800" <= character <= "\udfff" else ""
+    is_half_of_pair = "\ud800" <= character <= "\udfff"
+    return _Problem("is half of a surrogate pair") if is_half_of_pair else None
 
 
-def _problem_of_set(text: str) -> str:
-    r"""If xgrammar does not enforce a set such as `[a-z]`, return the reason. Otherwise return "".
+def _problem_of_set(text: str) -> _Problem | None:
+    r"""Return the reason why xgrammar does not enforce a set such as `[a-z]`, or None.
 
-    A set is refused only if JSON writes all its characters with a backslash, as in `["\n]`. With
-    the set `["a]`, the model writes only `a`, which is valid.
+    Examples of sets that are refused:
+
+        `["\n]`        JSON writes all characters of the set with a backslash. The set `["a]` is not
+                       refused, because the model then writes only `a`.
+        `[[:alpha:]]`  Libraries interpret a set inside a set differently, also in `[a-z&&[^b]]`.
+        `[\A]`         xgrammar does not support the escape sequence.
+
+    A set with an unescaped control character, such as a line break, is refused, too.
     """
     if _SET_OF_CHARACTERS_THAT_NEED_JSON_ESCAPES.fullmatch(text):
         return _NEEDS_JSON_ESCAPE
     if any(character < " " for character in text):
-        return r"contains a control character, which must be written as an escape such as \n"
-    # Libraries for regular expressions interpret a set inside a set differently, as in
-    # `[[:alpha:]]` and `[a-z&&[^b]]`.
-    without_escapes = _ESCAPE.sub("", text[1:-1])
-    if "[" in without_escapes or "&&" in without_escapes:
-        return "contains another set"
-    for letter in _ESCAPE.findall(text):
-        if letter.isalnum() and letter not in _LETTERS_SUPPORTED_IN_SETS:
-            return rf"contains \{letter}, which is not supported"
-    return ""
+        return _Problem(
+            r"contains a control character, which must be written as an escape such as \n"
+        )
+    members = text.removeprefix("[").removesuffix("]")
+    members_without_escapes = _ESCAPE.sub("", members)
+    if "[" in members_without_escapes or "&&" in members_without_escapes:
+        return _Problem("contains another set")
+    escaped_characters: list[str] = _ESCAPE.findall(members)
+    for character in escaped_characters:
+        if character.isalnum() and character not in _LETTERS_SUPPORTED_IN_SETS:
+            return _Problem(rf"contains \{character}, which is not supported")
+    return None
 
 
 def _begins_or_ends_alternative(tokens: list[PatternToken], at: int) -> bool:

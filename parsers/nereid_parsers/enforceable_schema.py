@@ -8,7 +8,7 @@ some forms of older drafts of JSON Schema, such as a list as the value of `items
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nereid_parsers.enforceable_multiple import (
@@ -28,22 +28,61 @@ _MAX_DEPTH = 64
 _MAX_REPLACEMENTS = 256
 
 
+class _ReplacementBudget:
+    """Counts the references that may still be replaced by their definitions in one document."""
+
+    def __init__(self) -> None:
+        """Allow `_MAX_REPLACEMENTS` replacements."""
+        self._num_left = _MAX_REPLACEMENTS
+
+    def spend(self) -> None:
+        """Count one replacement. Raise CannotMergeError if no more replacements are allowed."""
+        if self._num_left == 0:
+            raise CannotMergeError("too many references have been replaced")
+        self._num_left -= 1
+
+
 class _Scope(NamedTuple):
     """The root of a JSON schema document, and the references (`$ref`) replaced so far.
 
     Attributes:
         root: The outermost schema of the document. It contains the definitions to which the keyword
             `$ref` refers, for example `"#/$defs/Address"`.
+        budget: The number of references that may still be replaced in the document.
         replaced_references: The references that were replaced by their definitions. If the
             definitions contain one of these references again, the schema is recursive. The
             reference is then not replaced a second time, so that the rewriting ends.
-        allowed_replacements: An iterator with one item for each reference that may still be
-            replaced in the document.
     """
 
     root: object
-    replaced_references: frozenset[str]
-    allowed_replacements: Iterator[int]
+    budget: _ReplacementBudget
+    replaced_references: frozenset[str] = frozenset()
+
+    def with_replaced(self, references: Iterable[str]) -> _Scope:
+        """Return a copy of the scope in which `references` have been replaced, too."""
+        return self._replace(replaced_references=self.replaced_references.union(references))
+
+
+class _ScopedSchema(NamedTuple):
+    """A schema, and the scope for the schemas inside it.
+
+    The scope contains the references that were replaced to build the schema.
+    """
+
+    schema: Schema
+    scope: _Scope
+
+
+class _AllOf(NamedTuple):
+    """The parts of a schema that must all accept the value.
+
+    Attributes:
+        keywords: The keywords of the schema, without `allOf`.
+        members: The members of the list `allOf`, which should be schemas.
+    """
+
+    keywords: dict[str, Any]
+    members: list[Any]
 
 
 def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
@@ -60,43 +99,65 @@ def rewrite_for_xgrammar(schema: object) -> Any:  # noqa: ANN401 - JSON
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 22} returns
         {"enum": [10, 15, 20]}.
     """
-    scope = _Scope(schema, frozenset(), allowed_replacements=iter(range(_MAX_REPLACEMENTS)))
-    return _rewrite(schema, scope, depth=0)
+    return _rewrite(schema, _Scope(schema, _ReplacementBudget()), depth=0)
 
 
-def _rewrite(schema: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema and its inner schemas, so that xgrammar enforces more of their keywords.
+def _rewrite(value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 - JSON
+    """Rewrite a schema and the schemas inside it, so that xgrammar enforces more of the keywords.
 
-    The schemas of an `allOf` are merged, and then `multipleOf` is rewritten. Example:
-    `{"allOf": [{"minimum": 1}, {"maximum": 5}]}` gives `{"minimum": 1, "maximum": 5}`.
+    Example: `{"items": {"allOf": [{"minimum": 1}, {"maximum": 5}]}}` gives
+    `{"items": {"minimum": 1, "maximum": 5}}`.
 
-    `depth` is the number of lists and objects that enclose `schema`.
+    Args:
+        value: A schema, a list of schemas, or another value, which is returned unchanged.
+        scope: The definitions of the document, and the references that were replaced so far.
+        depth: The number of lists and objects that enclose `value`. A value at a depth of more than
+            `_MAX_DEPTH` is returned unchanged.
     """
     if depth > _MAX_DEPTH:
-        return schema
-    if isinstance(schema, list):
-        return [_rewrite(item, scope, depth + 1) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    merged, inner_scope = _without_all_of(schema, scope)
+        return value
+    if isinstance(value, list):
+        return [_rewrite(item, scope, depth + 1) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    merged = _without_all_of(value, scope)
+    return {
+        keyword: _rewrite_value(keyword, inner, merged.scope, depth + 1)
+        for keyword, inner in _rewrite_keywords(merged.schema).items()
+    }
 
-    def rewrite_inner(inner: object) -> Any:  # noqa: ANN401 - JSON
-        """Rewrite a value inside the schema. A value such as 5 is returned unchanged."""
-        return _rewrite(inner, inner_scope, depth + 1)
 
-    rewritten: dict[str, Any] = {}
-    listed = _with_listed_properties(_in_current_draft(merged))
-    rewritten_keywords = with_integer_bounds(with_enforced_multiple(listed))
-    for keyword, value in rewritten_keywords.items():
-        if keyword in VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
-            rewritten[keyword] = value
-        elif keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
-            # Each key of this dict is a name, such as the name of a property. A property called
-            # `enum` is not the keyword `enum`, so its schema is rewritten, too.
-            rewritten[keyword] = {name: rewrite_inner(inner) for name, inner in value.items()}
-        else:
-            rewritten[keyword] = rewrite_inner(value)
-    return rewritten
+def _rewrite_value(
+    keyword: str,
+    value: object,
+    scope: _Scope,
+    depth: int,
+) -> Any:  # noqa: ANN401 - JSON
+    """Rewrite the schemas in the value of a keyword, for example in the value of `items`.
+
+    `scope` contains the definitions of the document. `depth` is the number of lists and objects
+    that enclose `value`.
+    """
+    if keyword in VALUE_KEYWORDS:  # The value contains JSON data, not schemas, as in `enum`.
+        return value
+    if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
+        # Each key of this dict is a name, such as the name of a property. A property called `enum`
+        # is not the keyword `enum`, so its schema is rewritten, too.
+        return {name: _rewrite(inner, scope, depth) for name, inner in value.items()}
+    return _rewrite(value, scope, depth)
+
+
+def _rewrite_keywords(schema: Schema) -> Schema:
+    """Rewrite the keywords of a schema, but not the schemas inside it.
+
+    The keywords are rewritten in four steps: forms of older drafts, required properties that are
+    not listed in `properties`, `multipleOf`, and the bounds of integers. Example:
+    `{"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 12}` gives `{"enum": [10]}`.
+    """
+    in_current_draft = _in_current_draft(schema)
+    with_properties = _with_listed_properties(in_current_draft)
+    with_multiple = with_enforced_multiple(with_properties)
+    return with_integer_bounds(with_multiple)
 
 
 def _in_current_draft(schema: Schema) -> Schema:
@@ -145,72 +206,85 @@ def _with_listed_properties(schema: Schema) -> Schema:
     return {**schema, "properties": {**properties, **dict.fromkeys(missing, others)}}
 
 
-def _without_all_of(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
+def _without_all_of(schema: Schema, scope: _Scope) -> _ScopedSchema:
     """Merge the members of `allOf` into a schema, or return the schema unchanged.
 
-    Also return the scope, with the references that were replaced to build the returned schema.
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. The schema is returned unchanged if there is
     nothing to merge, or if the members cannot be merged.
+
+    `scope` contains the definitions to which the members may refer. The scope of the result also
+    contains the references that were replaced to build the returned schema.
     """
     try:
-        keywords, members = _split_all_of(schema)
-        has_only_annotations = ANNOTATIONS.issuperset(keywords)  # such as `title`
-        is_one_reference = (
-            len(members) == 1 and isinstance(members[0], Mapping) and "$ref" in members[0]
-        )
-        if has_only_annotations and is_one_reference and not _is_escaped(members[0]):
+        parts = _split_all_of(schema)
+        if _is_annotated_reference(parts):
             # `{"allOf": [{"$ref": ..}], "title": ..}` becomes `{"$ref": .., "title": ..}`. xgrammar
             # follows a reference itself, so the definition need not be inserted.
-            return {**members[0], **keywords}, scope
-        return _merge_all_of(schema, scope)
+            return _ScopedSchema({**parts.members[0], **parts.keywords}, scope)
+        return _merge_all_of(parts, scope)
     except (CannotMergeError, TypeError, AttributeError, RecursionError):
         # The schema comes from a client and has not been validated. If the value of a keyword has a
         # wrong type, as in `{"required": 1}`, merging raises a TypeError or an AttributeError. A
         # RecursionError is raised for a long chain of definitions, each of which refers to the next
         # definition.
-        return schema, scope
+        return _ScopedSchema(schema, scope)
 
 
-def _merge_all_of(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
-    """Merge the members of `allOf`, and the other keywords of a schema, into one schema.
+def _is_annotated_reference(parts: _AllOf) -> bool:
+    """Return whether a schema consists of one reference that xgrammar can follow, and annotations.
+
+    An annotation is a keyword that does not restrict the value, such as `title`. Example:
+    `{"allOf": [{"$ref": "#/$defs/T"}], "title": "A city"}`.
+    """
+    has_only_annotations = ANNOTATIONS.issuperset(parts.keywords)
+    if not has_only_annotations or len(parts.members) != 1:
+        return False
+    (member,) = parts.members
+    return isinstance(member, Mapping) and "$ref" in member and not _is_escaped(member)
+
+
+def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
+    """Merge the members of an `allOf`, and the other keywords of the schema, into one schema.
 
     References in the members are replaced by their definitions. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"allOf": [{"$ref": "#/$defs/T"}, {"maximum": 5}]}` gives
     `{"type": "integer", "maximum": 5}`. The scope of the result also contains these references.
 
     Raises:
-        CannotMergeError: The members cannot be merged, or `allOf` is not a list of schemas.
+        CannotMergeError: The members cannot be merged.
     """
-    keywords, members = _split_all_of(schema)
-    if not members:
-        return schema, scope
-    parts = [_flatten_part(part, scope) for part in (keywords, *members)]
-    merged = functools.reduce(merge_schemas, [part for part, _ in parts])
-    references = frozenset().union(*(part_scope.replaced_references for _, part_scope in parts))
-    return merged, scope._replace(replaced_references=references)
+    if not parts.members:
+        return _ScopedSchema(parts.keywords, scope)
+    flat_parts = [_flatten_part(part, scope) for part in (parts.keywords, *parts.members)]
+    schemas, scopes = zip(*flat_parts, strict=True)
+    merged = functools.reduce(merge_schemas, schemas)
+    replaced = [reference for inner in scopes for reference in inner.replaced_references]
+    return _ScopedSchema(merged, scope.with_replaced(replaced))
 
 
-def _split_all_of(schema: Schema) -> tuple[dict[str, Any], list[Any]]:
-    """Split a schema into its keywords without `allOf`, and the list of the members of `allOf`.
+def _split_all_of(schema: Schema) -> _AllOf:
+    """Split a schema into its keywords without `allOf`, and the members of its `allOf`.
 
-    A `$ref` next to a keyword that restricts the value is moved to the list, because xgrammar
-    ignores keywords next to a `$ref`. Example: `{"$ref": "#/$defs/A", "maximum": 5}` gives
-    `{"maximum": 5}` and `[{"$ref": "#/$defs/A"}]`. A `$ref` with an escape sequence is moved, too.
+    A `$ref` becomes a member in two cases: if a keyword next to the `$ref` restricts the value,
+    because xgrammar ignores such a keyword, and if the `$ref` contains an escape sequence, because
+    xgrammar cannot follow the `$ref`. Example: `{"$ref": "#/$defs/A", "maximum": 5}` gives the
+    keywords `{"maximum": 5}` and the members `[{"$ref": "#/$defs/A"}]`.
 
     Raises:
         CannotMergeError: `allOf` is not a list, or is empty.
     """
-    keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     members = schema.get("allOf", [])
     if not isinstance(members, list):
         raise CannotMergeError("the value of allOf is not a list")
-    has_only_annotations = ANNOTATIONS.issuperset(keywords.keys() - {"$ref"})
-    if "$ref" in keywords and (not has_only_annotations or _is_escaped(keywords)):
-        members = [{"$ref": keywords.pop("$ref")}, *members]
+    keywords = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
+    has_restrictions = not ANNOTATIONS.issuperset(keywords.keys() - {"$ref"})
+    if "$ref" in keywords and (has_restrictions or _is_escaped(keywords)):
+        reference = keywords.pop("$ref")
+        return _AllOf(keywords, [{"$ref": reference}, *members])
     if "allOf" in schema and not members:
         raise CannotMergeError("the list allOf is empty")
-    return keywords, members
+    return _AllOf(keywords, members)
 
 
 def _is_escaped(schema: Schema) -> bool:
@@ -221,26 +295,26 @@ def _is_escaped(schema: Schema) -> bool:
     return any(sign in str(schema["$ref"]) for sign in "~%")
 
 
-def _flatten_part(part: object, scope: _Scope) -> tuple[Schema, _Scope]:
+def _flatten_part(part: object, scope: _Scope) -> _ScopedSchema:
     """Rewrite one member of an `allOf`, so that it can be merged with the other members.
 
     The `$ref` of the member is replaced by the definition, and its `allOf` is merged. Example: if
     the definition `T` is `{"type": "integer"}`, the member `{"$ref": "#/$defs/T"}` gives
-    `{"type": "integer"}`.
+    `{"type": "integer"}`. The scope of the result also contains the replaced references.
 
     Raises:
         CannotMergeError: The member is recursive, or refers to another document, or the members of
             its `allOf` cannot be merged.
     """
-    if part is True:  # The schema `{}` also accepts every value.
-        return {}, scope
+    if part is True:  # `true` accepts every value, as `{}` does.
+        return _ScopedSchema({}, scope)
     if not isinstance(part, Mapping):
         raise CannotMergeError("a member of allOf is `false`, or is not a schema")
-    without_reference, inner_scope = _replace_reference(part, scope)
-    return _merge_all_of(without_reference, inner_scope)
+    without_reference = _replace_reference(part, scope)
+    return _merge_all_of(_split_all_of(without_reference.schema), without_reference.scope)
 
 
-def _replace_reference(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
+def _replace_reference(schema: Schema, scope: _Scope) -> _ScopedSchema:
     """Replace the keyword `$ref` of a schema by the definition to which the keyword refers.
 
     The definition is merged with the other keywords. Example: if the definition `T` is
@@ -254,21 +328,18 @@ def _replace_reference(schema: Schema, scope: _Scope) -> tuple[Schema, _Scope]:
     """
     reference = schema.get("$ref")
     if reference is None:
-        return schema, scope
+        return _ScopedSchema(schema, scope)
     if not isinstance(reference, str):
         raise CannotMergeError("the value of $ref is not a string")
     if reference in scope.replaced_references:
         raise CannotMergeError("the schema is recursive")
-    if next(scope.allowed_replacements, None) is None:
-        raise CannotMergeError("too many references have been replaced")
-    other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
-    scope_of_definition = scope._replace(
-        replaced_references=scope.replaced_references | {reference}
-    )
-    # The definition may itself contain references and `allOf`.
+    scope.budget.spend()
     definition = _definition_of(reference, scope.root)
-    flat_definition, inner_scope = _flatten_part(definition, scope_of_definition)
-    return merge_schemas(other_keywords, flat_definition), inner_scope
+    # The definition may itself contain references and `allOf`.
+    flat_definition = _flatten_part(definition, scope.with_replaced([reference]))
+    other_keywords = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
+    merged = merge_schemas(other_keywords, flat_definition.schema)
+    return _ScopedSchema(merged, flat_definition.scope)
 
 
 def _definition_of(reference: str, root: object) -> object:

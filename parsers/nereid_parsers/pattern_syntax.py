@@ -45,23 +45,44 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     """
     parts: list[str | PatternField] = []
     for token in _TOKENS.findall(text):  # Tokens of the example: `<f=`, `{name}`, `>`, `{{`, `}}`.
-        previous = parts[-1] if parts else None
-        if token in _LITERAL_BRACES or token[0] not in "{}":
-            literal = _LITERAL_BRACES.get(token, token)  # `{{` means `{`.
-            if isinstance(previous, str):
-                parts[-1] = previous + literal
-            else:
-                parts.append(literal)
-            continue
-        field = _field(token, text)
-        # {rest} matches any text, so the field before {rest} may end at any character.
-        if isinstance(previous, PatternField) and field.field != "rest":
-            raise FormatError(
-                f"The pattern {text!r} has two fields without text between them, so the end "
-                "of the first field is not defined. Insert text between the two fields."
-            )
-        parts.append(field)
+        is_brace = token in _LITERAL_BRACES  # `{{` or `}}`.
+        is_field = token.startswith(("{", "}")) and not is_brace
+        if is_field:
+            _append_field(parts, token, text)
+        else:
+            _append_literal(parts, _LITERAL_BRACES.get(token, token))  # `{{` means `{`.
     return tuple(parts)
+
+
+def _append_literal(parts: list[str | PatternField], literal: str) -> None:
+    """Append text to the parts of a pattern. Adjacent texts are joined to one part.
+
+    Example: if the last of `parts` is `<f>`, the literal `{` changes this part to `<f>{`.
+    """
+    last_part = parts[-1] if parts else None
+    if isinstance(last_part, str):
+        parts[-1] = last_part + literal
+    else:
+        parts.append(literal)
+
+
+def _append_field(parts: list[str | PatternField], token: str, pattern: str) -> None:
+    """Append a field, such as `{name}`, to the parts of a pattern.
+
+    `token` is the text of the field. `pattern` is the whole pattern, for the error message.
+
+    Raises:
+        FormatError: The field is unknown, or it follows directly after another field.
+    """
+    field = _field(token, pattern)
+    follows_field = bool(parts) and isinstance(parts[-1], PatternField)
+    # {rest} matches any text, so the field before {rest} may end at any character.
+    if follows_field and field != PatternField("rest"):
+        raise FormatError(
+            f"The pattern {pattern!r} has two fields without text between them, so the end "
+            "of the first field is not defined. Insert text between the two fields."
+        )
+    parts.append(field)
 
 
 def escape_braces(text: str) -> str:

@@ -171,33 +171,55 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
     `additionalProperties` is the schema of all properties that `properties` does not contain. The
-    schema False forbids a property. Examples:
-
-        {"properties": {"a": {"type": "string"}}} and {"properties": {"a": {"maxLength": 9}}} give
-        {"properties": {"a": {"type": "string", "maxLength": 9}}}.
-        {"properties": {"a": {}}} and {"additionalProperties": False} give
-        {"properties": {}, "additionalProperties": False}.
+    schema False forbids a property. Example:
+    `{"properties": {"a": {"type": "string"}}, "additionalProperties": False}` and
+    `{"properties": {"a": {"maxLength": 9}, "b": {}}}` give
+    `{"properties": {"a": {"type": "string", "maxLength": 9}}, "additionalProperties": False}`. The
+    first schema forbids `b`, so the result does not contain `b`.
 
     `required` contains the names of the properties that the object must have.
 
     Raises:
-        CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result.
+        CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result,
+            for example because a schema contains `patternProperties`.
     """
     if "patternProperties" in first or "patternProperties" in second:
         raise CannotMergeError("patternProperties cannot be merged")
+    schema_by_name = _merge_listed_properties(first, second)
+    others = _merge_other_properties(first, second)
+    properties = _without_forbidden(schema_by_name, required, are_others_forbidden=others is False)
+    if others is True:  # Without `additionalProperties`, all other properties are accepted.
+        return {"properties": properties}
+    return {"properties": properties, "additionalProperties": others}
+
+
+def _merge_listed_properties(
+    first: Schema, second: Schema
+) -> dict[str, dict[str, Any] | Literal[False]]:
+    """Merge the schemas of each property that one of two schemas lists in `properties`.
+
+    Example: `{"properties": {"a": {"type": "string"}}}` and
+    `{"properties": {"a": {"maxLength": 9}}}` give `{"a": {"type": "string", "maxLength": 9}}`. The
+    value False means that one of the schemas forbids the property.
+    """
     names = dict.fromkeys([*(first.get("properties") or {}), *(second.get("properties") or {})])
-    schema_by_name = {
+    return {
         name: _merge_or_forbid(_schema_of_property(first, name), _schema_of_property(second, name))
         for name in names
     }
+
+
+def _merge_other_properties(first: Schema, second: Schema) -> dict[str, Any] | bool:
+    """Merge the schemas that apply to all properties that `properties` does not contain.
+
+    True accepts every value of such a property, and False forbids the property. Example:
+    `{"additionalProperties": {"type": "string"}}` and `{}` give `{"type": "string"}`.
+    """
     first_others = _schema_of_other_properties(first)
     second_others = _schema_of_other_properties(second)
-    others = _merge_or_forbid(first_others, second_others)
-    properties = _without_forbidden(schema_by_name, required, are_others_forbidden=others is False)
-    accept_all_others = first_others is True and second_others is True
-    if accept_all_others:  # Without `additionalProperties`, all other properties are accepted.
-        return {"properties": properties}
-    return {"properties": properties, "additionalProperties": others}
+    if first_others is True and second_others is True:
+        return True
+    return _merge_or_forbid(first_others, second_others)
 
 
 def _without_forbidden(

@@ -11,11 +11,11 @@ patterns are not enforced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nereid_parsers.enforceable_multiple import is_enforced_multiple
-from nereid_parsers.enforceable_pattern import check_pattern
+from nereid_parsers.enforceable_pattern import PatternError, check_pattern
 from nereid_parsers.stream.values.argument_types import json_type_of
 
 _IGNORED_KEYWORDS = (
@@ -64,54 +64,73 @@ _ENFORCED_FORMATS = frozenset(
     }
 )
 _MAX_DEPTH = 64
+# A function that yields a description of each keyword of a schema that is not enforced. The second
+# argument is the path of the schema.
+_Check = Callable[[Mapping[str, Any], str], Iterator[str]]
 
 
-def unenforced_keywords(schema: object, *, is_answer: bool = False) -> list[str]:
-    """Return a description of each keyword in `schema` that the server does not enforce.
+def unenforced_keywords(schema: object) -> list[str]:
+    """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
-    Example: `unenforced_keywords({"items": {"not": {}}})` returns `["not at $.items"]`.
-
-    Args:
-        schema: The JSON schema.
-        is_answer: Whether the schema describes the whole answer, and not the arguments of a tool
-            call. The schema of an answer is compiled with the library llguidance, except if the
-            answer starts with reasoning. The schemas of arguments are compiled with xgrammar, which
-            enforces fewer patterns and combinations of keywords. If `is_answer` is true, the
-            patterns and combinations that only llguidance enforces are not described, even if the
-            answer starts with reasoning.
+    `schema` is a JSON schema, for example of the arguments of a tool. Example: the schema
+    `{"items": {"not": {}}}` gives `["not at $.items"]`.
     """
-    return list(_describe_all(schema, "$", 0, is_answer=is_answer))
+    return list(_describe_all(schema, "$", _CHECKS_FOR_XGRAMMAR))
 
 
-def _describe_all(schema: object, path: str, depth: int, *, is_answer: bool) -> Iterator[str]:
+def unenforced_keywords_of_answer(schema: object) -> list[str]:
+    """Return a description of each keyword in the schema of an answer that is not enforced.
+
+    The library llguidance compiles the schema of an answer. This library enforces some patterns and
+    some combinations of keywords that xgrammar does not enforce. These are not described. Example:
+    the schema `{"items": {"not": {}}}` gives `["not at $.items"]`.
+    """
+    return list(_describe_all(schema, "$", _CHECKS_FOR_LLGUIDANCE))
+
+
+def _describe_all(
+    schema: object, path: str, checks: tuple[_Check, ...], depth: int = 0
+) -> Iterator[str]:
     """Yield a description of each unenforced keyword of `schema` and of the schemas inside it.
 
-    A schema at a depth of more than `_MAX_DEPTH` is not examined, so that the recursion always
-    ends. Such a schema is described as a whole. Example: `{"items": {"not": {}}}` at the path `$`
-    yields "not at $.items".
+    Example: the schema `{"items": {"not": {}}}` at the path `$` yields "not at $.items". A schema
+    at a depth of more than `_MAX_DEPTH` is described as a whole, so that the recursion always ends.
 
-    `depth` is the number of schemas that enclose `schema`. If `is_answer` is true, `schema` belongs
-    to the schema of the whole answer, so the patterns and the combinations of keywords that only
-    the library llguidance enforces are not described.
+    Args:
+        schema: The schema. Any value that is not an object has no keywords.
+        path: The path of the schema, for the descriptions.
+        checks: Functions that yield the descriptions for one schema, without its inner schemas.
+        depth: The number of schemas that enclose `schema`.
     """
     if not isinstance(schema, Mapping):
         return
     if depth > _MAX_DEPTH:
         yield f"the schema inside {depth} other schemas at {path}"
         return
+    for check in checks:
+        yield from check(schema, path)
+    for inner, inner_path in _inner_schemas(schema, path):
+        yield from _describe_all(inner, inner_path, checks, depth + 1)
+
+
+def _describe_unsupported(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of each keyword that is never enforced, such as `not`.
+
+    Example: `{"not": {}}` at the path `$` yields "not at $".
+    """
     for keyword in _IGNORED_KEYWORDS:
         if keyword in schema:
             yield f"{keyword} at {path}"
-    yield from _describe_partly_enforced(schema, path)
-    yield from _describe_pattern(schema, path, is_answer=is_answer)
-    if not is_answer:
-        for keyword, cause in ignored_keywords(schema).items():
-            yield f"{keyword} next to {cause} at {path}"
-        yield from _describe_untyped(schema, path)
-        yield from _describe_unlisted(schema, path)
-        yield from _describe_reference(schema, path)
-    for inner, inner_path in _inner_schemas(schema, path):
-        yield from _describe_all(inner, inner_path, depth + 1, is_answer=is_answer)
+
+
+def _describe_overridden(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of each keyword that xgrammar ignores because of another keyword.
+
+    Example: `{"pattern": "^a+$", "minLength": 2}` at the path `$` yields "minLength next to pattern
+    at $".
+    """
+    for keyword, cause in ignored_keywords(schema).items():
+        yield f"{keyword} next to {cause} at {path}"
 
 
 def _describe_reference(schema: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -135,11 +154,13 @@ def _describe_untyped(schema: Mapping[str, Any], path: str) -> Iterator[str]:
         return
     if any(keyword in schema for keyword in _EXCLUSIVE_KEYWORDS):
         return  # xgrammar ignores all other keywords for another reason; see `ignored_keywords`.
+    implies_array = "items" in schema or "prefixItems" in schema
+    implies_object = "properties" in schema or "additionalProperties" in schema
     ignored = set(_KEYWORDS_OF_OTHER_TYPES)
-    if not any(keyword in schema for keyword in ("items", "prefixItems")):
-        ignored.update(_ARRAY_KEYWORDS)
-    if not any(keyword in schema for keyword in ("properties", "additionalProperties")):
-        ignored.update(_OBJECT_KEYWORDS)
+    if not implies_array:
+        ignored |= _ARRAY_KEYWORDS
+    if not implies_object:
+        ignored |= _OBJECT_KEYWORDS
     for keyword in sorted(ignored & schema.keys()):
         yield f"{keyword} without type at {path}"
 
@@ -147,31 +168,49 @@ def _describe_untyped(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 def _describe_unlisted(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield a description of `required` if it contains a name that `properties` does not contain.
 
-    xgrammar does not require such a property. Example: `{"type": "object", "required": ["a"]}` at
-    the path `$` yields "required at $, because properties does not contain 'a'".
+    xgrammar does not require such a property. Only the first of these names is described. Example:
+    `{"type": "object", "required": ["a"]}` at the path `$` yields "required at $, because
+    properties does not contain 'a'".
     """
+    is_object = "type" in schema or "properties" in schema
+    if not is_object:
+        return  # xgrammar ignores `required` for another reason; see `_describe_untyped`.
     required = schema.get("required")
     properties = schema.get("properties", {})
-    if "type" not in schema and "properties" not in schema:
-        return  # `_describe_untyped` describes `required`.
-    if isinstance(required, list) and isinstance(properties, Mapping):
-        unlisted = [name for name in required if isinstance(name, str) and name not in properties]
-        if unlisted:
-            yield f"required at {path}, because properties does not contain {unlisted[0]!r}"
-
-
-def _describe_pattern(schema: Mapping[str, Any], path: str, *, is_answer: bool) -> Iterator[str]:
-    """Yield a description of the keyword `pattern`, if it is not enforced in the schema at `path`.
-
-    For an answer, llguidance enforces all patterns except two kinds: patterns with lookaheads, and
-    patterns that xgrammar would write as invalid JSON. Only these two kinds are described.
-    """
-    pattern = schema.get("pattern")
-    error = check_pattern(pattern) if isinstance(pattern, str) else None
-    if error is None:
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
         return
-    if not is_answer or error.is_lookahead or error.needs_json_escape:
+    for name in required:
+        if isinstance(name, str) and name not in properties:
+            yield f"required at {path}, because properties does not contain {name!r}"
+            return
+
+
+def _describe_pattern(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of the keyword `pattern`, if xgrammar does not enforce the pattern.
+
+    Example: `{"pattern": "a(b"}` at the path `$` yields "pattern at $, because the part '(b' at the
+    position 1 has no closing parenthesis".
+    """
+    error = _pattern_error(schema)
+    if error is not None:
         yield f"pattern at {path}, because {error}"
+
+
+def _describe_pattern_of_answer(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield a description of the keyword `pattern`, if llguidance does not enforce the pattern.
+
+    llguidance enforces all patterns except two kinds: patterns with lookaheads, and patterns that
+    would be written as invalid JSON.
+    """
+    error = _pattern_error(schema)
+    if error is not None and (error.is_lookahead or error.needs_json_escape):
+        yield f"pattern at {path}, because {error}"
+
+
+def _pattern_error(schema: Mapping[str, Any]) -> PatternError | None:
+    """Return the reason why xgrammar does not enforce the keyword `pattern`, if there is one."""
+    pattern = schema.get("pattern")
+    return check_pattern(pattern) if isinstance(pattern, str) else None
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
@@ -223,19 +262,34 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
         {"pattern": "^a+$", "minLength": 2}      {"minLength": "pattern"}
         {"enum": ["a"], "type": "string"}        {}, because the type adds no restriction
     """
+    cause = _overriding_keyword(schema)
+    if cause is None:
+        return {}
     restrictions = RESTRICTIONS & schema.keys()
-    for cause in _EXCLUSIVE_KEYWORDS:
-        if cause in schema:
-            ignored = restrictions - {cause}
-            if "type" in schema and _types_add_no_restriction(schema, cause):
-                ignored -= {"type"}
-            return dict.fromkeys(sorted(ignored), cause)
+    if cause == "format":
+        ignored = restrictions & (_LENGTHS | {"pattern"})
+    elif cause == "pattern":
+        ignored = restrictions & _LENGTHS
+    elif "type" in schema and _types_add_no_restriction(schema, cause):
+        ignored = restrictions - {cause, "type"}
+    else:
+        ignored = restrictions - {cause}
+    return dict.fromkeys(sorted(ignored), cause)
+
+
+def _overriding_keyword(schema: Mapping[str, Any]) -> str | None:
+    """Return the keyword that makes xgrammar ignore other keywords of a schema, or None.
+
+    Examples: `{"anyOf": [..], "minimum": 1}` gives "anyOf", and `{"pattern": "^a+$"}` gives
+    "pattern".
+    """
+    for keyword in _EXCLUSIVE_KEYWORDS:
+        if keyword in schema:
+            return keyword
     # `str` converts a value of a wrong type, such as a list, which cannot be a member of a set.
     if str(schema.get("format")) in _ENFORCED_FORMATS:
-        return dict.fromkeys(sorted(restrictions & (_LENGTHS | {"pattern"})), "format")
-    if "pattern" in schema:
-        return dict.fromkeys(sorted(restrictions & _LENGTHS), "pattern")
-    return {}
+        return "format"
+    return "pattern" if "pattern" in schema else None
 
 
 def _types_add_no_restriction(schema: Mapping[str, Any], cause: str) -> bool:
@@ -323,3 +377,22 @@ def _have_different_constants(schemas: list[Mapping[str, Any]]) -> bool:
     """Return whether all schemas declare constants that differ from each other."""
     constants = {repr(schema["const"]) for schema in schemas if "const" in schema}
     return len(constants) == len(schemas)
+
+
+# xgrammar compiles the schemas of arguments, and llguidance compiles the schemas of answers. If an
+# answer starts with reasoning, xgrammar compiles its schema, too. The schema is then still examined
+# with `_CHECKS_FOR_LLGUIDANCE`, although xgrammar enforces less.
+_CHECKS_FOR_XGRAMMAR: tuple[_Check, ...] = (
+    _describe_unsupported,
+    _describe_partly_enforced,
+    _describe_pattern,
+    _describe_overridden,
+    _describe_untyped,
+    _describe_unlisted,
+    _describe_reference,
+)
+_CHECKS_FOR_LLGUIDANCE: tuple[_Check, ...] = (
+    _describe_unsupported,
+    _describe_partly_enforced,
+    _describe_pattern_of_answer,
+)

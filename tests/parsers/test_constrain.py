@@ -29,7 +29,10 @@ from nereid_parsers.format import (
 from nereid_parsers.formats import registry
 from nereid_parsers.schema_merging import merge_schemas
 from nereid_parsers.stream.values.argument_types import json_types_of
-from nereid_parsers.unenforced_keywords import unenforced_keywords
+from nereid_parsers.unenforced_keywords import (
+    unenforced_keywords,
+    unenforced_keywords_of_answer,
+)
 from parsers.support import all_formats, markers_of, tool
 
 TOOLS = [
@@ -414,7 +417,7 @@ def test_keywords_that_xgrammar_ignores_because_of_other_keywords_are_listed(sch
 def test_keywords_that_xgrammar_ignores_without_a_type_are_listed(schema, text):
     (keyword,) = schema
     assert unenforced_keywords(schema) == [f"{keyword} without type at $"]
-    assert not unenforced_keywords(schema, is_answer=True)
+    assert not unenforced_keywords_of_answer(schema)
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
     from xgrammar.testing import _is_grammar_accept_string
 
@@ -436,8 +439,8 @@ def test_keywords_of_an_implied_type_are_enforced(schema):
 
 
 def test_the_schema_of_an_answer_may_have_keywords_that_llguidance_enforces():
-    assert not unenforced_keywords({"pattern": "^a+$", "minLength": 2}, is_answer=True)
-    (lookahead,) = unenforced_keywords({"items": {"pattern": "^(?!a)"}}, is_answer=True)
+    assert not unenforced_keywords_of_answer({"pattern": "^a+$", "minLength": 2})
+    (lookahead,) = unenforced_keywords_of_answer({"items": {"pattern": "^(?!a)"}})
     assert lookahead.startswith("pattern at $.items, because the part '(?!a)'")
 
 

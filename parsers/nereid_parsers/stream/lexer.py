@@ -9,8 +9,9 @@ from nereid_parsers.stream.pattern_matching import tag_parts
 from nereid_parsers.stream.text_buffer import TextBuffer
 
 _Search = Callable[[str, int], re.Match[str] | None]
+# The maximum number of prefixes that one regex matches. Each prefix needs a nested group, and
 # Python's `re` module raises a RecursionError for a regex with a few hundred nested groups.
-_MAX_NESTED_GROUPS = 63
+_MAX_PREFIXES_IN_REGEX = 64
 
 
 def marker_prefix_regex(marker: str) -> str:
@@ -22,18 +23,24 @@ def marker_prefix_regex(marker: str) -> str:
     """
     longest_prefix = marker[:-1] or marker
     regexes = []
-    # One regex cannot match all prefixes of a long marker, because the number of nested groups is
-    # limited. The first regex matches the prefixes of 1 to 64 characters, and the second regex
-    # matches the prefixes of 65 to 128 characters.
-    for start in range(0, len(longest_prefix), _MAX_NESTED_GROUPS + 1):
-        optional_start = start + 1
-        required_chars = longest_prefix[:optional_start]
-        optional_chars = longest_prefix[optional_start : optional_start + _MAX_NESTED_GROUPS]
-        optional_regex = ""  # For the optional characters `ab`: `(?:a(?:b)?)?`.
-        for char in reversed(optional_chars):
-            optional_regex = f"(?:{re.escape(char)}{optional_regex})?"
-        regexes.append(rf"{re.escape(required_chars)}{optional_regex}\Z")
+    # With the limit 64, the first regex matches the prefixes of 1 to 64 characters, and the second
+    # regex matches the prefixes of 65 to 128 characters.
+    for start in range(0, len(longest_prefix), _MAX_PREFIXES_IN_REGEX):
+        required_chars = longest_prefix[: start + 1]
+        optional_chars = longest_prefix[start + 1 : start + _MAX_PREFIXES_IN_REGEX]
+        regexes.append(rf"{re.escape(required_chars)}{_optional_regex(optional_chars)}\Z")
     return f"(?:{'|'.join(regexes)})"
+
+
+def _optional_regex(text: str) -> str:
+    """Return a regex that matches `text`, its first characters, or nothing.
+
+    Example: `ab` gives `(?:a(?:b)?)?`, which matches `ab`, `a` and the empty text.
+    """
+    regex = ""
+    for char in reversed(text):
+        regex = f"(?:{re.escape(char)}{regex})?"
+    return regex
 
 
 def spaced_marker_regex(marker: str) -> str:
@@ -53,19 +60,20 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         1. `<`, `<a`: the text ends inside the first tag.
         2. `<a>`, `<a> `, `<a><`, `<a> <b`: the text ends before or inside the second tag.
 
-    The matches include `whitespace`, which precedes the marker.
+    `whitespace` is a fixed text that precedes the marker. Example: if it is a line break, the first
+    regex matches a line break, or a line break and `<` or `<a`.
     """
-    first_tag, *other_tags = tag_parts(marker)
-    tags = [whitespace + first_tag, *other_tags]
-    regexes = [marker_prefix_regex(tags[0])]
-    for index, tag in enumerate(other_tags, start=1):
-        complete_tags = r"\s*".join(map(re.escape, tags[:index]))
+    first_tag, *other_tags = tag_parts(whitespace + marker)
+    regexes = [marker_prefix_regex(first_tag)]
+    complete_tags = re.escape(first_tag)
+    for tag in other_tags:
         # The text ends directly after the complete tags (`\Z`), or inside the next tag.
         regexes.append(rf"{complete_tags}\s*(?:\Z|{marker_prefix_regex(tag)})")
+        complete_tags += r"\s*" + re.escape(tag)
     return regexes
 
 
-def _possible_regexes(longest_first: list[str]) -> list[str]:
+def _regexes_with_prefixes(longest_first: list[str]) -> list[str]:
     """Return regexes that match a marker, or an incomplete marker at the end of a text.
 
     In `longest_first`, longer markers precede shorter markers. The caller uses the first regex that
@@ -79,32 +87,27 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
     In the text `x<a><`, the second regex matches, so the lexer waits until `b>` or other text
     arrives. If the third regex preceded the second, the lexer would find `<a>`.
     """
-    regexes: list[str] = []
+    regexes = []
     for marker in longest_first:
-        longer_markers = [
-            longer for longer in longest_first if longer != marker and longer.startswith(marker)
-        ]
-        regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    # A marker of one character cannot be incomplete.
-    regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
-    return list(dict.fromkeys(regexes))  # Several markers may have the same longer marker.
+        if len(marker) > 1:  # A marker of one character cannot be incomplete.
+            regexes.append(marker_prefix_regex(marker))
+    return regexes
 
 
-def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
+def _search_function(regexes: list[str], first_chars: set[str]) -> _Search | None:
     r"""Return a function that finds the first match of any of the `regexes` in a text.
 
     The function receives a text and the position at which the search starts, and returns the match
-    or None. If there are no `markers`, the result is None instead of a function.
+    or None. If there are no `regexes`, the result is None instead of a function.
 
-    Example: for the marker `<a>` and the regexes `<a>` and `(?:<(?:a)?\Z)`, the compiled regex is
-    `(?=[<])(?:<a>|(?:<(?:a)?\Z))`. The look-ahead `(?=[<])` for the first characters of the markers
-    makes the search faster, because it rejects most positions with one test of a character.
+    Each match must start with one of the `first_chars`. A look-ahead for these characters makes the
+    search faster, because it rejects most positions with one test. Example: for the regexes `<a>`
+    and `#b`, and the characters `<` and `#`, the compiled regex is `(?=[\#<])(?:<a>|#b)`.
     """
-    if not markers:
+    if not regexes:
         return None
-    first_chars = sorted({marker[0] for marker in markers})
-    char_class = "".join(map(re.escape, first_chars))
+    char_class = "".join(map(re.escape, sorted(first_chars)))
     return re.compile(f"(?=[{char_class}])(?:{'|'.join(regexes)})").search
 
 
@@ -123,18 +126,19 @@ class Lexer:
         # markers. Markers of the same length are sorted by their text, so that the regex is always
         # the same.
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        exact_regexes = [re.escape(marker) for marker in longest_first]
-        possible_regexes = _possible_regexes(longest_first)
+        first_chars = {marker[0] for marker in longest_first}
         # Two search functions, or None if there are no markers. The second one also finds an
         # incomplete marker at the end of the text, such as `<thi`.
-        self._find_marker = _search_function(longest_first, exact_regexes)
-        self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
+        exact_regexes = [re.escape(marker) for marker in longest_first]
+        self._find_marker = _search_function(exact_regexes, first_chars)
+        regexes_with_prefixes = _regexes_with_prefixes(longest_first)
+        self._find_marker_or_prefix = _search_function(regexes_with_prefixes, first_chars)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Return the position and the text of the next marker in the unread text.
+        """Return the end of the text before the next marker, and the text of this marker.
 
-        If no complete marker is found, return "" instead of the marker. The position is then the
-        end of the text that cannot be a part of a marker. Examples for a lexer that finds `<a>`:
+        If no complete marker has arrived, the returned marker is "". The returned end then excludes
+        an incomplete marker at the end of the text. Examples for a lexer that finds `<a>`:
 
             unread text   result
             `x<a>y`       (1, "<a>")
@@ -144,18 +148,18 @@ class Lexer:
         """
         text = buffer.text
         search = self._find_marker if buffer.is_final else self._find_marker_or_prefix
-        if search is None:  # There are no markers.
-            return len(text), ""
-        match = search(text, buffer.pos)
+        match = search(text, buffer.pos) if search is not None else None
         if match is None:
             return len(text), ""
-        # A match at the end of the text may become a longer marker when more text arrives: `<` may
-        # become `<a>`, and `<a>` may become `<a><b>`. The lexer then waits for more text.
-        found = match.group()
-        if not buffer.is_final and match.end() == len(text):
-            is_proper_prefix = any(
-                marker != found and marker.startswith(found) for marker in self._markers
-            )
-            if is_proper_prefix:
-                return match.start(), ""
-        return match.start(), found
+        marker = match.group()
+        is_at_text_end = match.end() == len(text)
+        if is_at_text_end and not buffer.is_final and self._may_become_longer(marker):
+            return match.start(), ""
+        return match.start(), marker
+
+    def _may_become_longer(self, text: str) -> bool:
+        """Return whether more text could extend `text` to a marker, as `<` to `<a>`.
+
+        A complete marker may become a longer marker, as `<a>` may become `<a><b>`.
+        """
+        return any(marker != text and marker.startswith(text) for marker in self._markers)

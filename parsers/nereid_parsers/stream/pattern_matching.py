@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 from nereid_parsers.pattern_syntax import split_pattern
@@ -48,6 +49,8 @@ _match_whitespace_in_pattern = re.compile(r"[\sĠĊ]*").match
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
+# What a model may write between a tag and the adjacent text of a marker.
+_SPELLINGS_OF_TAG_BOUNDARY = ("", " ", "\n")
 _MAX_PLACES_IN_SPELLINGS = 12  # The largest number of spaces and tag boundaries in a marker.
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 # Matches the boundary between a tag and the adjacent text, including white space. Example: the
@@ -75,7 +78,12 @@ _EXCLUDED_CHARS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldStep:
-    """A field of a compiled pattern, such as `{name}`, and the regex that matches its text."""
+    """A step of a compiled pattern that matches the text of a field, such as `{name}`.
+
+    Attributes:
+        name: The name of the field, for example `name`.
+        regex: The regex that matches the characters which the field may contain.
+    """
 
     name: str
     regex: re.Pattern[str]
@@ -83,11 +91,14 @@ class FieldStep:
     def match(self, text: str, pos: int, is_final: bool) -> int | Mismatch:
         """Match the text of one field, such as `{name}`, at `pos`.
 
-        Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
-        because the name may continue. If the message ends after `"sum"`, the name may be
-        incomplete, so the result is NO_MATCH.
+        Return the end of the match, NEED_MORE or NO_MATCH. Examples for the field `name`:
 
-        Return the end of the match, NEED_MORE or NO_MATCH.
+            `sum>`   The field matches `sum`.
+            `sum`    NEED_MORE, because the name may continue. If `is_final` shows that no more text
+                     follows, the result is NO_MATCH, because the name may be incomplete.
+            `12>`    NO_MATCH, because a number is not a valid name.
+
+        A field at the end of the text with `MAX_HEAD_CHARS` characters gives NO_MATCH, too.
         """
         match = self.regex.match(text, pos)
         end = match.end() if match else pos
@@ -95,16 +106,23 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        # If the message ends directly after a function's name, the name may be cut off: `sum` may
-        # be the beginning of `summary`. Such a name is rejected, so that no wrong function is
-        # called. Other fields, such as the id, are accepted even if they may be cut off.
-        # Some models write the number of a tool call next to the function's name. A text of digits
-        # is probably this number, so it is not accepted as a name.
-        value = text[pos:end]
-        if self.name == _NAME_FIELD and (is_at_text_end or value.isdigit()):
-            return NO_MATCH
-        may_be_empty = self.name == _REST_FIELD
-        return end if value or may_be_empty else NO_MATCH
+        return end if self._accepts(text[pos:end], is_at_text_end) else NO_MATCH
+
+    def _accepts(self, value: str, is_at_message_end: bool) -> bool:
+        """Return whether `value`, which consists of allowed characters, is a text of this field.
+
+        Only the field `rest` may be empty. The field `name` has two additional rules:
+
+        - At the end of the message, a name may be cut off: `sum` may be the beginning of `summary`.
+          Such a name is not accepted, so that no wrong function is called.
+        - A text of digits is not accepted, because some models write the number of a tool call next
+          to the function's name.
+        """
+        if self.name == _REST_FIELD:
+            return True
+        if self.name == _NAME_FIELD and (is_at_message_end or value.isdigit()):
+            return False
+        return bool(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +190,9 @@ class Pattern:
                 return end
             if isinstance(step, FieldStep):
                 value = text[pos:end]
-                if step.name == _NAME_FIELD and fields.get(_NAME_FIELD, value) != value:
-                    return NO_MATCH  # The pattern has the name twice, but the texts differ.
+                is_second_name = step.name == _NAME_FIELD and _NAME_FIELD in fields
+                if is_second_name and value != fields[_NAME_FIELD]:
+                    return NO_MATCH  # The pattern contains the name twice, but the texts differ.
                 fields[step.name] = value
             pos = end
         return PatternMatch(pos, fields)
@@ -202,13 +221,14 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def marker_spellings(marker: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker, which differ only in the white space inside the marker.
+    r"""Return a marker and its other spellings, which contain other white space.
 
-    The first spelling is the marker itself. There are three kinds of other spellings:
+    A model may write the white space of a marker in another way. Examples of other spellings:
 
-        other white space before or after a tag    `<|start|> assistant`, `<|start|>\nassistant`
-        more white space instead of a space        `<invoke  name="`, `<invoke \nname="`
-        all spaces are omitted or written as `Ġ`   `<invokename="`, `<invokeĠname="`
+        marker                  spelling                 difference
+        `<|start|>assistant`    `<|start|> assistant`    white space at one boundary of a tag
+        `<invoke name="`        `<invoke  name="`        more white space at one space
+        `<invoke name="`        `<invokename="`          no white space at all spaces
 
     A single tag without white space, such as `<think>`, has no other spelling. A marker with very
     many spaces has no other spelling either, because its spellings would need much memory.
@@ -219,12 +239,24 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
         return (marker,)
     spellings = [marker]
     for boundary in tag_boundaries:
-        spellings += _with_replacements(marker, boundary, ("", " ", "\n"))
+        spellings += _with_replacements(marker, boundary, _SPELLINGS_OF_TAG_BOUNDARY)
     for space in spaces:
-        spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
-    if marker.startswith("<"):  # The spaces between ordinary words are required.
-        spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
+        longer_spaces = (" \n", "\n ", space.group() + " ")
+        spellings += _with_replacements(marker, space, longer_spaces)
+    spellings += _spellings_without_spaces(marker)
     return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
+
+
+def _spellings_without_spaces(marker: str) -> list[str]:
+    """Return a copy of `marker` without spaces, and a copy with `Ġ` instead of each space.
+
+    `Ġ` is the sign for a space in the vocabulary of some tokenizers. Example: `<a b` gives `<ab`
+    and `<aĠb`. A marker that does not start with a tag, such as `Final answer:`, gives [], because
+    ordinary words need the spaces between them.
+    """
+    if not marker.startswith("<"):
+        return []
+    return [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
@@ -251,88 +283,105 @@ def match_marker(marker: str, text: str, pos: int, *, is_final: bool = False) ->
 def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern that is given as text, such as `<function={name}>`, to a `Pattern`.
 
-    The compiled pattern allows optional white space between two parts of the pattern, such as a
-    literal and a field. Inside a literal, `_literal_steps` determines the places.
+    The compiled pattern allows optional white space before and after each field, and at some places
+    inside the fixed text, for example before and after a tag.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
     the literal `>`, with optional white space between them. The pattern matches `<call><f=sum>` and
     `<call> <f= sum >`.
     """
-    parts = split_pattern(source)
     steps: list[Step] = []
-    for index, part in enumerate(parts):
+    for part, next_part in pairwise((*split_pattern(source), "")):
         if steps:
             steps.append(WhitespaceStep())
         if isinstance(part, str):
             steps += _literal_steps(part)
         else:
-            next_part = parts[index + 1] if index + 1 < len(parts) else ""
             next_literal = next_part if isinstance(next_part, str) else ""
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
 
 
 def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
-    r"""Split a literal into words. Insert a `WhitespaceStep` where a model may write white space.
+    r"""Split a literal into pieces. Insert a `WhitespaceStep` where a model may write white space.
 
     Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal has
-    no white space between `f` and `=`, but this place is a "gap", where a model may insert white
+    no white space between `<f` and `=`, but this place is a "gap", where a model may insert white
     space. Gaps are before and after each tag, and between a word and a sign such as `=` or `:`.
     """
-    first_word, *words = _WHITESPACE_OR_GAP.split(literal)  # A word is "" at outer white space.
     steps: list[LiteralStep | WhitespaceStep] = []
-    if first_word:
-        steps.append(LiteralStep(first_word))
-    for word in words:
-        steps.append(WhitespaceStep())
-        if word:
-            steps.append(LiteralStep(word))
+    for index, piece in enumerate(_WHITESPACE_OR_GAP.split(literal)):
+        if index > 0:
+            steps.append(WhitespaceStep())
+        if piece:  # A literal that starts or ends with white space has an empty piece there.
+            steps.append(LiteralStep(piece))
     return steps
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     """Return the regex that matches the text of a field, such as `{name}`, before a literal.
 
-    The regex matches all characters that the field may contain, up to the first character of the
-    literal. Example: for the field `name` and the literal `<sep>`, the regex excludes `<`. If the
-    literal starts with white space, the text ends before white space and the first word of the
-    literal, for example before ` type`. If there is no fixed text after the field, `next_literal`
-    is "".
+    `next_literal` is the literal after the field, or "". Examples:
+
+        field   next literal   the matched text ends before
+        name    `>`            `>`, or a character that no name contains
+        key     ` type="`      white space and `type`, see `_regex_before_whitespace`
+        rest    `<sep>`        the whole literal `<sep>`, see `_rest_regex`
     """
     if name == _REST_FIELD:
-        # The field `{rest}` may contain the first character of the next literal, but not the whole
-        # literal. Every other field ends before this character.
         return _rest_regex(next_literal)
+    excluded_chars = _EXCLUDED_CHARS[name]
     next_char = next_literal[:1]
-    excluded_chars = _EXCLUDED_CHARS[name]  # In the syntax of a character class: `\s<>`.
-    if not next_char.isspace():
-        return re.compile(f"[^{excluded_chars}{re.escape(next_char)}]+")
-    # A field such as `{key}` may contain white space, so white space alone does not end the field.
-    next_word = next(filter(None, _WHITESPACE_OR_GAP.split(next_literal)), "")
-    not_before_word = rf"(?!\s{{1,2}}{re.escape(next_word)})" if next_word else ""
-    return re.compile(f"(?:{not_before_word}[^{excluded_chars}])+")
+    if next_char.isspace():
+        return _regex_before_whitespace(excluded_chars, next_literal)
+    return re.compile(f"[^{excluded_chars}{re.escape(next_char)}]+")
+
+
+def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Pattern[str]:
+    """Return the regex of a field before a literal that starts with white space, such as ` type="`.
+
+    The text of the field may contain white space, so white space alone does not end the text.
+    Example: in `first name type="string"`, the regex matches `first name`, because the text ends
+    before white space and the first word of the literal, here `type`.
+
+    `excluded_chars` are the characters that the field cannot contain, in the syntax of a regex
+    character class, for example `<>`.
+    """
+    first_word = next(filter(None, _WHITESPACE_OR_GAP.split(next_literal)), "")
+    if not first_word:
+        return re.compile(f"[^{excluded_chars}]+")
+    # A model may write one superfluous white-space character. Without a limit, the search in a long
+    # run of white space would take quadratic time.
+    end = rf"\s{{1,2}}{re.escape(first_word)}"
+    return re.compile(f"(?:(?!{end})[^{excluded_chars}])+")
 
 
 def _rest_regex(next_literal: str) -> re.Pattern[str]:
     r"""Return the regex of the field `{rest}`, which matches any text before the next literal.
 
-    A model may insert one line break into a header, so the regex also matches a second line of at
-    most `_MAX_WORDS_ON_SECOND_LINE` words. If `next_literal` is "", the field matches the rest of
-    the line. Examples for the literal `<sep>`:
+    Examples for the literal `<sep>`:
 
-        text                     matched text
-        ` to=f<sep>`             ` to=f`
-        ` to=f\njson<sep>`       ` to=f\njson`
-        ` to=f\nHere is a list`  ` to=f\nHere is `. The literal does not follow, so this text is not
-                                 a header.
+        ` to=f<sep>`         The regex matches ` to=f`.
+        ` to=f\njson<sep>`   The regex matches ` to=f\njson`, because a model may insert one line
+                             break into a header.
+
+    After a line break, the regex matches at most `_MAX_WORDS_ON_SECOND_LINE` words, because a
+    longer line is probably ordinary text. If `next_literal` is "", the regex matches the rest of
+    the first line.
     """
     stop = re.escape(next_literal.strip())
     if not stop:
         return re.compile(".*")
-    first_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
-    spaces = r"[^\S\n]*"  # White space without line breaks.
-    words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
-    return re.compile(rf"{first_line}(?:\n{words}{spaces})?")
+    return re.compile(
+        rf"""
+        (?: (?!{stop}) . )*  # All characters of the first line before the literal.
+        (?: \n
+            (?: [^\S\n]* \w+ ){{0,{_MAX_WORDS_ON_SECOND_LINE}}}  # White space and a word.
+            [^\S\n]*
+        )?
+        """,
+        re.VERBOSE,
+    )
 
 
 def tag_parts(marker: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import escape_braces, split_pattern
 from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
@@ -16,7 +17,6 @@ from nereid_parsers.stream.bodies.python_calls import PythonCallsReader, Unquote
 from nereid_parsers.stream.bodies.tagged_arguments import TaggedReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
-from nereid_parsers.stream.marker_kinds import visible_markers
 from nereid_parsers.stream.pattern_matching import (
     MAX_HEAD_CHARS,
     NEED_MORE,
@@ -37,11 +37,22 @@ from nereid_parsers.tool_declarations import (
     NestedTags,
     PythonCalls,
     TaggedArguments,
-    ToolSection,
 )
 
 _NEVER = "(?!)"  # A regex that never matches.
 _NAME_START = r"[^\W\d]"  # A regex for the first character of a function's name.
+
+
+class SectionMarkers(NamedTuple):
+    """The markers around all tool calls of a message, without white space around each marker.
+
+    Attributes:
+        opens: The markers before all tool calls, such as `<tool_calls>`. Empty if none exist.
+        closes: The markers after all tool calls, such as `</tool_calls>`. Empty if none exist.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
 
 
 class CompiledCall:
@@ -56,11 +67,11 @@ class CompiledCall:
     """
 
     def __init__(
-        self, call: Call, section: ToolSection, *, lacks_opening_marker: bool = False
+        self, call: Call, section: SectionMarkers, *, lacks_opening_marker: bool = False
     ) -> None:
         """Compile the declaration of a tool call, such as `<call><f={name}>..</f></call>`.
 
-        `section` declares the markers around all tool calls of a message. `lacks_opening_marker` is
+        `section` contains the markers around all tool calls of a message. `lacks_opening_marker` is
         true if the format declares an opening marker for this tool call, but `call` has none,
         because the model may omit the marker.
         """
@@ -206,7 +217,7 @@ def match_limited_head(
     return replace(head, end=pos + head.end)
 
 
-def _recovery_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
+def _recovery_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
     """Return the markers that show the end of arguments that are not valid, such as `</call>`.
 
     After such a marker, the parser reads the text correctly again. Example: for
@@ -223,11 +234,11 @@ def _recovery_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
     return tuple(marker for marker in markers if marker)
 
 
-def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
+def _compile_tags(call: Call, section: SectionMarkers, head: Pattern) -> CompiledTags | None:
     """If the arguments are enclosed in tags, as in `<p=city>Paris</p>`, compile these tags.
 
     Return None if the format writes arguments in another way, for example as JSON. `section`
-    declares the markers around all tool calls. `head` is the pattern of the tool call's opening
+    contains the markers around all tool calls. `head` is the pattern of the tool call's opening
     marker and header, such as `<call><f={name}>`.
     """
     if not isinstance(call.body, TaggedArguments):
@@ -240,7 +251,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     )
 
 
-def _stop_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
+def _stop_markers(call: Call, section: SectionMarkers) -> tuple[str, ...]:
     """Return the markers at which arguments between tags end, such as `</f>`.
 
     Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the arguments end at `</f>`.
@@ -251,14 +262,14 @@ def _stop_markers(call: Call, section: ToolSection) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop_markers))  # Without duplicates, in the same order.
 
 
-def _markers_between_calls(call: Call, section: ToolSection) -> tuple[str, ...]:
+def _markers_between_calls(call: Call, section: SectionMarkers) -> tuple[str, ...]:
     """Return the markers that may separate the arguments of a tool call from the next tool call.
 
     Example: in `<calls><call><f={name}>ARGUMENTS</f></call></calls>`, the markers `</f>` and
     `</call>` follow the arguments. A model may close and open the outer element before the next
     tool call, so `</calls>` and `<calls>` are in the result, too.
     """
-    markers = (*marker_parts(call.close), *section.closes, *visible_markers(section.opens))
+    markers = (*marker_parts(call.close), *section.closes, *section.opens)
     return tuple(dict.fromkeys(markers))  # Without duplicates, in the same order.
 
 

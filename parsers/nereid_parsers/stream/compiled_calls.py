@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from nereid_parsers.pattern_syntax import first_literal
-from nereid_parsers.stream.compiled_call import CompiledCall
-from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds
+from nereid_parsers.stream.compiled_call import CompiledCall, SectionMarkers
+from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible_markers
 from nereid_parsers.stream.pattern_matching import marker_spellings
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
@@ -65,9 +65,10 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     """
     if tools is None:
         return CompiledCalls()
-    variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
-    by_marker = _group_by_trigger(_variants_outside_section(variants, tools))
-    headers = _group_by_trigger(_variants_with_missing_marker(tools))
+    section = SectionMarkers(tuple(visible_markers(tools.opens)), tools.closes)
+    variants = tuple(CompiledCall(call, section) for call in _with_json_variants(tools.calls))
+    by_marker = _group_by_trigger(_variants_outside_section(variants, section))
+    headers = _group_by_trigger(_variants_with_missing_marker(tools.calls, section))
     # A text that is both a marker and the start of a header is treated as a marker.
     by_header = {text: group for text, group in headers.items() if text not in by_marker}
     recognises_unmarked = allows_unmarked and not tools.opens
@@ -129,7 +130,7 @@ def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
 
 
 def _variants_outside_section(
-    variants: tuple[CompiledCall, ...], tools: ToolSection
+    variants: tuple[CompiledCall, ...], section: SectionMarkers
 ) -> list[CompiledCall]:
     """Return the variants of a tool call that can follow content, without a marker for all calls.
 
@@ -137,13 +138,14 @@ def _variants_outside_section(
     `<calls>`, and start with the tool call's own marker `<call>`. Only tool calls with such a
     marker are then returned. If no markers enclose all tool calls, all `variants` are returned.
     """
-    has_section = bool(tools.opens)
-    if not has_section:
+    if not section.opens:
         return list(variants)
     return [variant for variant in variants if variant.call.open.strip()]
 
 
-def _variants_with_missing_marker(tools: ToolSection) -> Iterator[CompiledCall]:
+def _variants_with_missing_marker(
+    calls: tuple[Call, ...], section: SectionMarkers
+) -> Iterator[CompiledCall]:
     """Yield the variants of tool calls whose declared opening marker the model omits.
 
     A model may omit the opening marker of a tool call or of a tool section, and start with the
@@ -151,10 +153,10 @@ def _variants_with_missing_marker(tools: ToolSection) -> Iterator[CompiledCall]:
     `<function={name}>..</tool_call>`. A header such as `{name}` does not show that a tool call
     starts, so a tool call with this header gives no variant.
     """
-    for call in tools.calls:
-        has_marker = bool(call.open.strip() or tools.opens)
+    for call in calls:
+        has_marker = bool(call.open.strip() or section.opens)
         if has_marker and _shows_call_start(first_literal(call.head)):
-            yield CompiledCall(replace(call, open=""), tools, lacks_opening_marker=True)
+            yield CompiledCall(replace(call, open=""), section, lacks_opening_marker=True)
 
 
 def _shows_call_start(text: str) -> bool:

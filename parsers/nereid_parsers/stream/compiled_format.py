@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections, Wrapper
-from nereid_parsers.stream.compiled_call import CompiledCall
+from nereid_parsers.stream.compiled_call import CompiledCall, SectionMarkers
 from nereid_parsers.stream.compiled_calls import CompiledCalls, compile_calls
 from nereid_parsers.stream.compiled_header import CompiledHeader
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.marker_kinds import MarkerKind, marker_kinds, visible_markers
 from nereid_parsers.stream.pattern_matching import looks_like_markup
-from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
+from nereid_parsers.tool_declarations import Call, ToolSection
 
 _Kinds = dict[str, MarkerKind]  # Maps each marker to its meaning.
 _NO_MARKERS = Lexer(())  # A lexer that finds no marker in any text.
@@ -88,11 +88,7 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     # The header shows whether a message is a tool call, so `{` in content does not start one.
     calls = compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
-    # The headers of tool calls name the function. Arguments that are not valid JSON end at the
-    # closing markers of the tool section, so the end markers of messages are passed as these.
-    section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
-    call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
-    message_call = CompiledCall(call, section)
+    message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
         # Reasoning is a whole message, so there is no closing marker such as `</think>`.
@@ -109,6 +105,17 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     )
 
 
+def _compile_message_call(layout: Messages) -> CompiledCall:
+    """Compile a tool call that is a whole message, such as `<|start|>HEADER{"a": 1}<|call|>`.
+
+    The header names the function, and a `CompiledHeader` matches this header. Arguments that are
+    not valid JSON end at a marker that ends a message, such as `<|end|>`.
+    """
+    call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
+    end_markers = tuple(visible_markers(layout.ends))
+    return CompiledCall(call, SectionMarkers(opens=(), closes=end_markers))
+
+
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
@@ -116,9 +123,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     meaning of each marker. Example: `</think>` ends the reasoning.
     """
     calls = compile_calls(layout.tools, allows_unmarked=True)
-    ends = marker_kinds(fmt.ends, MarkerKind.END)
-    reasoning_kinds = _kinds_in_reasoning(layout, calls, ends)
-    content_only_kinds = _kinds_in_content_only(layout.content, ends)
+    end_kinds = marker_kinds(fmt.ends, MarkerKind.END)
+    reasoning_kinds = _kinds_in_reasoning(layout, calls, end_kinds)
+    content_only_kinds = _kinds_in_content_only(layout.content, end_kinds)
     content_kinds = _kinds_in_content(layout, calls, content_only_kinds)
     return CompiledFormat(
         layout=layout,
@@ -132,61 +139,79 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     )
 
 
-def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, ends: _Kinds) -> _Kinds:
+def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kinds) -> _Kinds:
     """Return the meaning of each marker that the parser searches for inside the reasoning.
 
-    Example: `{"<|end|>": END, "<call>": INTERRUPT, "<think>": OPEN_REASONING, "</think>":
-    CLOSE_REASONING}`. The argument `ends` contains the markers that end a message.
+    Example: `{"<|end|>": END, "<call>": INTERRUPT, "<answer>": WRAP_CONTENT, "<think>":
+    OPEN_REASONING, "</think>": CLOSE_REASONING}`. `end_kinds` contains the markers that end a
+    message.
     """
-    reasoning = layout.reasoning
-    interrupting_markers = _interrupting_markers(reasoning, calls) if reasoning else ()
     content_opens = (layout.content.open,) if layout.content else ()
-    # If several of these dicts contain a marker, the last of the dicts determines its meaning.
-    # Example: a marker that closes the reasoning and ends the message only closes the reasoning.
-    return (
-        ends
-        | marker_kinds(interrupting_markers, MarkerKind.INTERRUPT)
-        | marker_kinds(content_opens, MarkerKind.WRAP_CONTENT)
-        | _opening_kinds(reasoning)
-        | _closing_kinds(reasoning)
+    return _merge_by_priority(
+        end_kinds,
+        marker_kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT),
+        marker_kinds(content_opens, MarkerKind.WRAP_CONTENT),
+        _opening_kinds(layout.reasoning),
+        # A marker that closes the reasoning and also ends the message only closes the reasoning.
+        _closing_kinds(layout.reasoning),
     )
 
 
-def _kinds_in_content_only(wrapper: Wrapper | None, ends: _Kinds) -> _Kinds:
+def _kinds_in_content_only(wrapper: Wrapper | None, end_kinds: _Kinds) -> _Kinds:
     """Return the meaning of each marker that the parser searches for in the state CONTENT_ONLY.
 
     In this state, the rest of the message is content. `wrapper` is the declaration of the markers
-    around the content, and `ends` are the markers that end a message. Examples of `wrapper`:
+    around the content, and `end_kinds` contains the markers that end a message. Examples:
 
-        markers                   markers in the result
-        `<answer>`, `</answer>`   `<answer>`, `</answer>` and `ends`
-        `Answer:`, `</answer>`    `</answer>` and `ends`, because words are a part of the content
+        `wrapper`                 markers in the result
+        `<answer>`, `</answer>`   `<answer>`, `</answer>`, and the markers of `end_kinds`
+        `Answer:`, `</answer>`    `</answer>`, and the markers of `end_kinds`
+        None                      the markers of `end_kinds`
     """
     if wrapper is None:
-        return ends
-    is_tag = looks_like_markup(wrapper.open)
-    markers = (wrapper.open, wrapper.close) if is_tag else (wrapper.close,)
-    return ends | marker_kinds(markers, MarkerKind.WRAP_CONTENT)
+        return end_kinds
+    if _starts_with_words(wrapper):  # Words such as `Answer:` are a part of the content.
+        return end_kinds | marker_kinds((wrapper.close,), MarkerKind.WRAP_CONTENT)
+    # `marker_kinds` omits a marker that is empty.
+    return end_kinds | marker_kinds((wrapper.open, wrapper.close), MarkerKind.WRAP_CONTENT)
 
 
 def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds: _Kinds) -> _Kinds:
     """Return the meaning of each marker that the parser searches for outside the reasoning.
 
     Example: `{"<call>": OPEN_CALL, "</think>": CLOSE_REASONING, "<think>": OPEN_REASONING,
-    "<|end|>": END}`. The argument `content_only_kinds` contains the markers that end a message or
-    enclose the content.
+    "Answer:": CONTENT_WORDS, "<|end|>": END}`. `content_only_kinds` contains the markers that end a
+    message or enclose the content.
     """
     wrapper = layout.content
-    words = (wrapper.open,) if wrapper and not looks_like_markup(wrapper.open) else ()
-    # If several of these dicts contain a marker, the last of the dicts determines its meaning.
-    # Example: a marker that opens and closes the reasoning only opens the reasoning.
-    return (
-        calls.kinds
-        | _closing_kinds(layout.reasoning)
-        | _opening_kinds(layout.reasoning)
-        | marker_kinds(words, MarkerKind.CONTENT_WORDS)
-        | content_only_kinds
+    words = (wrapper.open,) if wrapper is not None and _starts_with_words(wrapper) else ()
+    return _merge_by_priority(
+        calls.kinds,
+        _closing_kinds(layout.reasoning),
+        _opening_kinds(layout.reasoning),  # A marker that opens and closes the reasoning opens it.
+        marker_kinds(words, MarkerKind.CONTENT_WORDS),
+        content_only_kinds,
     )
+
+
+def _merge_by_priority(*lowest_first: _Kinds) -> _Kinds:
+    """Merge several dicts. Their priority increases from the first dict to the last dict.
+
+    If several dicts contain the same marker, the last of these dicts determines its meaning.
+    """
+    merged: _Kinds = {}
+    for kinds in lowest_first:
+        merged |= kinds
+    return merged
+
+
+def _starts_with_words(wrapper: Wrapper) -> bool:
+    """Return whether words such as `Answer:` precede the content, instead of a tag.
+
+    Example: the result is True for `Answer:` and `</answer>`, and False for `<answer>` and
+    `</answer>`.
+    """
+    return bool(wrapper.open.strip()) and not looks_like_markup(wrapper.open)
 
 
 def _opening_kinds(reasoning: Reasoning | None) -> _Kinds:
@@ -199,20 +224,28 @@ def _closing_kinds(reasoning: Reasoning | None) -> _Kinds:
     return marker_kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
 
 
-def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[str]:
+def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
-    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`.
+    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. The
+    result is empty if the format declares no reasoning.
     """
+    if reasoning is None:
+        return []
     declared_markers = list(reasoning.interrupted_by)
-    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
-    if not call_closes.isdisjoint(visible_markers(reasoning.closes)):
-        # A marker such as `<|end_message|>` closes the reasoning and also tool calls. The parser
-        # reads `<call>` inside the reasoning as a tool call only if no closing marker of the
-        # reasoning follows. In `<think>Hm<call>..<|end_message|>`, such a marker follows, whether
-        # `<call>` starts a tool call or is only quoted. The parser cannot distinguish these two
-        # cases, so `<call>` is treated as reasoning, and the result omits it.
+    if _have_common_close(reasoning, calls):
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
     return declared_markers + opening_markers
+
+
+def _have_common_close(reasoning: Reasoning, calls: CompiledCalls) -> bool:
+    """Return whether a marker such as `<|end_message|>` closes the reasoning and also tool calls.
+
+    In such a format, the parser cannot know whether `<call>` inside the reasoning starts a tool
+    call or is only quoted. Example: in `<think>Hm<call>..<|end_message|>`, the last marker may
+    close the tool call or the reasoning.
+    """
+    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
+    return not call_closes.isdisjoint(visible_markers(reasoning.closes))

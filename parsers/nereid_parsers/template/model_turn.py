@@ -125,18 +125,20 @@ class ModelTurn:
         fails to render the conversation.
         """
         text = self.text_after_header(conversation)
-        if text is None:
-            return None
-        return self.without_end_markers(drop_common_suffix(text, self.after_user_message))
+        return None if text is None else self.drop_end_of_message(text)
 
-    def without_end_markers(self, text: str) -> str:
-        r"""Remove the markers that end a message, such as `<|im_end|>`, from the end of `text`.
+    def drop_end_of_message(self, text: str) -> str:
+        r"""Remove the markup that ends a message, such as `<|im_end|>`, from the end of `text`.
 
-        White space after these markers is also removed.
+        `text` is a rendered answer. White space after the markup is also removed.
 
         Example: if `<|im_end|>` ends a message, "Hello<|im_end|>\n" gives "Hello".
         """
-        return _strip_suffixes(text, (*self.end_markers, EOS_TOKEN))
+        # Most templates write the same markup, for example "<|end|>\n", after an answer and after a
+        # user's message. The whole markup is removed first, because an end marker is removed only
+        # if no other markup follows.
+        without_common_end = drop_common_suffix(text, self.after_user_message)
+        return _strip_suffixes(without_common_end, (*self.end_markers, EOS_TOKEN))
 
 
 def _last_input(conversation: Conversation, rendering: str) -> str:

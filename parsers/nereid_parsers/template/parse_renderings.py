@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nereid_parsers.events import Message
 from nereid_parsers.format import Format, Reasoning
@@ -29,7 +30,6 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import drop_common_suffix
 from nereid_parsers.template.model_turn import ModelTurn, prompt_after_header
 from nereid_parsers.template.probe import restore_numbers_and_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
@@ -37,7 +37,9 @@ from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
 # The names of the `Proof`s for messages with one tool call. If such a proof shows that the parser
 # returns a wrong tool call, the analysis removes the tool calls from the format.
-ONE_CALL_PROOFS = ("one call", "a call with two arguments")
+_NAME_OF_ONE_CALL = "one call"
+_NAME_OF_TWO_ARGUMENTS = "a call with two arguments"
+ONE_CALL_PROOFS = (_NAME_OF_ONE_CALL, _NAME_OF_TWO_ARGUMENTS)
 # The analysis has inferred the markers from another reasoning text. Some templates write the length
 # of the reasoning into a marker, so this text has another length.
 _OTHER_REASONING = f"{REASONING_TEXT}\n\nThen Numbat decides."
@@ -62,6 +64,18 @@ class Proof:
     differs: tuple[str, ...]
 
 
+class _Sample(NamedTuple):
+    """A conversation that is rendered to check a format.
+
+    Attributes:
+        name: The kind of answer, such as "content and a call". The report shows this name.
+        conversation: The conversation. It ends with an answer of the model.
+    """
+
+    name: str
+    conversation: Conversation
+
+
 def parse_renderings(
     fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
@@ -75,23 +89,34 @@ def parse_renderings(
 
     The findings show which kinds of messages the template renders.
     """
-    proofs = []
-    for name, conversation in _conversations(reasoning, tools):
-        prompt = turn.prober.render(replace(conversation, answer=None, generation_prompt=True))
-        if prompt is None:
-            continue
-        text = _text_after_prompt(turn, reasoning.part, conversation, prompt)
-        if text is None:
-            continue
-        # Replace the placeholders of the prober with real numbers and ids of tool calls.
-        prompt, text = restore_numbers_and_ids(prompt), restore_numbers_and_ids(text)
-        answer = conversation.answer or AssistantMessage()
-        if _contains_all_parts(text, answer):
-            offered_tools = TOOLS if conversation.tools else []
-            message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
-            differing_parts = tuple(_differing_parts(answer, message))
-            proofs.append(Proof(name, prompt, text, differs=differing_parts))
-    return proofs
+    samples = _samples(reasoning, tools)
+    proofs = (_parse_sample(sample, fmt, turn, reasoning.part) for sample in samples)
+    return [proof for proof in proofs if proof is not None]
+
+
+def _parse_sample(
+    sample: _Sample, fmt: Format, turn: ModelTurn, reasoning: Reasoning | None
+) -> Proof | None:
+    """Render the answer of a conversation, parse the rendered answer, and compare the two.
+
+    Return None if the template does not render the answer, or leaves out a part of the answer. Then
+    the answer cannot show whether `fmt` is right.
+    """
+    conversation = sample.conversation
+    answer = conversation.answer or AssistantMessage()
+    prompt = turn.prober.render(replace(conversation, answer=None, generation_prompt=True))
+    if prompt is None:
+        return None
+    text = _text_after_prompt(turn, reasoning, conversation, prompt)
+    if text is None or not _contains_all_parts(text, answer):
+        return None
+    # The texts contain placeholders for the numbers and ids of tool calls.
+    real_prompt = restore_numbers_and_ids(prompt)
+    real_text = restore_numbers_and_ids(text)
+    offered_tools = TOOLS if conversation.tools else []
+    parsed = parse(real_text, format=fmt, tools=offered_tools, prompt=real_prompt)
+    differing_parts = tuple(_differing_parts(answer, parsed))
+    return Proof(sample.name, real_prompt, real_text, differs=differing_parts)
 
 
 def _contains_all_parts(text: str, answer: AssistantMessage) -> bool:
@@ -108,17 +133,15 @@ def _contains_all_parts(text: str, answer: AssistantMessage) -> bool:
 def _text_after_prompt(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Render an answer. Return the part of the answer that a model would write after `prompt`.
+    """Render the answer of a conversation. Return what a model would write after `prompt`.
 
     Example: the prompt is "..<|assistant|><think>", and the rendered answer is
-    "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". If the prompt
-    already ends with the closing marker `</think>`, the result does not repeat this marker. If the
-    answer does not close reasoning that the prompt opens, the result starts with `</think>`. The
-    result is None if the template does not render the answer after the prompt.
+    "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.". It is None if
+    the template does not render the answer after the prompt.
+
+    `reasoning` declares the markers of reasoning. It is None if the model writes no reasoning.
     """
     if conversation.after_tool_result:
-        # After a tool's result, some templates write no header before the answer. Therefore, the
-        # answer is found by comparing the rendering with the prompt.
         answer = _answer_to_result(turn, conversation, prompt)
     else:
         answer = _answer_to_question(turn, reasoning, conversation, prompt)
@@ -132,9 +155,13 @@ def _answer_to_question(
 ) -> str | None:
     """Render the answer to a user's question. Return the part after `prompt`.
 
-    The markers that end the answer are removed. Example: the prompt is "..<|assistant|><think>",
-    and the rendered answer is "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is
-    "Hm.</think>Hello.". Return None if the template does not render the answer.
+    The markers that end the answer are removed. Examples for an answer with the content "Hello.":
+
+        end of the prompt    rendered answer                        result
+        <bot><think>         <bot><think>Hm.</think>Hello.<end>     Hm.</think>Hello.
+        <bot><think></think> <bot></think>Hello.<end>               Hello.
+
+    Return None if the template does not render the answer.
     """
     answer = turn.generated_text(conversation)  # Without the header and the end markers.
     if answer is None:
@@ -147,81 +174,84 @@ def _answer_to_question(
 
 
 def _answer_to_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
-    """Render the answer to a tool's result. Return the part after `prompt`.
+    """Render the answer to the result of a tool call. Return the part after `prompt`.
 
     The markers that end the answer are removed. Example: the prompt is "..RESULT<|assistant|>", and
-    the conversation is rendered as "..RESULT<|assistant|>CONTENT<|end|>". The result is "CONTENT".
-    Return None if the prompt does not contain the tool's result, or if the rendered conversation
-    does not start with the prompt.
+    the conversation is rendered as "..RESULT<|assistant|>CONTENT<|end|>". This function returns
+    "CONTENT". It returns None if the template renders no result of a tool call, or does not write
+    the answer after the prompt.
     """
     rendering = turn.prober.render(conversation)
-    if rendering is None or RESULT_TEXT not in prompt or not rendering.startswith(prompt):
+    if rendering is None or RESULT_TEXT not in prompt:
         return None
-    answer = rendering.removeprefix(prompt)
-    # Most templates write the same markup, for example "<|end|>\n", after an answer and after a
-    # user's message. The whole markup is removed first, because `without_end_markers` removes an
-    # end marker only if no other markup follows.
-    return turn.without_end_markers(drop_common_suffix(answer, turn.after_user_message))
+    # Some templates write no header before the answer. Therefore, the start of the answer is found
+    # by comparing the rendering with the prompt.
+    if not rendering.startswith(prompt):
+        return None
+    return turn.drop_end_of_message(rendering.removeprefix(prompt))
 
 
-def _conversations(
-    reasoning: ReasoningFindings, tools: ToolFindings
-) -> Iterator[tuple[str, Conversation]]:
-    """Yield the conversations that are rendered to check a format, each with a name.
+def _samples(reasoning: ReasoningFindings, tools: ToolFindings) -> Iterator[_Sample]:
+    """Yield the conversations that are rendered to check a format.
 
-    There is one conversation for each kind of message that the template can render. Example: if the
-    form of tool calls is known, the name "one call" and a conversation whose answer is a tool call
-    are yielded. The report shows the conversations in this order.
+    There is one conversation for each kind of answer that the template can render. Example: if the
+    form of tool calls is known, a conversation is yielded whose answer is one tool call. The report
+    shows the conversations in this order.
     """
-    content = AssistantMessage(CONTENT_TEXT)
+    answer = AssistantMessage(CONTENT_TEXT)
     has_calls = tools.form != NO_CALLS
-    yield "content", Conversation(content)
-    yield from _conversations_with_reasoning(reasoning, has_calls=has_calls)
+    yield _Sample("content", Conversation(answer))
+    yield from _samples_with_reasoning(reasoning, has_calls=has_calls)
     if has_calls:
-        yield from _conversations_with_calls(is_parallel=tools.is_parallel)
-        yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
+        yield from _samples_with_calls(is_parallel=tools.is_parallel)
+        after_result = Conversation(answer, tools=True, after_tool_result=True)
+        yield _Sample("content after a result", after_result)
 
 
-def _conversations_with_reasoning(
-    reasoning: ReasoningFindings, *, has_calls: bool
-) -> Iterator[tuple[str, Conversation]]:
-    """Yield conversations whose answers have reasoning, each with a name for the report.
+def _samples_with_reasoning(reasoning: ReasoningFindings, *, has_calls: bool) -> Iterator[_Sample]:
+    """Yield conversations whose answers have reasoning.
 
-    The first conversation is the one with which the analysis has found reasoning. The others have
-    another reasoning text. If the template renders tool calls (`has_calls`), two of the answers
-    also have a tool call.
+    The first is the conversation with which the analysis has found reasoning. If the analysis has
+    found no reasoning, this conversation is omitted. The answers of the others have a longer
+    reasoning text, because some templates write the length of the reasoning into a marker. If the
+    template renders tool calls (`has_calls`), two of the answers also have a tool call.
     """
     switches = NO_SWITCHES
     if reasoning.conversation is not None:
-        yield "reasoning", reasoning.conversation
+        yield _Sample("reasoning", reasoning.conversation)
         # Some templates render reasoning only if a thinking switch has this setting.
         switches = reasoning.conversation.switches
     # A template may render reasoning at another place than the analysis expects, for example after
     # the content. Therefore, these conversations are also yielded if the analysis has found no
     # reasoning.
-    content = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING)
-    yield "reasoning and content", Conversation(content, switches=switches)
+    content_answer = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING)
+    yield _Sample("reasoning and content", Conversation(content_answer, switches=switches))
     if has_calls:
-        both = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING, ONE_CALL)
-        yield "reasoning, content and a call", Conversation(both, tools=True, switches=switches)
-        call = AssistantMessage("", _OTHER_REASONING, ONE_CALL)
-        yield "reasoning and a call", Conversation(call, tools=True, switches=switches)
+        full_answer = AssistantMessage(CONTENT_TEXT, _OTHER_REASONING, ONE_CALL)
+        full_conversation = Conversation(full_answer, tools=True, switches=switches)
+        yield _Sample("reasoning, content and a call", full_conversation)
+        call_answer = AssistantMessage("", _OTHER_REASONING, ONE_CALL)
+        call_conversation = Conversation(call_answer, tools=True, switches=switches)
+        yield _Sample("reasoning and a call", call_conversation)
 
 
-def _conversations_with_calls(*, is_parallel: bool) -> Iterator[tuple[str, Conversation]]:
-    """Yield conversations whose answers have tool calls, each with a name for the report.
+def _samples_with_calls(*, is_parallel: bool) -> Iterator[_Sample]:
+    """Yield conversations whose answers have tool calls.
 
     Answers with several tool calls are yielded only if the template renders them (`is_parallel`).
     """
-    name_of_one_call, name_of_two_arguments = ONE_CALL_PROOFS
-    yield name_of_one_call, conversation_with_calls(*ONE_CALL)
-    yield name_of_two_arguments, conversation_with_calls(ProbeCall(arguments=TWO_ARGUMENTS))
-    yield "a call without arguments", conversation_with_calls(ProbeCall(arguments=()))
-    yield "special characters in a call", conversation_with_calls(_CALL_WITH_SPECIAL_CHARACTERS)
+    two_arguments = ProbeCall(arguments=TWO_ARGUMENTS)
+    no_arguments = ProbeCall(arguments=())
+    special_characters = conversation_with_calls(_CALL_WITH_SPECIAL_CHARACTERS)
+    yield _Sample(_NAME_OF_ONE_CALL, conversation_with_calls(*ONE_CALL))
+    yield _Sample(_NAME_OF_TWO_ARGUMENTS, conversation_with_calls(two_arguments))
+    yield _Sample("a call without arguments", conversation_with_calls(no_arguments))
+    yield _Sample("special characters in a call", special_characters)
     if is_parallel:
-        yield "two calls", conversation_with_calls(*TWO_CALLS)
-        yield "three calls", conversation_with_calls(*TWO_CALLS, *ONE_CALL)
-    yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
+        yield _Sample("two calls", conversation_with_calls(*TWO_CALLS))
+        yield _Sample("three calls", conversation_with_calls(*TWO_CALLS, *ONE_CALL))
+    content_and_call = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
+    yield _Sample("content and a call", content_and_call)
 
 
 def _drop_prompt_end(answer: str, prompt_end: str) -> str:

@@ -11,7 +11,7 @@ from nereid_parsers.stream.bodies.body_reader import BodyReader, Head
 from nereid_parsers.stream.bodies.json_object import ObjectReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import skip_whitespace
-from nereid_parsers.stream.status import BROKEN, DONE, MORE
+from nereid_parsers.stream.status import BROKEN, DONE, MORE, Status
 from nereid_parsers.stream.values.json_scanner import JsonScanner
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
@@ -42,11 +42,10 @@ class JsonArgumentsReader(BodyReader):
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            has_started = self._start_named_call(self._head)
-            # If the request does not offer the function, no tool call starts, so the text is
-            # content. If the arguments are not an object, the tool call ends with a fault.
-            if not has_started or text[pos] != "{":
-                return self._reject(pos)
+            if not self._start_named_call(self._head):
+                return self._reject(pos)  # No tool call is open, so the text is content.
+            if text[pos] != "{":
+                return self._reject(pos)  # The open tool call ends with a fault.
         # The JSON object may arrive in several pieces. The scanner finds the end of the object.
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -88,32 +87,32 @@ class ArrayReader(BodyReader):
         while pos < size and self.status is MORE:
             if self._member is None:
                 pos = self._read_between_members(text, pos)
-                continue
-            pos = self._member.read(text, pos)
-            if self._member.status is MORE:
-                return pos
-            if self._member.status is BROKEN:
-                return self._reject(pos)
-            self._member = None
-            # Content may follow the last tool call, so the caller needs the position at which the
-            # tool call ends.
-            self.last_call_end = pos
-            # The array contains a complete tool call, so all further members are treated as tool
-            # calls too.
-            self._is_confirmed = True
+            else:
+                pos = self._member.read(text, pos)
+                if self._member.status is MORE:
+                    return pos
+                self._end_member(self._member.status, pos)
         return pos
 
-    def _read_between_members(self, text: str, pos: int) -> int:
-        """Read the character at `pos`, which is before, between or after the members of the array.
+    def _end_member(self, member_status: Status, end: int) -> None:
+        """Update the state of the array, because the current member has ended at `end`.
 
-            character            effect
-            white space or `,`   The character is skipped.
-            `[`                  The array starts. Any other first character sets BROKEN.
-            `]`                  `status` becomes DONE. `status` becomes BROKEN if neither a marker
-                                 nor a tool call precedes the bracket, because the empty array `[]`
-                                 is then content.
-            `{`                  The reader of the next member is created. `{` stays unread.
-            any other            `status` becomes BROKEN.
+        If the member is not a valid tool call (BROKEN), the array is not valid either. If the
+        member is complete (DONE), all further members are treated as tool calls, too.
+        """
+        if member_status is BROKEN:
+            self.status = BROKEN
+            return
+        self._member = None
+        self._is_confirmed = True
+        self.last_call_end = end
+
+    def _read_between_members(self, text: str, pos: int) -> int:
+        """Read one character that does not belong to a member of the array.
+
+        White space, commas and the brackets of the array are read. The character `{` starts the
+        next member. The reader of the member will read this character. Any other character is not
+        valid, so the status becomes BROKEN.
 
         Return the position after the character, or `pos` if the character stays unread.
         """
@@ -121,21 +120,33 @@ class ArrayReader(BodyReader):
         if char.isspace():
             return pos + 1
         if not self._is_bracket_open:
-            if char != "[":
-                return self._reject(pos)
-            self._is_bracket_open = True
-            return pos + 1
-        if char == ",":
-            return pos + 1
-        if char == "]":
-            follows_call = self.writer.num_started > 0
-            is_call_list = self._is_confirmed or follows_call
-            self.status = DONE if is_call_list else BROKEN
-            return pos + 1
+            return self._read_opening_bracket(text, pos)
         if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos
+        if char == "]":
+            self.status = DONE if self._contains_calls() else BROKEN
+            return pos + 1
+        if char == ",":  # Several commas in succession are accepted.
+            return pos + 1
         return self._reject(pos)
+
+    def _read_opening_bracket(self, text: str, pos: int) -> int:
+        """Read the `[` at the start of the array. Any other character sets the status BROKEN.
+
+        Return the position after the bracket, or `pos` if there is no bracket.
+        """
+        if text[pos] != "[":
+            return self._reject(pos)
+        self._is_bracket_open = True
+        return pos + 1
+
+    def _contains_calls(self) -> bool:
+        """Return whether the array contains tool calls, as a marker or a started call shows.
+
+        Without a marker, the empty array `[]` is content.
+        """
+        return self._is_confirmed or self.writer.num_started > 0
 
     @property
     def has_all_arguments(self) -> bool:

@@ -22,19 +22,22 @@ class KeyRole(Enum):
     Example: in `{"name": "f", "arguments": {}, "type": 1}`, the roles are NAME, ARGUMENTS and
     IGNORED.
 
-    NAME       The value is the function's name.
-    ID         The value is the id of the tool call.
-    ARGUMENTS  The value contains the arguments.
-    PARENT     The value is a declared object that contains the name or the arguments.
-    WRAPPER    The value is an object that contains the name and the arguments, although the format
-               does not declare this object.
-    IGNORED    The value is skipped.
-    INVALID    The key shows that the object is not a tool call.
+    NAME             The value is the function's name.
+    ID               The value is the id of the tool call.
+    ARGUMENTS        The value contains the arguments.
+    NAMED_ARGUMENTS  The key is the function's name, and the value contains the arguments, as in
+                     `{"f": {"a": 1}}`.
+    PARENT           The value is a declared object that contains the name or the arguments.
+    WRAPPER          The value is an object that contains the name and the arguments, although the
+                     format does not declare this object.
+    IGNORED          The value is skipped.
+    INVALID          The key shows that the object is not a tool call.
     """
 
     NAME = "name"
     ID = "id"
     ARGUMENTS = "arguments"
+    NAMED_ARGUMENTS = "named_arguments"
     PARENT = "parent"
     WRAPPER = "wrapper"
     IGNORED = "ignored"
@@ -76,14 +79,16 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     function.arguments ARGUMENTS
     function.name NAME
     """
-    parent_paths = (*_parent_paths(keys.name), *_parent_paths(keys.arguments))
-    roles_by_rising_precedence = [  # If a format declares a path twice, the last role applies.
-        *((path, KeyRole.PARENT) for path in parent_paths),
-        *((path, KeyRole.ID) for path in (keys.id,) if path),
-        *((path, KeyRole.ARGUMENTS) for path in (keys.arguments, *keys.also)),
-        (keys.name, KeyRole.NAME),
-    ]
-    return dict(roles_by_rising_precedence)
+    roles: dict[str, KeyRole] = {}
+    # If a format declares a path twice, the later of these assignments applies.
+    for path in (*_parent_paths(keys.name), *_parent_paths(keys.arguments)):
+        roles[path] = KeyRole.PARENT
+    if keys.id:
+        roles[keys.id] = KeyRole.ID
+    for path in (keys.arguments, *keys.also):
+        roles[path] = KeyRole.ARGUMENTS
+    roles[keys.name] = KeyRole.NAME
+    return roles
 
 
 class KeyRoles:
@@ -93,10 +98,10 @@ class KeyRoles:
     precede the key.
     """
 
-    __slots__ = ("_is_confirmed", "_keys", "_parts", "_writer")
+    __slots__ = ("_declared_roles", "_is_confirmed", "_keys", "_parts", "_writer")
 
     def __init__(
-        self, keys: Keys | NameIsKey, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
+        self, keys: Keys, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
     ) -> None:
         """Create an object that decides what the keys of one JSON object mean.
 
@@ -104,6 +109,7 @@ class KeyRoles:
         tool call shows that the object is a tool call.
         """
         self._keys = keys
+        self._declared_roles = declared_roles(keys)
         self._parts = parts
         self._writer = writer
         self._is_confirmed = is_confirmed
@@ -111,34 +117,32 @@ class KeyRoles:
     def role_of(self, path: str, *, is_object: bool) -> KeyRole:
         """Return the meaning of a key, which decides how the value of the key is read.
 
-        Examples:
-            In `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS.
-            In `{"name": "f", "name": "g"}`, the second key has the role IGNORED.
-            In `{"f": {"a": 1}}`, if the format declares `NameIsKey`, the key has the role
-            ARGUMENTS, because its value contains the arguments.
+        Examples: in `{"name": "f", "arguments": {}}`, the keys have the roles NAME and ARGUMENTS.
+        In `{"name": "f", "name": "g"}`, the second key is a repetition, so its role is IGNORED.
 
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
             is_object: Whether the value of the key is an object. This is important only for a key
                 that the format does not declare.
         """
-        has_arguments = self._parts.has_arguments
-        if isinstance(self._keys, NameIsKey):
-            # The only key of the object is the name of the function. A second key is not valid.
-            return KeyRole.INVALID if has_arguments else KeyRole.ARGUMENTS
-        role = declared_roles(self._keys).get(path)
-        if role is None:
-            return self._role_of_undeclared(path, self._keys, is_object=is_object)
-        is_repeated_name = role is KeyRole.NAME and self._parts.name is not None
-        are_repeated_arguments = role is KeyRole.ARGUMENTS and has_arguments
-        return KeyRole.IGNORED if is_repeated_name or are_repeated_arguments else role
+        declared_role = self._declared_roles.get(path)
+        if declared_role is not None:
+            return KeyRole.IGNORED if self._is_repeated(declared_role) else declared_role
+        role = self._role_of_undeclared(path, is_object=is_object)
+        self._add_deviation(role, path)
+        return role
 
-    def _role_of_undeclared(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
+    def _is_repeated(self, role: KeyRole) -> bool:
+        """Return whether the object has already contained a key with the role NAME or ARGUMENTS."""
+        if role is KeyRole.NAME:
+            return self._parts.name is not None
+        return role is KeyRole.ARGUMENTS and self._parts.has_arguments
+
+    def _role_of_undeclared(self, path: str, *, is_object: bool) -> KeyRole:
         """Return the meaning of a key that the format does not declare, such as `input`.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. The writer then stores a description of this deviation for the events. Examples for
-        the declared keys `name` and `arguments`:
+        object. Examples for the declared keys `name` and `arguments`:
 
             object                                           key        role
             `{"name": "f", "input": {}}`                     input      ARGUMENTS
@@ -146,26 +150,95 @@ class KeyRoles:
             `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
                                                                         object may be content
         """
-        parent_path, _, key = path.rpartition(".")
-        # Something other than the keys must show that the object is a tool call: a marker, an
-        # earlier tool call, or the name of an offered tool.
-        is_recognizable = self._is_confirmed or self._writer.tools.is_known
-        if is_object and is_recognizable and not self._parts.has_arguments:
-            is_beside_arguments = parent_path == keys.arguments.rpartition(".")[0]
-            if key in _ARGUMENTS_KEYS and is_beside_arguments:
-                self._writer.add_deviation(f"the arguments are under the key {key!r}")
+        if is_object and self._accepts_other_keys():
+            if self._is_arguments_synonym(path):
                 return KeyRole.ARGUMENTS
-            # Only a key of the outermost object, which has no name yet, can be a wrapper.
-            if path in _WRAPPER_KEYS and self._parts.name is None:
-                self._writer.add_deviation(f"the tool call is under the key {key!r}")
+            if self._is_wrapper(path):
                 return KeyRole.WRAPPER
-        if key in keys.extra:  # The format names this key, for example `type`.
-            return KeyRole.IGNORED
-        is_certainly_call = self._is_confirmed or self._writer.is_open
-        return KeyRole.IGNORED if is_certainly_call else KeyRole.INVALID
+        is_call = self._is_confirmed or self._writer.is_open
+        is_named_in_format = _last_key(path) in self._keys.extra  # For example `type`.
+        return KeyRole.IGNORED if is_call or is_named_in_format else KeyRole.INVALID
+
+    def _accepts_other_keys(self) -> bool:
+        """Return whether the arguments may be under a key that the format does not declare.
+
+        The arguments must not have been found yet. The keys then do not show that the object is a
+        tool call, so something else must show it: a marker, an earlier tool call, or the name of an
+        offered tool.
+        """
+        is_recognizable = self._is_confirmed or self._writer.tools.is_known
+        return is_recognizable and not self._parts.has_arguments
+
+    def _is_arguments_synonym(self, path: str) -> bool:
+        """Return whether a key such as `input` is at the place of the declared arguments key.
+
+        Example: if the format declares `function.arguments`, the path `function.input` is a
+        synonym, but the path `input` is not.
+        """
+        is_synonym = _last_key(path) in _ARGUMENTS_KEYS
+        return is_synonym and _parent_path(path) == _parent_path(self._keys.arguments)
+
+    def _is_wrapper(self, path: str) -> bool:
+        """Return whether the value of a key is an undeclared object around the whole tool call.
+
+        Only a key of the outermost object, such as `function`, can have this meaning. The name of
+        the function must not precede the key.
+        """
+        return path in _WRAPPER_KEYS and self._parts.name is None
+
+    def _add_deviation(self, role: KeyRole, path: str) -> None:
+        """Store a description of the deviation, if the undeclared key at `path` has a meaning.
+
+        The end event of the tool call contains the description.
+        """
+        if role is KeyRole.ARGUMENTS:
+            self._writer.add_deviation(f"the arguments are under the key {_last_key(path)!r}")
+        elif role is KeyRole.WRAPPER:
+            self._writer.add_deviation(f"the tool call is under the key {_last_key(path)!r}")
+
+
+class NameIsKeyRoles:
+    """Assigns a role to each key of an object such as `{"f": {"a": 1}}`, whose key is the name."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: CallParts) -> None:
+        """Create an object that decides what the keys of one JSON object mean.
+
+        The reader of the object changes `parts`.
+        """
+        self._parts = parts
+
+    def role_of(self, path: str, *, is_object: bool) -> KeyRole:  # noqa: ARG002 - as in KeyRoles
+        """Return NAMED_ARGUMENTS for the first key, and INVALID for any other key."""
+        return KeyRole.INVALID if self._parts.has_arguments else KeyRole.NAMED_ARGUMENTS
+
+
+def create_roles(
+    keys: Keys | NameIsKey, parts: CallParts, writer: CallWriter, *, is_confirmed: bool
+) -> KeyRoles | NameIsKeyRoles:
+    """Create the object that decides what the keys of one JSON object mean.
+
+    `keys` declares the keys of the name and of the arguments, or that the name itself is a key. The
+    reader of the object changes `parts`. `is_confirmed` is true if a marker or an earlier tool call
+    shows that the object is a tool call.
+    """
+    if isinstance(keys, NameIsKey):
+        return NameIsKeyRoles(parts)
+    return KeyRoles(keys, parts, writer, is_confirmed=is_confirmed)
 
 
 def _parent_paths(path: str) -> list[str]:
     """Return the paths of the objects that enclose a key: `a.b.c` gives `["a", "a.b"]`."""
     *outer_keys, _ = path.split(".")
     return [".".join(outer_keys[:depth]) for depth in range(1, len(outer_keys) + 1)]
+
+
+def _parent_path(path: str) -> str:
+    """Return the path of the object that contains a key: `a.b.c` gives `a.b`, and `a` gives ""."""
+    return path.rpartition(".")[0]
+
+
+def _last_key(path: str) -> str:
+    """Return the key at the end of a path: `a.b.c` gives `c`."""
+    return path.rpartition(".")[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nereid_parsers.stream.bodies.body_reader import StepReader
-from nereid_parsers.stream.bodies.json_keys import CallParts, KeyRole, KeyRoles
+from nereid_parsers.stream.bodies.json_keys import CallParts, KeyRole, create_roles
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, NeedMore, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
@@ -31,8 +31,8 @@ class ObjectReader(StepReader):
     """
 
     __slots__ = (
-        "_is_confirmed", "_key", "_name_is_key", "_on_string", "_outer_keys", "_parts", "_pieces",
-        "_roles", "_scanner",
+        "_is_confirmed", "_key", "_on_string", "_outer_keys", "_parts", "_pieces", "_roles",
+        "_scanner",
     )  # fmt: skip
 
     writes_model_text = True
@@ -51,20 +51,17 @@ class ObjectReader(StepReader):
         that the object is a tool call. The tool call then starts when the name has been read.
         Otherwise the tool call starts when the name and the start of the arguments have been read.
         """
-        # The first step reads the opening brace. Each step selects the next step: the steps of a
-        # member read its key, its colon and its value, in this order.
         super().__init__(writer, first_step=self._read_opening_brace)
         self._is_confirmed = is_confirmed
-        self._name_is_key = isinstance(keys, NameIsKey)
         # The current key, and the keys of the objects that enclose the current member. Example: at
         # `"f"` in `{"function": {"name": "f"}}`, they are "name" and ["function"].
         self._key = ""
         self._outer_keys: list[str] = []
         # The name, the id and the arguments that have been read.
         self._parts = CallParts()
-        # This object decides what each key means. A repeated key is ignored, so the object needs
-        # the parts that have been read.
-        self._roles = KeyRoles(keys, self._parts, writer, is_confirmed=is_confirmed)
+        # Decides what each key means. The meaning depends on the parts that have been read, because
+        # a repeated key is ignored.
+        self._roles = create_roles(keys, self._parts, writer, is_confirmed=is_confirmed)
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -117,11 +114,10 @@ class ObjectReader(StepReader):
         return pos
 
     def _close_object(self, pos: int) -> int:
-        """Read the closing brace at `pos`. The brace of the outermost object ends the tool call.
+        """Read the closing brace at `pos`, which closes an inner object or the outermost object.
 
         Example: in `{"function": {"name": "f"}}`, the first `}` closes the inner object, and the
-        second `}` ends the tool call. If the tool call contains no arguments, as in this example,
-        the arguments `{}` are written.
+        second `}` ends the tool call.
 
         Return the position after the brace, or `pos`, with the status BROKEN, if the object is not
         a tool call.
@@ -130,12 +126,19 @@ class ObjectReader(StepReader):
         if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
+        return self._end_call(pos)
+
+    def _end_call(self, pos: int) -> int:
+        """Read the closing brace of the outermost object at `pos`, and end the tool call.
+
+        If the tool call has no arguments, as in `{"name": "f"}`, the arguments `{}` are written.
+
+        Return the position after the brace. If no tool call has started, return `pos`, with the
+        status BROKEN, because the object is content. The object then has no name, or neither
+        arguments nor a marker shows that it is a tool call.
+        """
         if not self.writer.is_open:
-            # A tool call without arguments starts here. It must be confirmed by a marker or by an
-            # earlier tool call. Otherwise the object is content.
-            has_started = self._is_confirmed and self._start_call()
-            if not has_started:
-                return self._reject(pos)
+            return self._reject(pos)
         if not self._parts.has_arguments:
             self.writer.write("{}")
         self.writer.end()
@@ -164,30 +167,38 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_value_start(self, text: str, pos: int) -> int | NeedMore:
-        """Skip the white space before a value, or select the method that reads the value.
+        """Skip the white space before a value. If there is none, start the value at `pos`.
 
-        White space and the value are handled by separate calls. The role of the key, which has been
-        read together with its colon, decides which method reads the value. Examples of members:
+        Return the position after the white space, or the result of `_start_value`.
+        """
+        if text[pos].isspace():
+            return skip_whitespace(text, pos)
+        return self._start_value(text, pos)
+
+    def _start_value(self, text: str, pos: int) -> int | NeedMore:
+        """Select the method that reads the value at `pos`, based on the role of its key.
+
+        Examples of members:
 
             `"name": "f"`     The next step reads the string as the function's name.
             `"name": 1`       The number cannot be a name, so `status` becomes BROKEN.
             `"type": 1`       The next step skips the value, because the key has no meaning.
             `"function": {`   The brace is read. The next step reads a key of the inner object.
 
-        Return the position after the white space, or after the brace of an inner object. Any other
-        value stays unread, so return `pos`, or NEED_MORE if more text is required to recognise the
-        arguments.
+        Return the position after the brace of an inner object. Any other value stays unread, so
+        return `pos`, or NEED_MORE if it is not clear yet whether the value contains arguments.
         """
-        if text[pos].isspace():
-            return skip_whitespace(text, pos)
         is_object = text[pos] == "{"
         is_string = text[pos] in _QUOTES
         match self._roles.role_of(self._path_of_key(), is_object=is_object):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
+            case KeyRole.NAMED_ARGUMENTS:
+                self._parts.name = self._key
+                return self._start_arguments(text, pos)
             case KeyRole.PARENT if is_object:  # An inner object that the format declares.
                 return self._enter_object(self._key, pos)
-            case KeyRole.WRAPPER if is_object:  # An inner object that the format does not declare.
+            case KeyRole.WRAPPER:  # An inner object that the format does not declare.
                 return self._enter_object("", pos)
             case KeyRole.NAME if is_string:
                 self._expect_string(self._set_name)
@@ -248,17 +259,18 @@ class ObjectReader(StepReader):
     def _select_step_after_scan(self) -> None:
         """Select the next step after `_scanner` has read a piece of a value.
 
-        If the value is complete, the next step reads the next key. If the value is not valid JSON,
-        `status` becomes BROKEN. If the value is incomplete, the current step also reads the next
-        piece of text.
+        If the value is incomplete, the current step also reads the next piece of text. If the value
+        is not valid JSON, `status` becomes BROKEN. If the value is complete, the next step reads
+        the next key.
         """
+        if self._scanner.status is MORE:
+            return
         if self._scanner.status is BROKEN:
             self.status = BROKEN
-        elif self._scanner.status is DONE:
-            # If the arguments have been found, this value contains the arguments or follows them.
-            # In both cases, the arguments are complete now.
-            self._parts.has_all_arguments = self._parts.has_arguments
-            self._next_step = self._read_key_or_closing_brace
+            return
+        if self._parts.has_arguments:  # The value contains the arguments, or follows them.
+            self._parts.has_all_arguments = True
+        self._next_step = self._read_key_or_closing_brace
 
     # ---- name, id and arguments ------------------------------------------------------------------
 
@@ -290,9 +302,9 @@ class ObjectReader(StepReader):
         function that the request does not offer, so the text of the object is content.
         """
         parts = self._parts
-        has_started = parts.name is not None and self.writer.start(
-            parts.name, parts.call_id, is_confirmed=self._is_confirmed
-        )
+        if parts.name is None:
+            return False
+        has_started = self.writer.start(parts.name, parts.call_id, is_confirmed=self._is_confirmed)
         if not has_started:
             return False
         for piece in parts.early_arguments:
@@ -301,43 +313,41 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int | NeedMore:
-        """Start the tool call, and select the method that reads the arguments at `pos`.
+        """Check that the value at `pos` can be the arguments of a tool call, and start them.
 
-        If no marker and no earlier tool call shows that the outer object is a tool call, the
+        If no marker and no earlier tool call confirms that the outer object is a tool call, the
         arguments must be an object. Example: `{"name": "Ann", "arguments": 3}` is content, so the
-        status becomes BROKEN. The status also becomes BROKEN if the request does not offer the
-        named function.
+        status becomes BROKEN.
 
-        Return `pos`, because the selected method reads the arguments, or NEED_MORE if more text is
+        Return `pos`, because a later step reads the arguments, or NEED_MORE if more text is
         required to decide whether the value is an object.
         """
-        if not self._is_confirmed:
+        must_be_object = not self._is_confirmed
+        if must_be_object:
             object_start = match_object_start(text, pos)
             if object_start is NEED_MORE:
                 return NEED_MORE
             if object_start is NO_MATCH:
                 return self._reject(pos)
-        if self._name_is_key:  # In `{"f": {"a": 1}}`, the key of the arguments is the name.
-            self._parts.name = self._key
-        if not self._start_call_before_arguments():
-            return self._reject(pos)
+        return self._start_call_with_arguments(text, pos)
+
+    def _start_call_with_arguments(self, text: str, pos: int) -> int:
+        """Start the tool call whose arguments are at `pos`, unless it has started at its name.
+
+        In `{"arguments": {}, "name": "f"}`, the name follows, so the tool call starts later. Select
+        the method that reads the arguments.
+
+        Return `pos`. If the request does not offer the named function, the object is content, so
+        the status becomes BROKEN.
+        """
+        is_name_known = self._parts.name is not None
+        if is_name_known and not self.writer.is_open:
+            has_started = self._start_call()
+            if not has_started:
+                return self._reject(pos)
         self._parts.has_arguments = True
         self._select_arguments_step(text[pos])
         return pos
-
-    def _start_call_before_arguments(self) -> bool:
-        """Start the tool call before its arguments are read, unless the name starts the tool call.
-
-        Return False if the object is not a tool call, because the request does not offer the named
-        function.
-        """
-        if self._parts.name is None:
-            # In `{"arguments": {}, "name": "f"}`, the name comes later, and starts the tool call.
-            return True
-        if self.writer.is_open:
-            # The object is confirmed to be a tool call, so the tool call started at its name.
-            return True
-        return self._start_call()
 
     def _select_arguments_step(self, first_char: str) -> None:
         r"""Select the method that reads the arguments, depending on their first character.

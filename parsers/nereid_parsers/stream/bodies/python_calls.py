@@ -43,16 +43,20 @@ class PythonCallsReader(StepReader):
         first_step = self._read_opening_bracket if declaration.open else self._read_call_start
         super().__init__(writer, first_step)
         self._declaration = declaration
+        # The texts between and after the tool calls. "" if the format does not declare them.
+        self._separator = declaration.separator.strip()
+        self._closing_bracket = declaration.close
         self._is_confirmed = is_confirmed
         self._num_arguments = 0  # The number of arguments of the open tool call.
         self._literal = LiteralReader(PYTHON)  # Converts the current value to JSON.
+        self._is_in_value = False  # Whether the next step reads the current value.
 
     def read(self, text: str, pos: int) -> int:
         """Read the next piece of the tool calls at `text[pos:]`, and update `status`.
 
-        Each method `_read_...` reads some text, and stores the method that continues as
-        `_next_step`. `last_call_end` becomes the end of the last tool call that ends in the piece,
-        or None. Example: from `[f(a=1), g(`, everything is read, and `last_call_end` is 7.
+        The steps, which are the methods `_read_...`, read the text. White space between two steps
+        is skipped. `last_call_end` becomes the end of the last tool call that ends in the piece, or
+        None. Example: from `[f(a=1), g(`, everything is read, and `last_call_end` is 7.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
@@ -61,8 +65,8 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # `_read_value` reads white space itself, because it may be a part of a string.
-            if text[pos].isspace() and self._next_step != self._read_value:
+            # White space in a value may be a part of a string, so it is not skipped.
+            if text[pos].isspace() and not self._is_in_value:
                 pos = skip_whitespace(text, pos)
                 continue
             end = self._next_step(text, pos)
@@ -110,16 +114,26 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         bracket_start = name_match.end()
         if not _match_arguments_start(text, bracket_start):
-            may_be_completed = _match_incomplete_start(text, bracket_start) is not None
-            return self._need_more_or_reject(text, pos) if may_be_completed else self._reject(pos)
-        # In some formats, a suffix such as `.call` follows each name: `f.call(a=1)` calls `f`.
-        name = name_match.group().removesuffix(self._declaration.suffix)
-        has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
-        if not has_started:
+            if _match_incomplete_start(text, bracket_start):  # As in `f`, `f(` or `f(a`.
+                return self._need_more_or_reject(text, pos)
             return self._reject(pos)
-        self._num_arguments = 0
-        self._next_step = self._read_keyword_or_end
+        if not self._start_call(name_match.group()):
+            return self._reject(pos)
         return bracket_start + 1
+
+    def _start_call(self, written_name: str) -> bool:
+        """Start a call of the function that the model has written as `written_name`.
+
+        In some formats, a suffix such as `.call` follows each name: `f.call` is a call of `f`.
+
+        Return whether the tool call has started. If not, the text is content.
+        """
+        name = written_name.removesuffix(self._declaration.suffix)
+        has_started = self.writer.start(name, call_id="", is_confirmed=self._is_confirmed)
+        if has_started:
+            self._num_arguments = 0
+            self._next_step = self._read_keyword_or_end
+        return has_started
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int | NeedMore:
         """Read the keyword and the `=` of the next argument, or the `)` that ends the tool call.
@@ -148,6 +162,7 @@ class PythonCallsReader(StepReader):
         self.writer.write(f"{separator}{quote_json(keyword.group())}: ")
         self._num_arguments += 1
         self._literal = LiteralReader(PYTHON)
+        self._is_in_value = True
         self._next_step = self._read_value
         return equals_pos + 1
 
@@ -155,17 +170,19 @@ class PythonCallsReader(StepReader):
         """Read a piece of an argument's value, and write the piece as JSON.
 
         Example: for `'Paris'`, `"Paris"` is written. At the end of the value, the next step reads
-        the comma or the bracket after the value.
+        the comma or the bracket after the value. If the value is not valid, the valid text before
+        the error is written, and the status becomes BROKEN.
 
         Return the position after the piece, or NEED_MORE if no text could be read.
         """
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
-        if json_text:  # If the value is not valid, this is the valid text before the error.
+        if json_text:
             self.writer.write(json_text)
         if self._literal.status is BROKEN:
             return self._reject(end)
         if self._literal.status is DONE:
+            self._is_in_value = False
             self._next_step = self._read_comma_or_end
             return end
         has_read_text = end > pos
@@ -186,10 +203,10 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, call_end: int) -> None:
-        """End the tool call at its `)`, after which the position is `call_end`.
+        """End the tool call, because its closing bracket `)` has been read.
 
-        The next step reads the text after the `)`. Example: for `f(a=1)`, `}` is written, and for
-        `f()`, `{}` is written.
+        Example: for `f(a=1)`, `}` is written, and for `f()`, `{}` is written. `call_end` is the
+        position after the bracket.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
@@ -197,10 +214,10 @@ class PythonCallsReader(StepReader):
         # This text contains a complete tool call. Therefore the other members of the list are
         # treated as tool calls, too.
         self._is_confirmed = True
-        may_continue = self._declaration.close or self._declaration.separator.strip()
-        if may_continue:
+        is_in_list = bool(self._separator or self._closing_bracket)
+        if is_in_list:
             self._next_step = self._read_between_calls
-        else:
+        else:  # Nothing can follow the tool call.
             self.status = DONE
 
     def _read_between_calls(self, text: str, pos: int) -> int:
@@ -211,15 +228,12 @@ class PythonCallsReader(StepReader):
 
         Return the position after the separator or the bracket, or `pos` if the text is not valid.
         """
-        # `closing_bracket` and `separator` are "" if the format does not declare them.
-        closing_bracket = self._declaration.close
-        separator = self._declaration.separator.strip()
-        if closing_bracket and text.startswith(closing_bracket, pos):
+        if self._closing_bracket and text.startswith(self._closing_bracket, pos):
             self.status = DONE
-            return pos + len(closing_bracket)
-        if separator and text.startswith(separator, pos):
+            return pos + len(self._closing_bracket)
+        if self._separator and text.startswith(self._separator, pos):
             self._next_step = self._read_call_start
-            return pos + len(separator)
+            return pos + len(self._separator)
         return self._reject(pos)
 
     def end_invalid_call(self) -> None:
@@ -227,7 +241,7 @@ class PythonCallsReader(StepReader):
 
         Example: inside the value of `f(city="Par`, the text `"}` is written.
         """
-        value_end = self._literal.closing_text() if self._next_step == self._read_value else ""
+        value_end = self._literal.closing_text() if self._is_in_value else ""
         object_end = "}" if self._num_arguments else "{}"
         self.writer.write(value_end + object_end)
         self.writer.end(BROKEN_ARGUMENTS)
@@ -277,9 +291,12 @@ class UnquotedKeyReader(BodyReader):
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            has_started = text[pos] == "{" and self._start_named_call(self._head)
+            if text[pos] != "{":
+                return self._reject(pos)
+            has_started = self._start_named_call(self._head)
             if not has_started:
                 return self._reject(pos)
+        # The literal is the whole object, so the opening brace is read here.
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
         if json_text:

@@ -91,6 +91,7 @@ from nereid_parsers.template.tools import (
     ToolFindings,
     find_tools,
     record_one_call,
+    record_two_calls,
     render_one_call,
     render_two_calls,
 )
@@ -257,7 +258,8 @@ def _compare_declared_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings
     """
     renderer = CallRenderer(turn)
     record_one_call(turn.prober, one_call=render_one_call(renderer))
-    two_calls = render_two_calls(renderer)  # This function also records the comparison T2.
+    two_calls = render_two_calls(renderer)
+    record_two_calls(turn.prober, two_calls)
     return ToolFindings(
         form=_DECLARED_FORM if has_calls else NO_CALLS,
         is_parallel=bool(two_calls),  # "" if a message can have only one tool call.

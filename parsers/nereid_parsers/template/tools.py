@@ -21,6 +21,7 @@ report.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
@@ -60,6 +61,8 @@ from nereid_parsers.template.probe import Prober, restore_numbers_and_ids
 from nereid_parsers.template.unrendered_calls import guess_tool_section
 
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
+# The answer of this conversation has content and a tool call.
+_CONTENT_AND_CALL = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,26 @@ class ToolFindings:
     inner_headers: tuple[str, ...] = ()
 
 
+class _MarkupBeforeCall(NamedTuple):
+    """The markup before the tool call in a message with content and a tool call.
+
+    Attributes:
+        turn_markers: The markers, such as `<|end|>` and `<|start|>assistant`, between the turn of
+            the content and the turn of the tool call. Empty if the message is one turn.
+        other_opening: The text, such as `<|note|>`, that opens the content, if another text, such
+            as `<|answer|>`, opens the content of messages without tool calls. Otherwise, "".
+    """
+
+    turn_markers: tuple[str, ...]
+    other_opening: str
+
+    def inner_headers(self) -> tuple[str, ...]:
+        """Return all this markup as the value of `ToolFindings.inner_headers`."""
+        if not self.other_opening:
+            return self.turn_markers
+        return (*self.turn_markers, self.other_opening)
+
+
 def find_tools(
     turn: ModelTurn, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
@@ -104,17 +127,22 @@ def find_tools(
     one_call = render_one_call(renderer)
     record_one_call(prober, one_call)  # T1
     if not one_call:
-        return ToolFindings(part=guess_tool_section(renderer))
-    two_calls = render_two_calls(renderer)  # records T2
-    texts = _render_calls(renderer, one_call, two_calls)
+        guess = guess_tool_section(renderer)
+        prober.undecided += guess.sentences
+        return ToolFindings(part=guess.section)
+    two_calls = render_two_calls(renderer)
+    record_two_calls(prober, two_calls)  # T2
+    texts = _call_texts(renderer, one_call, two_calls)
     # This call records the comparisons T3 to T7b, which only the report needs. They show, for
     # example, how the template renders a call of another function, or a call with two arguments.
     record_changed_calls(prober)
-    inner_headers = _headers_before_call(renderer)  # records T8
+    before_call = _find_markup_before_call(renderer)
+    if before_call is not None:
+        _record_content_before_call(prober, before_call)  # T8
     findings = ToolFindings(
         is_parallel=bool(two_calls),
-        with_content=inner_headers is not None,
-        inner_headers=inner_headers or (),
+        with_content=before_call is not None,
+        inner_headers=() if before_call is None else before_call.inner_headers(),
     )
     # The two tool calls must differ only in their names and arguments, so their numbers are masked.
     # The prober has already masked numbers directly after the name, as in `f:0`.
@@ -172,25 +200,27 @@ def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
     return replace(findings, form=call_format.form, end_markers=end_markers)
 
 
-def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
-    """Render several tool calls. Their differences show how the template writes a tool call.
+def _call_texts(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
+    """Return rendered tool calls whose differences show how the template writes a tool call.
 
-    Examples: a tool call with two arguments shows how the template separates arguments. A tool call
-    whose argument is SPECIAL_VALUE, a string with a line break and the characters `<&>`, shows the
+    `one_call` and `two_calls` are already rendered. The function adds tool calls with other
+    arguments. Examples: a tool call with two arguments shows how the template separates arguments.
+    The argument SPECIAL_VALUE, a string with a line break and the characters `<&>`, shows the
     quotes that some templates write only around such strings.
-
-    `one_call` and `two_calls` are the texts that the caller has already rendered.
     """
-    number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
-    special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
     return CallTexts(
         one_call=one_call,
-        two_arguments=renderer.text_of_calls(ProbeCall(arguments=TWO_ARGUMENTS)),
-        number=renderer.text_of_calls(number),
         two_calls=two_calls,
-        special_value=renderer.text_of_calls(special_value),
-        no_arguments=renderer.text_of_calls(ProbeCall(arguments=())),
+        two_arguments=_render_call_with(renderer, TWO_ARGUMENTS),
+        number=_render_call_with(renderer, ((FIRST_KEY, NUMBER_VALUE),)),
+        special_value=_render_call_with(renderer, ((FIRST_KEY, SPECIAL_VALUE),)),
+        no_arguments=_render_call_with(renderer, ()),
     )
+
+
+def _render_call_with(renderer: CallRenderer, arguments: tuple[tuple[str, Any], ...]) -> str:
+    """Render one tool call with the given arguments, which are pairs of a key and a value."""
+    return renderer.text_of_calls(ProbeCall(arguments=arguments))
 
 
 # ---- the comparisons ----------------------------------------------------------------------------
@@ -235,72 +265,92 @@ def render_two_calls(renderer: CallRenderer) -> str:
 
     The result is the text that a model would generate to make the two tool calls, such as
     "<call>..</call><call>..</call>". It is "" if the template renders only one tool call of a
-    message.
-
-    Mutates: `renderer.turn.prober`, which records a comparison for the report, with the label T2: a
-        message with one tool call, and the message with two tool calls.
+    message. In the result, placeholders replace the numbers and ids of tool calls.
     """
-    prober = renderer.turn.prober
-    two_calls = conversation_with_calls(*TWO_CALLS)
-    text = renderer.text_of_calls(*TWO_CALLS)  # `prober` renders the conversation `two_calls`.
+    text = renderer.text_of_calls(*TWO_CALLS)
     # The three words are invented, so only two rendered tool calls contain all of them.
-    is_parallel = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
-    if is_parallel:
+    is_rendered = all(word in text for word in (FIRST_TOOL, SECOND_TOOL, SECOND_VALUE))
+    return text if is_rendered else ""
+
+
+def record_two_calls(prober: Prober, two_calls: str) -> None:
+    """Record the comparison T2 for the report: a message with one tool call, and one with two.
+
+    `two_calls` is the result of `render_two_calls`: the text of the two rendered tool calls, or ""
+    if the template does not render two tool calls.
+
+    Mutates: `prober.comparisons`.
+    """
+    conversation = conversation_with_calls(*TWO_CALLS)
+    if two_calls:
         finding = "A message can have several calls."
     else:
-        # If the template failed to render this conversation, `refusals` contains the error message.
-        error_message = prober.refusals.get(two_calls)
+        error_message = prober.error_message(conversation)  # None if the template did not fail.
         reason = error_message or "the template does not render the second call"
         finding = f"A message can have only one call: {reason}"
     prober.record(
         "T2 two calls",
         "The message has a second call.",
         left=conversation_with_calls(*ONE_CALL),
-        right=two_calls,
+        right=conversation,
         finding=finding,
     )
-    return text if is_parallel else ""
 
 
-def _headers_before_call(renderer: CallRenderer) -> tuple[str, ...] | None:
-    """Render a message with content and a tool call. Return `ToolFindings.inner_headers`.
+def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None:
+    """Render a message with content and a tool call. Return the markup before the tool call.
 
-    Some templates write the content and the tool call as two turns. Example: in
-    "CONTENT<|end|><|start|>assistant<call>..", the marker `<|end|>` ends the first turn, and the
-    header `<|start|>assistant` opens the second turn. The result contains these two texts, because
-    the model must write them itself. Return None if the template does not render such a message.
+    Example: some templates write the content and the tool call as two turns, as in
+    "CONTENT<|end|><|start|>assistant<call>..". The result then contains `<|end|>`, which ends the
+    first turn, and the header `<|start|>assistant`, which opens the second turn.
 
-    Mutates: `renderer.turn.prober`. If the message is rendered, the prober records a comparison for
-        the report, with the label T8: a message with only a tool call, and the message with both.
+    Return None if the template does not render both the content and the tool call.
     """
-    turn, wrapper = renderer.turn, renderer.wrapper
-    with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    text = turn.text_after_header(with_content) or ""
-    between = text_between(text, CONTENT_TEXT, FIRST_TOOL)
+    message = renderer.turn.text_after_header(_CONTENT_AND_CALL) or ""
+    between = text_between(message, CONTENT_TEXT, FIRST_TOOL)
     if between is None:
         return None
-    # `inner_headers` is empty if no header, such as `<|assistant|>`, is between the content and the
-    # tool call.
-    inner_headers = _turn_markers_between(between, turn.header.strip())
-    if inner_headers:
+    before_content, _, _ = message.partition(CONTENT_TEXT)
+    return _MarkupBeforeCall(
+        turn_markers=_turn_markers_between(between, renderer.turn.header.strip()),
+        other_opening=_other_opening(renderer, before_content),
+    )
+
+
+def _other_opening(renderer: CallRenderer, before_content: str) -> str:
+    """Return the text that opens the content before a tool call, if it is an unusual text.
+
+    Example: the marker `<|answer|>` opens the content of messages without tool calls
+    (`renderer.wrapper`), but `before_content`, the text before the content of a message with a tool
+    call, is `<|note|>`. The result is `<|note|>`.
+
+    Return "" if the usual text opens the content, or if the content has no usual opening text. Also
+    return "" if `before_content` does not start with a marker, apart from markers of reasoning.
+    """
+    opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
+    if renderer.wrapper is None or opening == renderer.wrapper.open.strip():
+        return ""
+    return opening if leading_marker(opening) else ""
+
+
+def _record_content_before_call(prober: Prober, before_call: _MarkupBeforeCall) -> None:
+    """Record the comparison T8 for the report: a tool call, and content with a tool call.
+
+    `before_call` is the markup before the tool call in the message with content.
+
+    Mutates: `prober.comparisons`.
+    """
+    if before_call.turn_markers:
         finding = "Content and calls are written as separate turns."
     else:
         finding = "Content is written before the call."
-    turn.prober.record(
+    prober.record(
         "T8 content before a call",
         "The message has content.",
         left=conversation_with_calls(*ONE_CALL),
-        right=with_content,
+        right=_CONTENT_AND_CALL,
         finding=finding,
     )
-    # The text of the message before the content, such as `<|note|>`, may be another text than that
-    # before the content of a message without tool calls, such as `<|answer|>`.
-    before_content, _, _ = text.partition(CONTENT_TEXT)
-    opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
-    has_other_wrapper = wrapper is not None and opening != wrapper.open.strip()
-    if has_other_wrapper and leading_marker(opening):
-        return (*inner_headers, opening)
-    return inner_headers
 
 
 def _turn_markers_between(between: str, header: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ vocabulary.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from nereid_parsers.format import ToolSection
 from nereid_parsers.template.calls.call_renderer import CallRenderer
@@ -18,27 +19,34 @@ from nereid_parsers.template.probe import Prober
 
 # The markers of tool lists and tool results contain these words. Replacing such a word with "call"
 # may give a marker of tool calls: `<|tool_list_start|>` becomes `<|tool_call_start|>`.
-_WORD_OF_OTHER_MARKERS = re.compile(r"list|response|result|output")
+_LIST_OR_RESULT = re.compile(r"list|response|result|output")
 
 
-def guess_tool_section(renderer: CallRenderer) -> ToolSection | None:
+class SectionGuess(NamedTuple):
+    """A guess of how the model writes tool calls.
+
+    Attributes:
+        section: The tool section, which declares how the model writes tool calls. None if no tool
+            section is known.
+        sentences: Sentences that describe the guess in the report. The tuple is empty if the
+            template does not offer tools to the model.
+    """
+
+    section: ToolSection | None
+    sentences: tuple[str, ...]
+
+
+def guess_tool_section(renderer: CallRenderer) -> SectionGuess:
     """For a template that renders no complete tool call, guess how the model writes tool calls.
 
-    A tool section declares how a model writes tool calls, for example between
-    `<|tool_call_start|>` and `<|tool_call_end|>`. The registry of formats contains the tool
-    sections of known models. The result is the registered tool section whose markers occur in the
-    template or in the vocabulary, or None if there is no such tool section. The result is also None
-    if the template does not offer tools to the model.
-
-    Mutates: `renderer.turn.prober.undecided`. If the template offers tools to the model, a sentence
-        that describes the guess is appended for the report.
+    The registry of formats contains the tool sections of known models. The guess is the registered
+    tool section whose markers, such as `<|tool_call_start|>`, occur in the template or in the
+    vocabulary. If the template does not offer tools to the model, nothing is guessed.
     """
-    prober = renderer.turn.prober
-    if not _offers_tools(prober):
-        return None
+    if not _offers_tools(renderer.turn.prober):
+        return SectionGuess(section=None, sentences=())
     section = _find_registered_section(renderer)
-    prober.undecided.append(_describe_guess(section))
-    return section
+    return SectionGuess(section, sentences=(_describe_guess(section),))
 
 
 def _offers_tools(prober: Prober) -> bool:
@@ -79,15 +87,15 @@ def _describe_guess(section: ToolSection | None) -> str:
 def _possible_call_markers(prober: Prober) -> set[str]:
     """Return texts from the template and the tokenizer that may be markers of tool calls.
 
-    There are four kinds of such texts: the added tokens of the tokenizer, the markers in the
-    template, the markers of a model family that a phrase in the template identifies, and markers
-    that are derived from the two previous kinds. Example: if the template contains
-    `<|tool_list_start|>`, the result contains this marker and `<|tool_call_start|>`.
+    There are four kinds of such texts:
+
+    - the added tokens of the tokenizer
+    - the markers in the template, such as `<|tool_list_start|>`
+    - the markers of the model family, if a phrase such as "List of tools: [" identifies the family
+    - the markers of the two previous kinds, with the word "call" in place of another word:
+      `<|tool_call_start|>` is made from `<|tool_list_start|>`
     """
     literal_text = "\n".join(prober.template.literals)
-    # Some templates contain a phrase, such as "List of tools: [", that identifies the model family.
-    # The tool call markers of these families are known.
-    template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    # Replace words such as "list" with "call".
-    derived_markers = [_WORD_OF_OTHER_MARKERS.sub("call", marker) for marker in template_markers]
-    return {*prober.added_tokens, *template_markers, *derived_markers}
+    known_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
+    markers_with_call = [_LIST_OR_RESULT.sub("call", marker) for marker in known_markers]
+    return {*prober.added_tokens, *known_markers, *markers_with_call}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.bodies.body_reader import Head
@@ -10,10 +12,40 @@ from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     Mismatch,
+    Pattern,
     PatternMatch,
     compile_pattern,
     skip_whitespace,
 )
+
+
+class _HeaderPattern(NamedTuple):
+    """The pattern of a header, and the white space that must follow the pattern.
+
+    Attributes:
+        pattern: The compiled pattern. It accepts any amount of white space between its parts.
+        whitespace: The exact white space that ends the header, for example a line break. "" if a
+            marker ends the header, because the pattern then contains this marker.
+    """
+
+    pattern: Pattern
+    whitespace: str
+
+
+def _compile_header_pattern(header: str, header_end: str) -> _HeaderPattern:
+    r"""Compile the pattern `header`, such as `<|channel|>final`, and the text that ends the header.
+
+    Examples for the header `all`:
+
+        `header_end`    pattern          white space
+        `<|message|>`   `all<|message|>` ""
+        `\n`            `all`            `\n`
+        ""              `all`            ""
+    """
+    if header_end.strip():  # The header ends with a marker.
+        return _HeaderPattern(compile_pattern(header + header_end), whitespace="")
+    # In a pattern, `header_end` would match any white space, so it is compared separately.
+    return _HeaderPattern(compile_pattern(header), whitespace=header_end)
 
 
 class CompiledHeader:
@@ -34,17 +66,10 @@ class CompiledHeader:
         self.stage = route.stage
         self.has_calls = route.has_calls  # Whether the content may contain tool calls.
         self._message_call = message_call
-        # The first fixed text of the header. If the output ends inside a header, this text
-        # distinguishes the incomplete header from content.
-        self._first_literal = first_literal(route.header)  # Such as `<|channel|>`.
-        # `_final_whitespace` is the exact white space that must follow a match of the pattern.
-        if layout.header_end.strip():  # The header ends with a marker.
-            self._header_pattern = compile_pattern(route.header + layout.header_end)
-            self._final_whitespace = ""
-        else:
-            # A compiled pattern would accept any white space in place of the required white space.
-            self._header_pattern = compile_pattern(route.header)
-            self._final_whitespace = layout.header_end
+        # The first fixed text of the header, such as `<|channel|>`. If the output ends inside a
+        # header, this text distinguishes the incomplete header from content.
+        self._first_literal = first_literal(route.header)
+        self._header = _compile_header_pattern(route.header, layout.header_end)
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the text at `pos` starts with the header's first literal (`<|channel|>`).
@@ -72,23 +97,48 @@ class CompiledHeader:
         return match_limited_head(self._match_head, text, pos, is_final)
 
     def _match_head(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
-        """Do the same as `match`, but do not limit the length of the header."""
-        # In `>>>\nHello`, the line break is not skipped, because it ends an empty header.
-        if not self._final_whitespace:
+        r"""Match a header of any length at `pos`. Return the matched header, NEED_MORE or NO_MATCH.
+
+        A header consists of a text that matches the pattern, and of the required white space, for
+        example `\n` in `>>>all\nHi`. If the header belongs to a tool call, arguments must follow.
+        """
+        pattern, whitespace = self._header
+        # White space before the header is skipped, unless white space ends the header. Example: in
+        # `>>>\nHello`, the line break ends an empty header.
+        if not whitespace:
             pos = skip_whitespace(text, pos)
-        match = self._header_pattern.match(text, pos, is_final)
+        match = pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        # The text must continue with the white space that the format requires, such as `\n` in
-        # `>>>all\nHi`. If the header belongs to a tool call, the arguments must come next.
-        whitespace = self._final_whitespace
-        if not text.startswith(whitespace, match.end):
-            may_follow = not is_final and whitespace.startswith(text[match.end :])
-            return NEED_MORE if may_follow else NO_MATCH
-        header_end = match.end + len(whitespace)
-        if self.stage is Stage.CALLS:
-            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
-            if mismatch is not None:
-                return mismatch
+        head_end = match.end + len(whitespace)
+        mismatch = self._whitespace_mismatch(text, match.end, is_final) or self._body_mismatch(
+            text, head_end, is_final
+        )
+        if mismatch is not None:
+            return mismatch
         fields = match.fields
-        return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
+        return Head(head_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
+
+    def _whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        r"""Return None if the white space that ends the header starts at `pos`.
+
+        Otherwise return NEED_MORE or NO_MATCH. Examples for the white space `\n` after `all`:
+        `all\n` gives None, `all` gives NEED_MORE, and `all Hi` gives NO_MATCH. If `is_final` shows
+        that no more text follows, `all` gives NO_MATCH.
+        """
+        whitespace = self._header.whitespace
+        if text.startswith(whitespace, pos):
+            return None
+        may_follow = not is_final and whitespace.startswith(text[pos:])
+        return NEED_MORE if may_follow else NO_MATCH
+
+    def _body_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        """Return None if the text at `pos` can be the body of the message.
+
+        Reasoning and content can be any text. The body of a tool call must start with arguments,
+        such as `{`. If arguments cannot start at `pos`, return NO_MATCH. If more text is required
+        to decide, return NEED_MORE.
+        """
+        if self.stage is not Stage.CALLS:
+            return None
+        return self._message_call.body_start_mismatch(text, pos, is_final)

@@ -72,16 +72,22 @@ class ContentReader:
         text_end, marker = self._format.content_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write_content(self._buffer.take_until(text_end))
+            # White space alone is not content, so a tool call may still follow white space.
             if self._calls_must_come_first and self._text_writer.has_content:
-                return State.CONTENT_ONLY  # After content, all markers of tool calls are content.
+                return State.CONTENT_ONLY
         if not marker:
             return None
-        next_state = self._marker_handlers[self._format.content_kinds[marker]](marker)
-        if next_state is not None:
-            return next_state
-        # The marker has no meaning here, so it is content. If tool calls must come first, only
-        # content can follow content.
+        handler = self._marker_handlers[self._format.content_kinds[marker]]
+        next_state = handler(marker)
+        return self._keep_marker(marker) if next_state is None else next_state
+
+    def _keep_marker(self, marker: str) -> State:
+        """Write a marker that has no meaning at its position as content. Return the next state.
+
+        Example: `</tool_call>` is content if no tool call is open.
+        """
         self._text_writer.write_content(self._buffer.take(len(marker)))
+        # If tool calls must come first, only content can follow content.
         return State.CONTENT_ONLY if self._calls_must_come_first else State.CONTENT
 
     def _close_calls(self, marker: str) -> State | None:
@@ -164,10 +170,11 @@ class ContentReader:
         content.
         """
         last_text = self._buffer.unread()
-        if not last_text:
-            return
         is_reasoning = state is State.REASONING
         markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
-        possible_markers = [marker for marker in markers if marker.startswith(last_text)]
-        if any(contains_first_tag(last_text, marker) for marker in possible_markers):
+        is_incomplete_marker = any(
+            marker.startswith(last_text) and contains_first_tag(last_text, marker)
+            for marker in markers
+        )
+        if is_incomplete_marker:
             self._text_writer.drop_markup(self._buffer.take_unread())

@@ -77,14 +77,17 @@ class ExpectedCall:
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
         """Return whether the message ends before a tool call has started, as in `<tool_call>{`.
 
-        The caller removes such an incomplete start from the output. Examples: at the end of the
-        message, `<tool_call>{` gives True, because `"name"` could follow. The text `<tool_call>x`
-        gives False, because no tool call starts with this text. The start of a tool call without a
-        marker, such as `{`, gives True only if `includes_unmarked` is true.
+        The buffer must contain the last text of the message. Examples of this text:
+
+            `<tool_call>{`   True, because `"name"` could complete the start of a tool call
+            `<tool_call>x`   False, because no tool call starts with this text
+            `{`              True if `includes_unmarked` is true, because a tool call without a
+                             marker could start
+
+        The caller removes an incomplete start from the output.
         """
         variants = [v for v in self.variants if includes_unmarked or not v.is_unmarked]
-        # The message has ended. `is_final=False` tests whether more text could have completed the
-        # start of a tool call.
+        # `is_final=False` tests whether more text could have completed the start of a tool call.
         return any(
             variant.match(buffer.text, buffer.pos, is_final=False) is NEED_MORE
             for variant in variants
@@ -119,19 +122,26 @@ class CallStarts:
         """Return the tool call that may start with `marker`, for example `<call>`."""
         return ExpectedCall(self._calls.by_marker[marker], marker, is_confirmed=True)
 
-    def at_head(self, marker: str) -> ExpectedCall | None:
+    def at_head(self, header_start: str) -> ExpectedCall | None:
         """Return the tool call that may start with its header, without the opening marker.
 
         Example: the model writes `<invoke name="f">` without the marker `<calls>` before this
-        header. `marker` is the start of the header, for example `<invoke name=`. Return None if the
-        header is ordinary text.
+        header. `header_start` is the first fixed text of the header, for example `<invoke name=`.
+        Return None if the header is ordinary text.
         """
-        offers_tools = bool(self._call_writer.tools.parameters)
-        # Ordinary text does not contain special tokens such as `<|invoke|>`.
-        is_special_token = marker.startswith(_SPECIAL_TOKEN_STARTS)
-        if not offers_tools and not is_special_token:
+        # If the request offers no tools, `<invoke name=` is ordinary text. A special token, such as
+        # `<|invoke|>`, is never ordinary text.
+        is_special_token = header_start.startswith(_SPECIAL_TOKEN_STARTS)
+        may_be_call = is_special_token or self._offers_tools()
+        if not may_be_call:
             return None
-        return ExpectedCall(self._calls.by_header[marker], marker, is_confirmed=True)
+        # The header replaces the marker, so it confirms that the text is a tool call.
+        variants = self._calls.by_header[header_start]
+        return ExpectedCall(variants, header_start, is_confirmed=True)
+
+    def _offers_tools(self) -> bool:
+        """Return whether the request offers at least one tool."""
+        return bool(self._call_writer.tools.parameters)
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
         """Return the tool call that may start with `opening`, such as `{`, instead of a marker.
@@ -141,16 +151,22 @@ class CallStarts:
         """
         has_calls = self._call_writer.num_started > 0
         is_output_start = not has_content and not has_calls
-        offers_tools = bool(self._call_writer.tools.parameters)
-        # After content or another tool call, `{` is usually content. A tool call is recognised only
-        # if the request offers tools, and if the format's tool calls differ from content.
-        may_be_call = is_output_start or (
-            offers_tools and any(v.may_follow_content() for v in self._calls.unmarked)
-        )
+        may_be_call = is_output_start or self._may_follow_content_or_call()
         if not may_be_call:
             return None
         # No marker confirms the tool call, so it must name a function that the request offers.
         return ExpectedCall(self._calls.unmarked, opening, is_confirmed=False)
+
+    def _may_follow_content_or_call(self) -> bool:
+        """Return whether a tool call without a marker may follow content or another tool call.
+
+        After content, text such as `{` is usually content, too. A tool call is possible only if the
+        request offers tools, and if the format writes tool calls as JSON or between brackets. A
+        Python call without brackets, such as `f(a=1)`, cannot be distinguished from content.
+        """
+        if not self._offers_tools():
+            return False
+        return any(variant.may_follow_content() for variant in self._calls.unmarked)
 
     def after_call(self, buffer: TextBuffer) -> ExpectedCall | None:
         """Return the tool call that may follow a tool call without a marker in between, or None.
@@ -162,7 +178,8 @@ class CallStarts:
         openings = [opening for variant in variants for opening in variant.body_openings()]
         if not any(buffer.starts_with(opening) for opening in openings):
             return None
-        # If the text turns out not to be a tool call, its first character is written as content.
-        # No marker confirms the tool call, so it must name a function that the request offers.
+        # If the text turns out not to be a tool call, the caller writes `opening` as content. One
+        # character is enough, because the parser then reads the following text as content.
         first_char = buffer.text[buffer.pos]
+        # No marker confirms the tool call, so it must name a function that the request offers.
         return ExpectedCall(variants, opening=first_char, is_confirmed=False)

@@ -61,21 +61,19 @@ class HeaderReader:
         Return the state that reads the text of the message, HEADER if only the marker was read, or
         None if more text is required.
         """
-        buffer = self._buffer
-        is_output_start = not self._has_read_start_marker
-        if is_output_start:
-            marker = self._format.message_start
-            if buffer.starts_with(marker):
-                return self.read_start_marker(marker)
-            may_become_marker = buffer.is_prefix_of(marker) and not buffer.is_final
-            if may_become_marker:
-                return None
-        return self._read_header()
+        if self._has_read_start_marker:
+            return self._read_header()
+        # At the start of the output, the start marker may be in the output or in the prompt.
+        marker = self._format.message_start
+        if self._buffer.starts_with(marker):
+            return self.read_start_marker(marker)
+        may_become_marker = self._buffer.is_prefix_of(marker) and not self._buffer.is_final
+        return None if may_become_marker else self._read_header()
 
     def _read_header(self) -> State | None:
         """Read a message header such as `<|channel|>final<|message|>`. Return the next state.
 
-        Examples for the unread text:
+        Examples for the unread text, in the order of the code:
 
             `<|channel|>final<|message|>Hi`   The header is read. The next state is CONTENT.
             `<|channel|>fin`                  More text is required, so the result is None. At the
@@ -87,37 +85,48 @@ class HeaderReader:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
                 return self._enter_message(route, head)
-            if head is NEED_MORE:  # Never at the end of the output, where no more text can follow.
+            if head is NEED_MORE:  # This route takes precedence over the later routes.
                 return None
-        # No complete header matches. If the output has ended, the unread text may be an incomplete
-        # header, such as `<|channel|>fin`.
-        is_cut_off = buffer.is_final and any(
-            route.has_started(buffer.text, buffer.pos) for route in self._format.routes
-        )
-        if is_cut_off:
+        if self._is_header_cut_off():
             return self._call_reader.drop_unwritten_text()
         return self._call_reader.treat_as_content(_NO_HEADER)
+
+    def _is_header_cut_off(self) -> bool:
+        """Return whether the output ends inside a message header, such as `<|channel|>fin`.
+
+        No complete header matches the unread text. Content, such as `Hi`, does not start with the
+        first fixed text of a header, here `<|channel|>`.
+        """
+        buffer = self._buffer
+        return buffer.is_final and any(
+            route.has_started(buffer.text, buffer.pos) for route in self._format.routes
+        )
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Remove a message header and the preceding start marker. Return the next state.
 
-        In the next state, the text after the header is read. Example: `<|start|>assistant` and
-        `<|channel|>final<|message|>` are removed, and the next state is CONTENT.
+        Example: `<|start|>assistant` and `<|channel|>final<|message|>` are removed, and the next
+        state is CONTENT. In the next state, the text after the header is read:
+
+            stage of the message   next state
+            CALLS                  CALL_BODY. If content precedes the message, and the policy
+                                   requires that tool calls come first, the header stays unread as
+                                   content, and the next state is CONTENT_ONLY.
+            REASONING              REASONING
+            CONTENT                CONTENT, or PLAIN_MESSAGE if the message contains no tool calls
         """
         self._text_writer.drop_pending()  # The pending text is the start marker of the message.
-        is_call = route.stage is Stage.CALLS
-        follows_content = self._text_writer.has_content
-        if is_call and follows_content and self._calls_must_come_first:
-            # With the policy CALLS_FIRST, a message after content cannot be a tool call. The header
-            # and the text of the message are content. The header stays unread, and is read in the
-            # state CONTENT_ONLY.
+        calls_are_content = self._calls_must_come_first and self._text_writer.has_content
+        if route.stage is Stage.CALLS and calls_are_content:
             return State.CONTENT_ONLY
         self._text_writer.drop_markup(self._buffer.take_until(head.end))
-        if is_call:
-            return self._call_reader.start_message_call(head)
-        if route.stage is Stage.REASONING:
-            return State.REASONING
-        return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE
+        match route.stage:
+            case Stage.CALLS:
+                return self._call_reader.start_message_call(head)
+            case Stage.REASONING:
+                return State.REASONING
+            case Stage.CONTENT:
+                return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE
 
     def finish(self) -> None:
         """If the output ends directly after a message start marker, remove this marker."""

@@ -156,7 +156,7 @@ class ReasoningReader:
             self._keep_marker(marker)
         else:
             self._drop_marker(marker)
-        return self._reasoning_state
+        return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
         """Read the opening marker of the content, such as `<response>`, inside the reasoning.
@@ -175,7 +175,7 @@ class ReasoningReader:
         is_quoted = self._text_writer.has_text_since_marker and not is_special_token(marker)
         if is_quoted:
             self._keep_marker(marker)
-            return self._reasoning_state
+            return State.REASONING
         self._drop_marker(marker)
         self._reasoning_end = _ReasoningEnd.INTERRUPTED  # `</think>` may still follow.
         return State.CONTENT

@@ -85,20 +85,24 @@ def _create_argument_parser() -> argparse.ArgumentParser:
     Parsing the arguments of a command sets `run` to the function that runs this command. The module
     `template_command` declares the arguments of the command `template`.
     """
-    arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
-    commands = arguments.add_subparsers(required=True, metavar="COMMAND")
-    formats = commands.add_parser("formats", help="list the names of all formats")
-    formats.add_argument(
-        "--table", action="store_true", help="print a Markdown table that includes the sources"
-    )
-    formats.set_defaults(run=_run_formats)
+    parser = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_formats_arguments(commands.add_parser("formats", help="list the names of all formats"))
     _add_parse_arguments(
         commands.add_parser(
             "parse", help="parse a transcript and show its reasoning, content, calls and markup"
         )
     )
     template_command.add_arguments(commands.add_parser("template", help=template_command.HELP))
-    return arguments
+    return parser
+
+
+def _add_formats_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command `formats` to `parser`."""
+    parser.add_argument(
+        "--table", action="store_true", help="print a Markdown table that includes the sources"
+    )
+    parser.set_defaults(run=_run_formats)
 
 
 def _add_parse_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,34 +153,55 @@ def _run_parse(options: argparse.Namespace) -> int:
     option, the whole text is printed with one colour for each classification (reasoning, content,
     call or markup), followed by the parsed message.
     """
-    chars_per_piece: int | None = options.stream
-    if chars_per_piece is not None and chars_per_piece < 1:
-        raise ValueError(
-            f"--stream {chars_per_piece}: the number of characters in each piece must be at least 1"
-        )
     paint = template_command.paint_for(options.colour)  # A function that colours a text.
-    if chars_per_piece is None:
+    if options.stream is None:
         _print_whole_text(paint, options)
     else:
-        parser = _create_stream_parser(options)
-        _print_stream(paint, parser, _read(options.file), chars_per_piece)
+        _print_stream(paint, options)
     return 0
 
 
 def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
-    """Parse the whole text. Print the text in colour, and then print the parsed message."""
+    """Parse the whole text. Print the text in colour, and then print the parsed message.
+
+    `options` are the options of the command `parse`.
+    """
     coloured_pieces: list[str] = []
-    parser = _create_stream_parser(
-        options,
-        # The parser calls this function with each piece of the text. `kind` is the type of the
-        # piece, such as `content`.
-        trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece)),
-    )
+
+    def add_piece(kind: str, piece: str) -> None:
+        """Colour a piece of the text. `kind` is the type of the piece, such as `content`."""
+        coloured_pieces.append(paint(kind, piece))
+
+    parser = _create_stream_parser(options, trace=add_piece)
     text = _read(options.file)
     message = fold([*parser.feed(text), *parser.finish()])
     _print("".join(coloured_pieces))
     _print()
     _print_message(paint, message)
+
+
+def _print_stream(paint: Paint, options: argparse.Namespace) -> None:
+    """Parse the text in pieces. After each piece, print the parser's events.
+
+    `options` are the options of the command `parse`. The option `--stream` is the number of
+    characters in each piece.
+
+    Raises:
+        ValueError: The number of characters in each piece is less than 1.
+    """
+    size: int = options.stream
+    if size < 1:
+        raise ValueError(
+            f"--stream {size}: the number of characters in each piece must be at least 1"
+        )
+    parser = _create_stream_parser(options)
+    text = _read(options.file)
+    for start in range(0, len(text), size):
+        piece = text[start : start + size]
+        _print(paint("markup", f"> {piece!r}"))
+        _print_events(paint, parser.feed(piece))
+    _print(paint("markup", "> end"))
+    _print_events(paint, parser.finish())
 
 
 def _create_stream_parser(options: argparse.Namespace, trace: Trace | None = None) -> StreamParser:
@@ -228,16 +253,6 @@ def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type
         raise ValueError(f"The file {path} is not valid JSON: {error}") from error
 
 
-def _print_stream(paint: Paint, parser: StreamParser, text: str, size: int) -> None:
-    """Parse `text` in pieces of `size` characters. After each piece, print the parser's events."""
-    for start in range(0, len(text), size):
-        piece = text[start : start + size]
-        _print(paint("markup", f"> {piece!r}"))
-        _print_events(paint, parser.feed(piece))
-    _print(paint("markup", "> end"))
-    _print_events(paint, parser.finish())
-
-
 def _print_events(paint: Paint, events: list[Event]) -> None:
     """Print each event on one line. If an event has a `reason`, print the reason in brackets.
 
@@ -256,26 +271,39 @@ def _event_line(paint: Paint, event: Event) -> str:
     """
     match event:
         case ReasoningDelta(text):
-            return paint("reasoning", f"reasoning  {text!r}")
+            return paint("reasoning", _labelled("reasoning", repr(text)))
         case ContentDelta(text):
-            return paint("content", f"content    {text!r}")
+            return paint("content", _labelled("content", repr(text)))
         case ToolCallStart(index, call_id, name):
-            return paint("call", f"call {index}     {name}  ({call_id})")
+            return paint("call", _numbered("call", index, f"{name}  ({call_id})"))
         case ArgumentsDelta(index, text):
-            return paint("call", f"     {index}     {text!r}")
+            return paint("call", _numbered("", index, repr(text)))
         case ToolCallEnd(index):
-            return paint("call", f"     {index}     end")
+            return paint("call", _numbered("", index, "end"))
+
+
+def _labelled(label: str, text: str) -> str:
+    """Return a line that consists of a label and a text, such as `content    'Hello'`."""
+    return f"{label:<11}{text}"
+
+
+def _numbered(label: str, index: int, text: str) -> str:
+    """Return a line that consists of a label, the index of a tool call, and a text: `call 0     f`.
+
+    The label may be empty. The text begins in the same column as in the lines of `_labelled`.
+    """
+    return f"{label:<4} {index}     {text}"
 
 
 def _print_message(paint: Paint, message: Message) -> None:
     """Print the reasoning, the content and the tool calls of a message on separate lines."""
     if message.reasoning is not None:
-        _print(paint("reasoning", f"reasoning  {message.reasoning!r}"))
+        _print(paint("reasoning", _labelled("reasoning", repr(message.reasoning))))
     if message.content is not None:
-        _print(paint("content", f"content    {message.content!r}"))
+        _print(paint("content", _labelled("content", repr(message.content))))
     for call in message.tool_calls:
-        line = f"call       {call.name} {call.arguments}  ({call.id})"
-        _print(paint("call", line))
+        text = f"{call.name} {call.arguments}  ({call.id})"
+        _print(paint("call", _labelled("call", text)))
 
 
 if __name__ == "__main__":

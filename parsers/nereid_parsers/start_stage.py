@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import FormatData, Messages, Opener, Sections, Stage
 
-# The stage of an output that starts inside the header of a message. The header, which the parser
-# has not read yet, determines the stage of the message.
-_HEADER = None
+# The value of `StartPoint.stage` for an output that starts inside the header of a message. The
+# header, which the parser has not read yet, determines the stage of the message.
+_STAGE_IN_HEADER = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,61 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     """
     if isinstance(fmt.layout, Sections):
         return _find_start_in_sections(fmt, fmt.layout, prompt)
-    # The output is a sequence of messages. After the prompt `"..<|end|>"`, it starts with a header.
+    return _find_start_in_messages(fmt, fmt.layout, prompt)
+
+
+def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
+    """Return the initial state of a parser for a format in which each message has a header.
+
+    Examples for the marker `<|start|>` before each message and `<|end|>` after each message:
+
+        end of the prompt               start of the output
+        `..<|end|>`                     inside a header
+        `..<|end|><|start|>assistant`   after the prefill `<|start|>assistant`
+
+    The parser reads the prefill before the output. If the prompt is None or empty, the prompt is
+    not known, and the output starts inside a header.
+    """
     if not prompt:
-        return StartPoint(_HEADER, is_prompt_known=False)
-    prefill = _open_message(fmt, fmt.layout, prompt)
-    # The start marker in a prefill, such as `<|start|>assistant`, changes the stage from CONTENT to
-    # the header of a message.
-    return StartPoint(Stage.CONTENT, prefill) if prefill.strip() else StartPoint(_HEADER)
+        return StartPoint(_STAGE_IN_HEADER, is_prompt_known=False)
+    prefill = _unfinished_message(fmt, layout, prompt)
+    if not prefill.strip():
+        return StartPoint(_STAGE_IN_HEADER)
+    # CONTENT is the stage before the prefill. When the parser reads the marker `<|start|>` in the
+    # prefill, the stage changes.
+    return StartPoint(Stage.CONTENT, prefill)
+
+
+def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
+    """Return the initial state of a parser for a format in which messages have no headers.
+
+    If the prompt already contains the beginning of the answer, the parser reads this beginning (the
+    "prefill") before the output. Example: the prompt `"..<|assistant|><think>"` has the prefill
+    `<think>`. If the prompt ends with `<|assistant|>`, the answer has not started, so the format
+    decides whether the output starts with reasoning or with content.
+
+    If the prompt is None or empty, the prompt is not known.
+    """
+    if not prompt:
+        stage = _stage_without_prefill(layout, is_prompt_known=False)
+        return StartPoint(stage, is_prompt_known=False)
+    prefill = _prefill_of(fmt, layout, prompt)
+    if not prefill.strip():
+        return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
+    # CONTENT is the stage before the prefill. When the parser reads a prefill such as `<think>`,
+    # the stage changes to REASONING.
+    return StartPoint(Stage.CONTENT, prefill)
+
+
+def _prefill_of(fmt: FormatData, layout: Sections, prompt: str) -> str:
+    r"""Return the beginning of the answer that the prompt already contains, or "".
+
+    Example: the prompt `"..<|assistant|>\n<think>\n"` gives `"\n<think>\n"`, because the format
+    declares that `<|assistant|>` starts the answer. If the prompt contains no such marker, the
+    start of the answer is not known. Then only a marker at the end of the prompt is returned.
+    """
+    text_after_turn = _text_after_turn(fmt, prompt)
+    return _marker_at_end(layout, prompt) if text_after_turn is None else text_after_turn
 
 
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
@@ -58,27 +106,6 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
     turn_markers = [turn.strip() for turn in fmt.turn if turn.strip()]
     ends = [prompt.rindex(marker) + len(marker) for marker in turn_markers if marker in prompt]
     return prompt[max(ends) :] if ends else None
-
-
-def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return the initial state of a parser for a format in which messages have no headers.
-
-    If the prompt already contains the beginning of the answer, the parser reads this beginning (the
-    "prefill") before the output. Example: the prompt `"..<|assistant|><think>"` has the prefill
-    `<think>`. If the prompt ends with `<|assistant|>`, the answer has not started, so the format
-    decides whether the output starts with reasoning or with content.
-    """
-    if not prompt:  # None and the empty prompt mean that the prompt is not known.
-        stage = _stage_without_prefill(layout, is_prompt_known=False)
-        return StartPoint(stage, is_prompt_known=False)
-    prefill = _text_after_turn(fmt, prompt)
-    if prefill is None:  # The prompt contains no marker that starts an answer.
-        prefill = _marker_at_end(layout, prompt)
-    if not prefill.strip():
-        return StartPoint(_stage_without_prefill(layout, is_prompt_known=True))
-    # CONTENT is the stage before the prefill. When the parser reads a prefill such as `<think>`,
-    # the stage changes to REASONING.
-    return StartPoint(Stage.CONTENT, prefill)
 
 
 def _stage_without_prefill(layout: Sections, *, is_prompt_known: bool) -> Stage:
@@ -127,7 +154,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     return max(markers_at_end, key=len, default="")
 
 
-def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
+def _unfinished_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     """Return the unfinished message at the end of the prompt, or "" if there is no such message.
 
     The model continues the unfinished message. Examples, for the marker `<|start|>` before each
@@ -142,12 +169,23 @@ def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     if last_start < 0:  # The prompt contains no message.
         return ""
     if not layout.ends:
-        # Without end markers, only two prompts show that the model continues the last message:
-        # `..>>>` ends with the marker before each message, and `..<|assistant|>Hi` ends with the
-        # beginning of the model's turn, which is `Hi`.
-        if prompt.rstrip().endswith(message_start):
-            return message_start
-        return _text_after_turn(fmt, prompt) or ""
+        return _unfinished_message_without_end(fmt, message_start, prompt)
     last_message = prompt[last_start:]
     is_closed = any(end in last_message for end in layout.ends)
     return "" if is_closed else last_message
+
+
+def _unfinished_message_without_end(fmt: FormatData, message_start: str, prompt: str) -> str:
+    """Return the unfinished message at the end of the prompt, if no markers end messages.
+
+    Only two prompts show that the model continues the last message. Examples for the marker `>>>`
+    before each message, and the marker `<|assistant|>` that starts the model's turn:
+
+        end of the prompt     result
+        `..>>>`               `>>>`
+        `..<|assistant|>Hi`   `Hi`
+        any other text        ""
+    """
+    if prompt.rstrip().endswith(message_start):
+        return message_start
+    return _text_after_turn(fmt, prompt) or ""

@@ -112,15 +112,22 @@ def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
 def _hunyuan_section(tag_after_name: str) -> ToolSection:
     """Return a description of how a Hunyuan model writes all tool calls of a message.
 
-    The tags `<tool_calls>` and `</tool_calls>` enclose the tool calls, which `_hunyuan_call`
-    declares. A model may write the suffix `:opensource` after all tag names, as in
-    `<tool_calls:opensource>`.
+    Example with the tag `<tool_sep>` after the name of the function:
+
+        <tool_calls>
+        <tool_call>f<tool_sep>
+        <arg_key>city</arg_key>
+        <arg_value>Paris</arg_value>
+        </tool_call>
+        </tool_calls>
+
+    A model may also write the suffix `:opensource` in all tags, as in `<tool_calls:opensource>`.
+
+    Args:
+        tag_after_name: The tag after the function's name, or "" if no tag follows.
     """
     return ToolSection(
-        (
-            _hunyuan_call(tag_after_name, suffix=""),
-            _hunyuan_call(tag_after_name, suffix=_SUFFIX),
-        ),
+        tuple(_hunyuan_call(tag_after_name, suffix) for suffix in ("", _SUFFIX)),
         open="<tool_calls>\n",
         close="</tool_calls>",
         also_open=(f"<tool_calls{_SUFFIX}>\n",),

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from nereid_parsers.declarations import Messages, Sections, Source
 from nereid_parsers.errors import FormatError, UnknownFormatError
@@ -122,21 +123,66 @@ def get_format(
     """
     _check_names(name, reasoning, tools)
     if name is not None:
-        format_name = name
-        reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
-        tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))
-        if reasoning_entry is None and tool_entry is None:
-            raise _unknown_format(name, {**REASONING, **TOOLS})
+        label = name
+        entries = _entries_with_name(name)
     else:
-        format_name = "+".join(part for part in (reasoning, tools) if part)
-        reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
-        tool_entry = _find_tools(tools) if tools is not None else None
+        label = "+".join(part for part in (reasoning, tools) if part)
+        entries = _entries_of_parts(reasoning, tools)
+    return _combine(normalize(label), entries.with_default_reasoning(), policy)
+
+
+class _Entries(NamedTuple):
+    """The descriptions from which a format is built: of its reasoning and of its tool calls."""
+
+    reasoning: ReasoningEntry | None
+    tools: ToolEntry | None
+
+    @property
+    def all(self) -> list[ReasoningEntry | ToolEntry]:
+        """The entries that are not None."""
+        return [entry for entry in self if entry is not None]
+
+    def with_default_reasoning(self) -> _Entries:
+        """If there is no reasoning, add the reasoning that the entry of the tools declares, if any.
+
+        The entry of the tools declares the reasoning of the same model family.
+        """
+        if self.reasoning is None and self.tools is not None:
+            return self._replace(reasoning=self.tools.reasoning)
+        return self
+
+
+def _entries_with_name(name: str) -> _Entries:
+    """Return the descriptions of reasoning and of tool calls that have the name or alias `name`.
+
+    Example: "hermes" gives only a description of tool calls.
+
+    Raises:
+        UnknownFormatError: There is no description with this name.
+    """
+    reasoning = REASONING.get(_key(name, REASONING_ALIASES))
+    tools = TOOLS.get(_key(name, TOOL_ALIASES))
+    if reasoning is None and tools is None:
+        raise _unknown_format(name, {**REASONING, **TOOLS})
+    return _Entries(reasoning, tools)
+
+
+def _entries_of_parts(reasoning: str | None, tools: str | None) -> _Entries:
+    """Return the description of the reasoning, and the description of the tool calls.
+
+    `reasoning` and `tools` are the names of the two descriptions, or None.
+
+    Raises:
+        UnknownFormatError: There is no description with one of the names.
+        FormatError: The two descriptions cannot be combined.
+    """
+    entries = _Entries(
+        reasoning=None if reasoning is None else _find_reasoning(reasoning),
+        tools=None if tools is None else _find_tools(tools),
+    )
     if reasoning is not None and tools is not None:
         _check_combinable(reasoning, tools)
-    if reasoning_entry is None and tool_entry is not None:
-        # No reasoning entry was found. Use the reasoning that the tool entry declares, if any.
-        reasoning_entry = tool_entry.reasoning
-    return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
+    return entries
 
 
 def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> None:
@@ -235,35 +281,35 @@ def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:
     )
 
 
-def _combine(
-    label: str,
-    reasoning: ReasoningEntry | None,
-    tools: ToolEntry | None,
-    policy: Policy,
-) -> Format:
+def _combine(label: str, entries: _Entries, policy: Policy) -> Format:
     """Combine a description of reasoning and a description of tool calls into one `Format`.
 
     Example: the entries of "qwen3" and "hermes" give a format with the reasoning of "qwen3" and the
-    tool calls of "hermes". If one entry describes whole messages, including reasoning and tool
-    calls, the layout of the format is the `Messages` of this entry. `label` is the name of the
-    format.
+    tool calls of "hermes". The format has the sources and the end-of-turn tokens of both entries.
+    `label` is the name of the format.
     """
-    reasoning_layout = reasoning.part if reasoning is not None else None
-    tool_layout = tools.part if tools is not None else None
-    layout: Sections | Messages
-    if isinstance(reasoning_layout, Messages):
-        layout = reasoning_layout
-    elif isinstance(tool_layout, Messages):
-        layout = tool_layout
-    else:
-        content = reasoning.content if reasoning is not None else None
-        layout = Sections(reasoning=reasoning_layout, content=content, tools=tool_layout)
-    entries = [entry for entry in (reasoning, tools) if entry is not None]
     # A source is the document from which an entry was derived. `dict.fromkeys` removes duplicates
     # and keeps the order.
-    sources = dict.fromkeys(entry.source for entry in entries)
-    ends = dict.fromkeys(token for entry in entries for token in entry.ends)
+    sources = dict.fromkeys(entry.source for entry in entries.all)
+    ends = dict.fromkeys(token for entry in entries.all for token in entry.ends)
+    layout = _layout_of(entries)
     return Format(label, layout, policy=policy, ends=tuple(ends), sources=tuple(sources))
+
+
+def _layout_of(entries: _Entries) -> Sections | Messages:
+    """Return the layout of a format: the markers of the reasoning, content and tool calls.
+
+    If an entry describes whole messages, including reasoning and tool calls, its `Messages` are the
+    layout. The part that the other entry describes is then not used.
+    """
+    reasoning_part = entries.reasoning.part if entries.reasoning is not None else None
+    tools_part = entries.tools.part if entries.tools is not None else None
+    if isinstance(reasoning_part, Messages):
+        return reasoning_part
+    if isinstance(tools_part, Messages):
+        return tools_part
+    content = entries.reasoning.content if entries.reasoning is not None else None
+    return Sections(reasoning=reasoning_part, content=content, tools=tools_part)
 
 
 def _check_combinable(reasoning: str, tools: str) -> None:

@@ -167,7 +167,8 @@ class _TypeFinder:
             {"type": "integer"}         integer
             {"enum": ["a", 1]}          string, integer
             {"const": 1}                integer
-            {"anyOf": [...]}            the types of all parts
+            {"anyOf": [...]}            the types of all parts, as for `oneOf`
+            {"allOf": [...]}            the types of the first part that declares a type
             {"items": {}}               array, because this keyword applies only to arrays
 
         `depth` is the number of schemas that enclose `schema` or refer to it.
@@ -365,24 +366,26 @@ class _Literal(NamedTuple):
 
 
 def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a value must be written as a JSON string, for example `12` as `"12"`.
+    r"""Return whether a value must be written as a JSON string, for example `12` as `"12"`.
 
     The model wrote the value between two tags, as in `<p=days>12</p>`. Examples:
 
         value    allowed types   result
-        `"x"`    string          True, because the quotes belong to the string in `<p=a>"x"</p>`
+        `"x"`    string          True, because the quotes belong to the string: `"\"x\""`
         `12`     not known       False
         `12`     number          False, because each integer is a number
         `12`     string          True
         `12`     array           True, because no allowed type is similar to an integer
+
+    `json_type` is the JSON type of the value, for example "integer".
     """
-    is_string = json_type == "string"
-    if types is None:
-        return is_string
-    if "string" in types:
-        # Strings between tags have no quotes, so quotes do not show that the value fits the types.
-        return is_string or not _fits(json_type, types)
-    return not _fits(json_type, types) and not _is_kept(json_type, types)
+    if json_type == "string":
+        # The model writes strings between tags without quotes. If the value has quotes, the quotes
+        # are therefore characters of the string, unless the schema forbids a string.
+        return types is None or "string" in types
+    if types is None or _fits(json_type, types):
+        return False
+    return "string" in types or not _stays_unchanged(json_type, types)
 
 
 def _fits(json_type: str, types: frozenset[str]) -> bool:
@@ -390,16 +393,20 @@ def _fits(json_type: str, types: frozenset[str]) -> bool:
     return json_type in types or (json_type == "integer" and "number" in types)
 
 
-def _is_kept(json_type: str, types: frozenset[str]) -> bool:
+def _stays_unchanged(json_type: str, types: frozenset[str]) -> bool:
     """Return whether a value stays unchanged although it has none of the allowed `types`.
 
-    Strings, arrays, objects and null stay unchanged. The number `1.5` stays unchanged if an integer
-    is allowed, because the number is nearer to an integer than a string would be. Other numbers
-    and the words `true` and `false` do not stay unchanged.
+    The value is not a string, and the types do not contain "string". Examples:
+
+        value                  allowed types   result
+        `1.5`                  integer         True, because the number is similar to an integer
+        `1.5`                  array           False, so the caller writes `"1.5"`
+        `12`, `true`           array           False
+        `null`, `[1]`, `{}`    integer         True
     """
     if json_type == "number":
         return "integer" in types
-    return json_type not in ("integer", "boolean")
+    return json_type in ("null", "array", "object")
 
 
 def _parse_literal(text: str) -> _Literal | None:

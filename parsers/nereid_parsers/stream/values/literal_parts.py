@@ -115,7 +115,7 @@ class KeyOrItem:
         """Create a key or item from a word without quotes, such as `1` or `days`."""
         return cls(key_json=quote_json(word), item_json=to_json(word, types=None))
 
-    def key(self) -> str:
+    def decoded_key(self) -> str:
         """Return the key as ordinary text, for example `city` for the JSON text `"city"`."""
         key: str = json.loads(self.key_json)
         return key

@@ -115,10 +115,10 @@ class LiteralReader:
             `{"a": 1, 'b`   `}`, because the incomplete key is omitted.
             `{'a`           `{}`, because no brace has been written.
         """
-        brackets = [container.json_close for container in reversed(self._containers)]
-        if self._containers and self._containers[-1].lacks_opening_brace:
-            brackets.insert(0, "{")
-        return self._rest_of_value() + "".join(brackets)
+        closing_brackets = "".join(container.json_close for container in reversed(self._containers))
+        is_brace_missing = bool(self._containers) and self._containers[-1].lacks_opening_brace
+        opening_brace = "{" if is_brace_missing else ""
+        return self._rest_of_value() + opening_brace + closing_brackets
 
     def _rest_of_value(self) -> str:
         """Return the JSON text that completes an unfinished value or item, without brackets.
@@ -199,7 +199,7 @@ class LiteralReader:
         is_argument = len(self._containers) == 1
         if self._types_of is None or not is_argument:
             return None
-        return self._types_of(key.key())
+        return self._types_of(key.decoded_key())
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
         """Read the comma or bracket after a value. Return the position after the comma or bracket.
@@ -303,7 +303,7 @@ class LiteralReader:
         match = _match_word(text, pos)
         assert match is not None  # The regex also matches the empty text.
         word = self._complete_word(match, is_final)
-        if not word:
+        if word is None:
             return pos
         self._key = KeyOrItem.from_word(word)
         self._expected = Expected.COLON
@@ -321,28 +321,27 @@ class LiteralReader:
         match = match_word(text, pos)
         assert match is not None  # Both regexes also match the empty text.
         word = self._complete_word(match, is_final)
-        if not word:
+        if word is None:
             return pos
         self._write_comma_before_item()
         self._json_parts.append(to_json(without_leading_zeros(word), types=None))
         self._expected = Expected.COMMA
         return match.end()
 
-    def _complete_word(self, match: re.Match[str], is_final: bool) -> str:
-        """Return the matched word, or "" if the word is incomplete or not valid.
+    def _complete_word(self, match: re.Match[str], is_final: bool) -> str | None:
+        """Return the matched word, or None if the word is incomplete or not valid.
 
-        A word at the end of the text is incomplete, unless `is_final` shows that no more text will
-        arrive. An empty or very long word is not valid, so the status becomes BROKEN. Example: the
-        word `Tru` at the end of the text may become `True`.
+        A word at the end of the text is incomplete: `Tru` may become `True`. If `is_final` is true,
+        no more text will arrive, so each word is complete. An empty word and a very long incomplete
+        word are not valid. The status then becomes BROKEN.
         """
         word = match.group()
-        may_continue = match.end() == len(match.string) and not is_final
-        if may_continue and len(word) <= _MAX_WORD_CHARS:
-            return ""
-        if may_continue or not word:
+        is_incomplete = match.end() == len(match.string) and not is_final
+        is_too_long = is_incomplete and len(word) > _MAX_WORD_CHARS
+        if not word or is_too_long:
             self.status = BROKEN
-            return ""
-        return word.rstrip()
+            return None
+        return None if is_incomplete else word.rstrip()
 
     # ---- strings ---------------------------------------------------------------------------------
 

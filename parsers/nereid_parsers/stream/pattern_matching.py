@@ -186,7 +186,7 @@ class Pattern:
         fields: dict[str, str] = {}
         for step in self.steps:
             end = step.match(text, pos, is_final)
-            if isinstance(end, Mismatch):
+            if not isinstance(end, int):  # The step does not match.
                 return end
             if isinstance(step, FieldStep):
                 value = text[pos:end]

@@ -137,7 +137,7 @@ class Machine:
 
             start point                            state
             in the header of a message             HEADER
-            not known, because no prompt is known  UNCLASSIFIED, if the first text may be reasoning
+            the prompt is not known                UNCLASSIFIED, if the first text may be reasoning
             in the reasoning                       REASONING or INLINE_REASONING
             in the content                         CONTENT
         """

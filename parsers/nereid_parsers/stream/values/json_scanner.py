@@ -112,7 +112,7 @@ class JsonScanner:
             `1] x`     The result is the position of ` x`. If no other bracket is open, the status
                        becomes DONE.
             `1} x`     The result is the position of `}`. The status becomes BROKEN, because this
-                       bracket does not close an array.
+                       bracket does not close an array. The same applies to signs such as `<`.
         """
         match = _match_chars_in_brackets(text, pos)
         assert match is not None  # The regex also matches the empty text.

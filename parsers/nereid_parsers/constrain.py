@@ -127,8 +127,9 @@ def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
     `<|channel|>analysis<|message|>` and `<|end|>`.
     """
     if isinstance(layout, Sections):
-        reasoning = layout.reasoning
-        return _ReasoningMarkers(reasoning.open, reasoning.close) if reasoning is not None else None
+        if layout.reasoning is None:
+            return None
+        return _ReasoningMarkers(layout.reasoning.open, layout.reasoning.close)
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
@@ -237,7 +238,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     The request decides which text the node matches:
 
         tools   must_call   answer    matching text
-        none                          content that matches `answer`
+        none    any         any       content that matches `answer`
         some    True                  tool calls
         some    False       None      free text that may contain tool calls
         some    False       a node    tool calls, or content that matches `answer`
@@ -254,9 +255,11 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             "format that defines tool calls, or send a request without tools."
         )
     if request.must_call:
-        # Different templates and models write different white space around tool calls.
+        # Some models write the markers of the content before tool calls, even without content, and
+        # different models write different white space around tool calls.
+        empty_content = _empty_content(layout.content)
         only_calls = without_outer_whitespace(section_node(section, request))
-        return sequence(_empty_content(layout.content), WHITESPACE, only_calls, WHITESPACE)
+        return sequence(empty_content, WHITESPACE, only_calls, WHITESPACE)
     if request.answer is None:
         return _text_with_calls(fmt, layout, section, request)
     return one_of(section_node(section, request), _content_node(layout.content, request.answer))

@@ -240,16 +240,21 @@ def _tagged_json(
     """
     _check_type_of_attribute(declaration, key, types)
     # A format may declare several forms of the tags, and the model may write each of them. Models
-    # write numbers, booleans and null only in the simplest forms.
+    # write scalars (numbers, booleans and null) only in the simplest forms.
     all_forms = (declaration, *declaration.also)
-    forms = _simplest_forms(all_forms) if types <= _SCALARS else all_forms
+    is_scalar = types <= _SCALARS
+    forms = _simplest_forms(all_forms) if is_scalar else all_forms
     return one_of(*(_tagged_json_in_form(form, key, schema, types) for form in forms))
 
 
 def _tagged_json_in_form(
     form: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for a tagged argument in one form of the tags: `<p=days>3</p>`."""
+    """Return the grammar node for a tagged argument in one form of the tags: `<p=days>3</p>`.
+
+    The value is JSON text, or a Python word such as `None`. `types` contains the JSON types that
+    `schema` allows.
+    """
     opening = _opening_tag_of_json(form, key, types)
     # The parser ends the value at `</p>`, even if the declared closing tag is `\n</p>\n`.
     # Therefore the value must not contain `</p>`.
@@ -300,7 +305,10 @@ def _simplest_forms(forms: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments
 
 
 def _has_unquoted_form(form: TaggedArguments, forms: tuple[TaggedArguments, ...]) -> bool:
-    """Return whether `forms` contains the same form without the quotes around the value."""
+    """Return whether `forms` contains a form that is like `form`, but has no quotes or CDATA.
+
+    Example: `<p>..</p>` is such a form for `<p><![CDATA[..]]></p>`.
+    """
     return any(_is_quoted_form(form, unquoted=other) for other in forms)
 
 

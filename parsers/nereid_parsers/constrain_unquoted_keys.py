@@ -103,7 +103,7 @@ def _value_node(
         return _array_node(declaration, argument, schema)
     if types == frozenset({"object"}):
         return _object_node(declaration, argument, schema)
-    return json_schema(schema)
+    return json_schema(schema)  # For example a number or a boolean.
 
 
 def _are_scalars(values: list[Any]) -> bool:
@@ -137,6 +137,7 @@ def _array_node(
     argument.report_unenforced(schema, enforced)
     schema_of_item = inner_schema(schema.get("items"), root=schema)
     item = _inner_value_node(declaration, argument, schema_of_item)
+    # Without valid limits, the array may contain any number of items.
     items = _items_node(item, schema if has_valid_limits else {})
     return sequence(const("["), items, const("]"))
 

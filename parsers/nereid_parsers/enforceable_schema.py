@@ -121,9 +121,10 @@ def _rewrite(value: object, scope: _Scope, depth: int) -> Any:  # noqa: ANN401 -
     if not isinstance(value, Mapping):
         return value
     merged = _without_all_of(value, scope)
+    keywords = _rewrite_keywords(merged.schema)
     return {
         keyword: _rewrite_value(keyword, inner, merged.scope, depth + 1)
-        for keyword, inner in _rewrite_keywords(merged.schema).items()
+        for keyword, inner in keywords.items()
     }
 
 
@@ -247,6 +248,7 @@ def _is_annotated_reference(parts: _AllOf) -> bool:
 def _merge_all_of(parts: _AllOf, scope: _Scope) -> _ScopedSchema:
     """Merge the members of an `allOf`, and the other keywords of the schema, into one schema.
 
+    `parts` contains the members and the other keywords. `scope` contains the definitions.
     References in the members are replaced by their definitions. Example: if the definition `T` is
     `{"type": "integer"}`, the schema `{"allOf": [{"$ref": "#/$defs/T"}, {"maximum": 5}]}` gives
     `{"type": "integer", "maximum": 5}`. The scope of the result also contains these references.

@@ -61,7 +61,7 @@ def record_changed_calls(prober: Prober) -> None:
         changed = conversation_with_calls(call)
         changed_text = _text_for_report(prober, changed)
         if changed_text:
-            finding = _change_text(difference(unchanged_text, changed_text))
+            finding = _describe_change(difference(unchanged_text, changed_text))
         else:
             finding = "The template refuses to render this call."
         prober.record(label, description, left=unchanged, right=changed, finding=finding)
@@ -75,13 +75,13 @@ def _text_for_report(prober: Prober, conversation: Conversation) -> str:
     return restore_numbers_and_ids(prober.render(conversation) or "")
 
 
-def _change_text(parts: Difference) -> str:
+def _describe_change(parts: Difference) -> str:
     """Return a sentence for the report about the difference between two rendered texts.
 
     `parts.left` is the text that only the first rendering contains. `parts.right` is the text that
     only the second rendering contains.
 
-    >>> _change_text(Difference("<a>", "", "<b>", "</a>"))
+    >>> _describe_change(Difference(prefix="<a>", left="", right="<b>", suffix="</a>"))
     "'<b>' is added."
     """
     if not parts.left and not parts.right:

@@ -30,7 +30,7 @@ _ID_IN_HEADER = "{id}"
 # Each key is a text in a rendered tool call. Each value is the field that replaces this text in the
 # pattern of the tool call. COUNTER_MARK and ID_MARK are the placeholder characters for the number
 # and the id of a tool call.
-_FIELDS = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: "{id}"}
+_FIELD_OF_TEXT = {FIRST_TOOL: "{name}", COUNTER_MARK: "{number}", ID_MARK: "{id}"}
 
 
 class _TextBeforeName(NamedTuple):
@@ -130,11 +130,9 @@ def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
 
     If `marker` is "", return False.
     """
-    return (
-        bool(marker)
-        and isinstance(body, TaggedArguments)
-        and body.open.startswith(escape_braces(marker))  # `body.open` is a pattern.
-    )
+    if not marker or not isinstance(body, TaggedArguments):
+        return False
+    return body.open.startswith(escape_braces(marker))  # `body.open` is a pattern.
 
 
 def _forms_of_header(head: str) -> list[_HeaderForm]:
@@ -173,16 +171,16 @@ def has_number_or_id(text: str) -> bool:
 
 
 def pattern_of_text(rendered: str) -> str:
-    r"""Put fields in the place of the name, the number and the id in the text of a tool call.
+    r"""Return the pattern of a rendered text: fields replace a tool call's name, number and id.
 
-    The result is a pattern with the fields `{name}`, `{number}` and `{id}`.
-    The fields replace the name FIRST_TOOL and the placeholder characters for the number and the id.
-    In this example, "\ufdd0" is the placeholder for the number of the tool call:
+    The fields are `{name}`, `{number}` and `{id}`. They replace the name FIRST_TOOL and the
+    placeholder characters for the number and the id. In this example, "\ufdd0" is the placeholder
+    for the number:
 
     >>> pattern_of_text(f'<call n="\ufdd0" name="{FIRST_TOOL}">')
     '<call n="{number}" name="{name}">'
     """
     pattern = escape_braces(rendered)
-    for rendered_text, field in _FIELDS.items():
+    for rendered_text, field in _FIELD_OF_TEXT.items():
         pattern = pattern.replace(rendered_text, field)
     return pattern

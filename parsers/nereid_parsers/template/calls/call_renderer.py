@@ -58,5 +58,7 @@ def _strip_empty_content(text: str, wrapper: Wrapper) -> str:
     after_opening = message.removeprefix(opening)
     if not closing:
         return after_opening
-    is_empty = after_opening.lstrip().startswith(closing)
-    return after_opening.lstrip().removeprefix(closing) if is_empty else text
+    content = after_opening.lstrip()
+    if not content.startswith(closing):
+        return text  # The content is not empty.
+    return content.removeprefix(closing)

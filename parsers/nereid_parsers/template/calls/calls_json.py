@@ -200,16 +200,24 @@ def _read_arrays(texts: CallTexts, json_of_call: _JsonInText) -> CallFormat | No
 def _declare_one_array(keys: Keys | NameIsKey, array: _JsonInText) -> CallFormat:
     """Describe a template that writes all tool calls of a message as one JSON array.
 
-    The text before the array is declared as the opening marker of the array if no text follows the
-    array, as in `[TOOL_CALLS][{..}, {..}]`. Otherwise the texts before and after the array are
-    declared as the markers around all tool calls, as in `<calls>[{..}, {..}]</calls>`, because a
-    model may also write several arrays or objects between these markers.
+    There are two cases:
+
+        only a marker before the array    `[TOOL_CALLS][{..}, {..}]`
+        all other cases                   `<calls>[{..}, {..}]</calls>`
+
+    In the first case, the marker is declared as the opening marker of each array. In the second
+    case, the markers are declared as markers around all tool calls, because a model may also write
+    several arrays or objects between these markers.
     """
     has_only_opening = bool(array.before.strip()) and not array.after.strip()
     if has_only_opening:
-        return CallFormat("JSON array", (Call(JsonArray(keys), open=array.before),), ListMarkup())
-    markup = ListMarkup(open=array.before, separator=", ", close=array.after)
-    return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
+        call = Call(JsonArray(keys), open=array.before)
+        markup = ListMarkup()
+    else:
+        call = Call(JsonArray(keys))
+        # The template shows no text between two arrays. The usual separator is assumed.
+        markup = ListMarkup(open=array.before, separator=", ", close=array.after)
+    return CallFormat("JSON array", (call,), markup)
 
 
 def _declare_call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
@@ -251,13 +259,12 @@ def _find_json_call(text: str, name: str) -> _JsonInText | None:
         return None
     # The JSON starts at one of the brackets before the name. Only the last brackets are tried,
     # because in a tool call, few brackets precede the name. Earlier brackets belong to other text.
+    # Outer brackets are tried before inner brackets, so that a whole array is found.
     brackets = [index for index, char in enumerate(before_name) if char in "{["]
     for start in brackets[-_MAX_JSON_STARTS:]:
         found = _decode_json(text, start)
-        if found is not None:
-            members = found.value if isinstance(found.value, list) else [found.value]
-            if any(_is_call(member, name) for member in members):
-                return found
+        if found is not None and _contains_call(found.value, name):
+            return found
     return None
 
 
@@ -274,17 +281,30 @@ def _decode_json(text: str, start: int) -> _JsonInText | None:
     return _JsonInText(value, text, start, end)
 
 
+def _contains_call(value: object, name: str) -> bool:
+    """Return whether `value` is a call of the function `name`, or an array with such a call.
+
+    >>> _contains_call([{"name": "g"}, {"name": "f"}], "f"), _contains_call({"name": "g"}, "f")
+    (True, False)
+    """
+    if isinstance(value, list):
+        return any(_is_call(member, name) for member in value)
+    return _is_call(value, name)
+
+
 def _is_call(member: object, name: str) -> bool:
     """Return whether `member` is a JSON object that calls the function `name`.
 
-    The object contains the name in one of two places. The name is an invented word, such as
-    "zqFirstTool", so no argument has this value.
+    The name is an invented word, such as "zqFirstTool", so no argument has this value. The object
+    contains the name in one of two places:
 
         {"f": {"a": 1}}              the key of an inner object with the arguments
-        {"function": {"name": "f"}}  the string value of any key
+        {"function": {"name": "f"}}  the string value of any key, also in inner objects
 
-    >>> _is_call({"f": {"a": 1}}, "f"), _is_call({"name": "f"}, "f"), _is_call({"f": 1}, "f")
-    (True, True, False)
+    >>> _is_call({"f": {"a": 1}}, "f"), _is_call({"function": {"name": "f"}}, "f")
+    (True, True)
+    >>> _is_call({"f": 1}, "f")
+    False
     """
     if not isinstance(member, dict):
         return False
@@ -353,7 +373,8 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonInText | None:
     """Find the JSON object with the arguments of a tool call: the first object after the name.
 
-    Return None if no JSON object follows the name, or if the object has no argument `key`.
+    Return None if the first "{" after the name does not start a JSON object, or if the object has
+    no argument `key`.
 
     >>> found = _find_json_arguments('f<args>{"a": 1}</args>', "f", "a")
     >>> found.before, found.value, found.after

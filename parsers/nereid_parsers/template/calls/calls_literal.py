@@ -25,7 +25,7 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.list_markup import ListMarkup, list_markup
 
-_METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
+_METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`, or ""
 
 
 class _TextAroundCall(NamedTuple):
@@ -71,8 +71,9 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 def _suffix_of_name(one_call: str) -> str | None:
     """Return the text between the function's name and the opening parenthesis of a Python call.
 
-    Most templates write no text there, so the result is "". Return None if the tool call is not
-    written in Python syntax.
+    `one_call` is a call of the function "zqFirstTool" with the argument "zqKeyOne". Most templates
+    write no text between name and parenthesis, so the result is "". Return None if the tool call is
+    not written in Python syntax.
 
     >>> _suffix_of_name('zqFirstTool.call(zqKeyOne="zqValueOne")')
     '.call'
@@ -82,8 +83,9 @@ def _suffix_of_name(one_call: str) -> str | None:
     _, _, after_name = one_call.partition(FIRST_TOOL)
     suffix, _, arguments = after_name.partition("(")
     has_keyword = arguments.lstrip().startswith(f"{FIRST_KEY}=")
-    is_python = has_keyword and _METHOD_SUFFIX.fullmatch(suffix) is not None
-    return suffix if is_python else None
+    if not has_keyword or _METHOD_SUFFIX.fullmatch(suffix) is None:
+        return None
+    return suffix
 
 
 def _markup_of_python_calls(texts: CallTexts) -> ListMarkup:
@@ -115,7 +117,7 @@ def _declare_python_section(markup: ListMarkup, name_suffix: str) -> CallFormat:
     The markers, such as `<calls>` and `</calls>`, enclose all calls. `name_suffix` is the text
     after a function's name, such as `.call` in `f.call(a="x")`.
     """
-    section = _python_section(markup, name_suffix)
+    section = _infer_python_section(markup, name_suffix)
     has_closing_marker = bool(section.closing.strip())
     if has_closing_marker:
         calls = tuple(Call(form) for form in section.forms)
@@ -128,7 +130,7 @@ def _declare_python_section(markup: ListMarkup, name_suffix: str) -> CallFormat:
     return CallFormat("Python calls", (call,), ListMarkup())
 
 
-def _python_section(markup: ListMarkup, name_suffix: str) -> _PythonSection:
+def _infer_python_section(markup: ListMarkup, name_suffix: str) -> _PythonSection:
     """Divide the text around Python calls into markers, such as `<calls>`, and list brackets.
 
     A model may omit the brackets of the list. Therefore, the text that a template writes determines

@@ -38,7 +38,7 @@ class _NestedCall(NamedTuple):
     Attributes:
         before_name: The text before the function's name, such as `<c>`.
         before_arguments: The text between the name and the first tag, such as ` #`.
-        tag_marker: The marker before every tag, such as `#`, or "" if there is no such marker.
+        tag_marker: The marker before every tag, such as `#`.
         after_arguments: The text after the last tag, such as `</c>`.
     """
 
@@ -57,8 +57,6 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     call = _split_nested_call(texts.two_arguments)
     if call is None:
         return None
-    if not call.tag_marker:  # `read_tagged` reads tags without a marker.
-        return None
     calls_markup = _markup_of_calls(texts.two_calls, call)
     if calls_markup is None:
         return None
@@ -75,16 +73,19 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 def _split_nested_call(two_arguments: str) -> _NestedCall | None:
     """Find the texts around the arguments of a tool call. The two arguments are XML elements.
 
-    Return None if the arguments are not XML elements.
+    Return None if the arguments are not XML elements, or if no marker precedes the tags.
     """
     # In `<c>f #<a>1#</a>#<b>2#</b></c>`, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
     first_argument = (_FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG)
     pieces = split_at_words(two_arguments, FIRST_TOOL, *first_argument, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    before_name, before_tag, _before_value, after_value, _second_argument, after_tag = pieces
+    before_name, before_tag, _before_value, after_value, _second_argument, after_arguments = pieces
     # Only the marker is between the value `1` and the closing tag `</a>`.
-    return _NestedCall(before_name, before_tag, after_value.strip(), after_tag)
+    tag_marker = after_value.strip()
+    if not tag_marker:  # `read_tagged` reads tags without a marker.
+        return None
+    return _NestedCall(before_name, before_tag, tag_marker, after_arguments)
 
 
 def _markup_of_calls(two_calls: str, call: _NestedCall) -> ListMarkup | None:
@@ -104,7 +105,7 @@ def _markup_of_calls(two_calls: str, call: _NestedCall) -> ListMarkup | None:
     )
 
 
-def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
+def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
     """Move the marker at the end of `item_close` to the start of the tags that follow the marker.
 
     Example: in `#<call>..#</call>#<call>..#</call>#</all>`, the marker `#` precedes every tag. So
@@ -115,14 +116,14 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     >>> _move_marker_to_next_tag(markup, "#")
     ListMarkup(open='', item_open='#<call>', item_close='#</call>', separator='', close='#</all>')
 
-    Return `calls` unchanged if `item_close` does not end with the marker.
+    Return `markup` unchanged if `item_close` does not end with the marker.
     """
-    if not calls.item_close.endswith(marker):
-        return calls
+    if not markup.item_close.endswith(marker):
+        return markup
     return replace(
-        calls,
-        open=calls.open.removesuffix(marker),
-        item_open=marker + calls.item_open,
-        item_close=calls.item_close.removesuffix(marker),
-        close=marker + calls.close,
+        markup,
+        open=markup.open.removesuffix(marker),
+        item_open=marker + markup.item_open,
+        item_close=markup.item_close.removesuffix(marker),
+        close=marker + markup.close,
     )

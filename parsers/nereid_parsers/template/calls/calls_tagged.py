@@ -120,16 +120,17 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
     if pieces is None:
         return None
     before_name, before_key, before_value, between_arguments, _, after_last_value = pieces
+    # In this list, each tool call ends with its last value.
     if texts.two_calls:
-        to_last_value = _markup_to_last_value(texts.two_calls)
+        calls_to_last_value = _markup_to_last_value(texts.two_calls)
     else:
-        to_last_value = ListMarkup(item_open=before_name, item_close=after_last_value)
-    if to_last_value is None:
+        calls_to_last_value = ListMarkup(item_open=before_name, item_close=after_last_value)
+    if calls_to_last_value is None:
         return None
     # `</k></c>` follows the last value of a tool call: `</k>` closes an argument, as between two
     # arguments, and `</c>` closes the tool call.
-    arguments = list_markup(before_key, between_arguments, after=to_last_value.item_close)
-    calls = replace(to_last_value, item_close=arguments.close)
+    arguments = list_markup(before_key, between_arguments, after=calls_to_last_value.item_close)
+    calls = replace(calls_to_last_value, item_close=arguments.close)
     return _TaggedMarkup(calls, arguments, before_value)
 
 
@@ -327,9 +328,10 @@ def _opening_tag_with_type(string: _TextAroundArgument, number: _TextAroundArgum
 
 
 def _type_field(string_word: str, number_word: str) -> str | None:
-    """Return the field that takes the place of a word in the pattern of a tag.
+    """Return the field that replaces a word in the pattern of a tag, such as `{type}`.
 
-    The word depends on the type of the argument's value:
+    The word depends on the type of the argument's value. `string_word` is from the tag of a
+    rendered string, and `number_word` is from the tag of a rendered number:
 
         tag of a string    tag of a number    result
         type="string"      type="number"      "{type}": the word is the name of the type

@@ -31,25 +31,24 @@ class _TextAfterName(NamedTuple):
 
 
 def add_call_without_arguments(
-    section: ToolSection, call_format: CallFormat, no_arguments: str
+    section: ToolSection, call_format: CallFormat, rendered_call: str
 ) -> ToolSection:
     """Add a variant of the tool call for calls without arguments, if the section lacks one.
 
     Return `section` unchanged if the parser already reads the rendered tool call, or if no variant
     can be inferred.
 
-    `call_format` is the inferred format from which `section` was built. `no_arguments` is the
-    rendered text of a tool call without arguments. It is "" if the template fails to render this
-    tool call.
+    `call_format` is the inferred format from which `section` was built. `rendered_call` is the text
+    of a tool call without arguments, or "" if the template fails to render this tool call.
     """
-    if not no_arguments or _is_read(section, no_arguments):
+    if not rendered_call or _parser_reads(section, rendered_call):
         return section
-    variants = _declare_without_arguments(call_format, no_arguments)
+    variants = _declare_without_arguments(call_format, rendered_call)
     with_variants = replace(section, calls=(*section.calls, *variants))
-    return with_variants if _is_read(with_variants, no_arguments) else section
+    return with_variants if _parser_reads(with_variants, rendered_call) else section
 
 
-def _is_read(section: ToolSection, no_arguments: str) -> bool:
+def _parser_reads(section: ToolSection, rendered_call: str) -> bool:
     """Return whether the parser reads exactly one tool call, without arguments, from the text.
 
     Raises:
@@ -57,21 +56,21 @@ def _is_read(section: ToolSection, no_arguments: str) -> bool:
     """
     fmt = Format("", Sections(tools=section))
     check_marker_lengths(fmt)
-    message = parse(no_arguments, format=fmt)
+    message = parse(rendered_call, format=fmt)
     return [(call.name, call.arguments) for call in message.tool_calls] == [(FIRST_TOOL, "{}")]
 
 
-def _declare_without_arguments(call_format: CallFormat, no_arguments: str) -> tuple[Call, ...]:
+def _declare_without_arguments(call_format: CallFormat, rendered_call: str) -> tuple[Call, ...]:
     """Return the declarations of a tool call without arguments, or () if they are not known.
 
-    `no_arguments` is the rendered tool call. Example: in `<call><name>f</name></call>`, `</name>`
+    `rendered_call` is the text of this call. Example: in `<call><name>f</name></call>`, `</name>`
     belongs to the header, and `</call>` closes the tool call.
 
     `call_format` describes the tool calls with arguments. The tool call without arguments must
     start with the same text, such as `<call><name>`.
     """
     body, markup = call_format.calls[0].body, call_format.markup
-    before_name, _, after_name = no_arguments.partition(FIRST_TOOL)
+    before_name, _, after_name = rendered_call.partition(FIRST_TOOL)
     has_same_opening = before_name.strip() == (markup.open + markup.item_open).strip()
     if not isinstance(body, ArgumentsBody) or not has_same_opening:
         return ()

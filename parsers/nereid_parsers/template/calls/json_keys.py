@@ -111,11 +111,11 @@ def _find_id_path(call: dict[str, Any], name_path: _Path) -> _Path | None:
     >>> _find_id_path({"id": "f", "call_id": 1}, name_path=("id",))
     ('call_id',)
     """
-    path = find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
-    if path is not None:
-        return path
-    top_level_paths = ((key,) for key in call if "id" in key.lower().split("_"))
-    return next((path for path in top_level_paths if path != name_path), None)
+    marked_path = find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
+    if marked_path is not None:
+        return marked_path
+    id_key_paths = ((key,) for key in call if "id" in key.lower().split("_"))
+    return next((path for path in id_key_paths if path != name_path), None)
 
 
 def _has_first_argument(value: object) -> bool:

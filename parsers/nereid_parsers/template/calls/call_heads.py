@@ -91,8 +91,9 @@ def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
     >>> _split_text_before_name("<call>\n<function=", JsonArguments())
     _TextBeforeName(opening='<call>\n', head_start='<function=')
 
-    If the text does not start with a marker, `opening` is the white space at the start. `body` is
-    the declaration of the arguments that follow the name.
+    If the text does not start with a marker, `opening` is the white space at the start. If the text
+    is only white space, both parts are "". `body` is the declaration of the arguments that follow
+    the name.
     """
     if not text.strip():
         return _TextBeforeName("", "")  # White space alone does not open a tool call.

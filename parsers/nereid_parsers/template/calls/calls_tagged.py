@@ -120,7 +120,8 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
     if pieces is None:
         return None
     before_name, before_key, before_value, between_arguments, _, after_last_value = pieces
-    # In this list, each tool call ends with its last value.
+    # In this list, each tool call ends with its last value, so `item_close` is all text after the
+    # last value.
     if texts.two_calls:
         calls_to_last_value = _markup_to_last_value(texts.two_calls)
     else:

@@ -79,12 +79,12 @@ class Prober:
     def render(self, conversation: Conversation, form: InputForm | None = None) -> str | None:
         """Render a conversation with the template and return the text.
 
-        In the text, placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool
-        calls, so that numbers and ids cause no difference between two renderings. The text is
-        cached. The result is None if the template raises an error for this conversation. `form` is
+        The result is None if the template raises an error for this conversation. In the text,
+        placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool calls, so that
+        numbers and ids cause no difference between two renderings. The text is cached. `form` is
         the form of the messages; None means the attribute `form` of the prober.
         """
-        used_form = form or self.form
+        used_form = self.form if form is None else form
         key = (conversation, used_form)
         if key not in self._cache:
             self._cache[key] = self._render(conversation, used_form)
@@ -119,17 +119,18 @@ class Prober:
         Example: {"messages": [..], "tools": None, "bos_token": "<s>", "enable_thinking": False, ..}
         """
         # Some templates fail without tools. For these templates, `form.always_tools` is true.
-        has_tools = conversation.tools or form.always_tools
+        offers_tools = conversation.tools or form.always_tools
         variables: dict[str, Any] = {
             "messages": form.messages(conversation),
             # The list of tools is copied, because a template may change the list.
-            "tools": copy.deepcopy(TOOLS) if has_tools else None,
-            "documents": None,
+            "tools": copy.deepcopy(TOOLS) if offers_tools else None,
+            "documents": None,  # Transformers passes documents to the template, or None.
             "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
         }
-        # Later values replace earlier values of the same variable.
+        # Later values replace earlier values of the same variable. The first line sets the
+        # variables without which the template has failed.
         variables |= dict.fromkeys(self._blank_variables, "")
         variables |= self.kwargs  # The variables that the user of the analysis has set.
         variables |= dict(conversation.switches.variables)  # Such as enable_thinking=False.
@@ -234,10 +235,9 @@ class Prober:
     def find_call_form(self, content_form: InputForm) -> InputForm | None:
         """Find a form of the input for which the template renders a complete tool call.
 
-        For example, the arguments of a tool call are an object or a JSON string. `content_form`,
-        the form of the content, is combined with each form of tool calls. The result is the first
-        combination for which the template renders a complete tool call, or None if all combinations
-        fail.
+        The result has the content of `content_form`, such as a string, and the first suitable tool
+        calls. For example, their arguments are a JSON string. The result is None if the template
+        renders a complete tool call for no form.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -259,11 +259,12 @@ class Prober:
         text = self.render(conversation, form)
         if text is None:
             return ""
-        unanswered_question = replace(conversation, answer=None)
-        unanswered_text = self.render(unanswered_question, form) or ""
         answer_and_tools = text_after_last(text, USER_TEXT)
-        tools_at_end = text_after_last(unanswered_text, USER_TEXT)
-        return drop_common_suffix(answer_and_tools, tools_at_end)
+        unanswered_question = replace(conversation, answer=None)
+        # If the template fails to render the unanswered question, no list of tools is removed.
+        unanswered_text = self.render(unanswered_question, form) or ""
+        text_after_question = text_after_last(unanswered_text, USER_TEXT)
+        return drop_common_suffix(answer_and_tools, text_after_question)
 
 
 def _mask_numbers_and_ids(text: str, form: InputForm) -> str:
@@ -304,7 +305,8 @@ def _shows_call(text: str) -> bool:
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")
     (True, False)
     """
-    before_name, _, after_name = text.partition(FIRST_TOOL)  # Without the name, "" follows.
+    # If the name is missing, `after_name` is "", which contains no argument.
+    before_name, _, after_name = text.partition(FIRST_TOOL)
     words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
     if not all(word in after_name for word in words_of_arguments):
         return False

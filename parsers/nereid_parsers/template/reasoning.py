@@ -220,7 +220,7 @@ def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) ->
     closing marker: `<think>` from `</think>`. A derived marker must occur in the template or in a
     prompt. If a marker is missing, the result contains "" or only the white space at its place.
     """
-    opening = _opening_before_reasoning(turn, before)
+    opening = _opening_before_reasoning(turn, text_before_reasoning=before)
     if opening:
         return MarkerPair(opening, closing_marker(after_reasoning, opening))
     closing = closing_marker(after_reasoning, opening="")
@@ -228,19 +228,23 @@ def _markers_of_reasoning(turn: ModelTurn, before: str, after_reasoning: str) ->
     return MarkerPair(first_used_marker(turn, possible_openings), closing)
 
 
-def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
+def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> str:
     r"""Return the opening marker of reasoning, such as `<think>`, or "" if there is none.
 
-    Usually, the rendered message contains the opening marker. In some templates, the prompt ends
-    with this marker, so the message starts directly with the reasoning. Example: `before` is "",
-    and the prompt ends with "<|assistant|><think>\n". The result is "<think>\n".
+    Usually, `text_before_reasoning` in a rendered message contains the opening marker, as in
+    "<think>\n". In some templates, the prompt ends with this marker, so the message starts directly
+    with the reasoning. Example: the text before the reasoning is "", and a prompt ends with
+    "<|assistant|><think>\n". The result is "<think>\n".
     """
-    if before.strip():
-        return last_opening(before)  # The reasoning directly follows `before`.
+    if text_before_reasoning.strip():
+        return last_opening(text_before_reasoning)
     # In a prompt, other markers, such as `</think>`, may follow the opening marker. Therefore, the
     # opening marker is the first marker after the header.
-    openings = (first_opening(prompt.after_header) for prompt in turn.prompts)
-    return next(filter(None, openings), "")
+    for prompt in turn.prompts:
+        opening = first_opening(prompt.after_header)
+        if opening:
+            return opening
+    return ""
 
 
 # ---- R4: the template's source ------------------------------------------------------------------
@@ -261,15 +265,23 @@ def find_markers_in_source(turn: ModelTurn) -> ReasoningMarkup | None:
     """
     for literal in turn.prober.template.literals:
         reasoning_pair = thinking_pair(literal)
-        if reasoning_pair is None:
-            continue
-        turn.prober.record_source_finding(
-            "R4 source",
-            finding=f"A string constant of the template contains {reasoning_pair.closing!r}.",
-        )
-        other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)
-        return markup_of_pairs(reasoning_pair, content_pair=next(other_pairs, None))
+        if reasoning_pair is not None:
+            turn.prober.record_source_finding(
+                "R4 source",
+                finding=f"A string constant of the template contains {reasoning_pair.closing!r}.",
+            )
+            return markup_of_pairs(reasoning_pair, _content_pair(literal, reasoning_pair))
     return None
+
+
+def _content_pair(literal: str, reasoning_pair: MarkerPair) -> MarkerPair | None:
+    """Return the markers around the content that a string constant of a template contains.
+
+    Example: "<think></think><answer></answer>" contains the markers `<answer>` and `</answer>`
+    beside the pair of reasoning markers. Return None if the constant contains no other pair.
+    """
+    other_pairs = (pair for pair in empty_pairs(literal) if pair != reasoning_pair)
+    return next(other_pairs, None)
 
 
 # ---- R5: reasoning before a call ----------------------------------------------------------------

@@ -202,8 +202,6 @@ def first_used_marker(turn: ModelTurn, candidates: list[str]) -> str:
 
     Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
     "</think>". The result is "</think>". The result is "" if no candidate occurs.
-
-    The most probable marker is first in `candidates`.
     """
     texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
     for candidate in candidates:

@@ -112,7 +112,7 @@ def _last_word_with_space(text: str) -> str:
     ('\n<|open|>think', '\n')
     """
     # Because of the group `(\s+)`, `split` also returns the white space. For the first example, the
-    # list is ["Hello.", "\n", "<|open|>think"].
+    # list is ["Hello.", "\n", "<|open|>think"]. For the second example, it is ["Hello.", "\n", ""].
     words_and_spaces = re.split(r"(\s+)", text)
     return "".join(words_and_spaces[-2:])
 
@@ -127,7 +127,7 @@ def first_opening(after_header: str) -> str:
     >>> first_opening("<think>\n</think>"), first_opening("I think:\n<end>")
     ('<think>\n', 'I think:\n')
     """
-    opening = _marker_or_words_at_start(after_header)
+    opening = _leading_markup(after_header)
     return opening if opening.strip() else ""
 
 
@@ -151,20 +151,22 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     'I am done.\n'
     """
     compound = compound_closing(after_reasoning, opening.strip())  # "" unless it continues.
-    return compound or _marker_or_words_at_start(after_reasoning)
+    return compound or _leading_markup(after_reasoning)
 
 
-def _marker_or_words_at_start(text: str) -> str:
-    r"""From the start of `text`, return a marker such as `</think>`, or the words before a marker.
+def _leading_markup(text: str) -> str:
+    r"""Return the markup at the start of `text`, which opens or closes reasoning.
 
-    Most templates write a marker, such as `</think>`, before or after the reasoning. Some templates
-    write words instead of this marker. If `text` starts with a marker, return this marker and the
-    white space around it. If `text` starts with words, return the text before the first marker:
+    If `text` starts with a marker, the markup is this marker and the white space around it:
 
-    >>> _marker_or_words_at_start("\n<a>\n<b>"), _marker_or_words_at_start("I am done.\n<a><b>")
-    ('\n<a>\n', 'I am done.\n')
+    >>> _leading_markup("\n</think>\n<answer>")
+    '\n</think>\n'
 
-    A text without markers is returned unchanged.
+    Some templates write words instead of a marker. The markup is then the text before the first
+    marker, or the whole text if there is no marker:
+
+    >>> _leading_markup("I am done.\n<answer>")
+    'I am done.\n'
     """
     marker_at_start = _LEADING_MARKER.match(text)
     if marker_at_start is not None:
@@ -312,18 +314,20 @@ def _possible_openings(marker: str) -> list[str]:
     return [opening for opening in opening_spellings(marker) if opening != marker]
 
 
-def markup_of_pairs(reasoning: MarkerPair, content_pair: MarkerPair | None) -> ReasoningMarkup:
+def markup_of_pairs(reasoning_pair: MarkerPair, content_pair: MarkerPair | None) -> ReasoningMarkup:
     r"""Describe the markers around the reasoning and, if known, the markers around the content.
 
     The pairs come from a text such as "Write <think></think> and <answer></answer>", which does not
-    show the white space around the markers of reasoning. The function assumes that each of these
-    markers is on a line of its own, as in most templates.
+    show the white space around the markers. The function assumes that each marker of reasoning is
+    on a line of its own, as in most templates. It assumes no white space around the content.
 
     >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
     >>> markup = markup_of_pairs(thinking, answer)
     >>> markup.part.open, markup.part.close, markup.wrapper
     ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
     """
-    part = Reasoning(open=f"{reasoning.opening}\n", close=f"\n{reasoning.closing}\n\n")
-    wrapper = None if content_pair is None else Wrapper(content_pair.opening, content_pair.closing)
+    part = Reasoning(open=f"{reasoning_pair.opening}\n", close=f"\n{reasoning_pair.closing}\n\n")
+    if content_pair is None:
+        return ReasoningMarkup(part)
+    wrapper = Wrapper(open=content_pair.opening, close=content_pair.closing)
     return ReasoningMarkup(part, wrapper)

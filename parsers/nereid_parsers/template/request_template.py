@@ -91,23 +91,20 @@ class RequestTemplate:
                 the content of the last message.
             RenderRefused: The template failed, or rejected the messages. The text of the error is
                 the template's error message.
-            LimitError: The rendering takes more than 5 seconds of processor time, or exceeds the
-                limits on its steps and sizes, see `limits_for_request`.
+            LimitError: The rendering exceeds the limits on its time, steps and sizes, see
+                `limits_for_request`.
         """
-        # The limits depend on the size of the client's request, so they are computed before the
-        # messages are changed.
+        # The limits depend on the size of the request as the client has sent it. The prepared
+        # messages are larger, because they contain the reasoning several times.
         limits = limits_for_request(variables)
-        # Templates read the reasoning of a message from different fields. Therefore, the prepared
-        # messages contain the reasoning in each of these fields. Members with the value None are
-        # removed.
         messages = [_prepare_message(message) for message in variables.get("messages", ())]
         if not continue_final_message:
             return self._render_within({**variables, "messages": messages}, limits)
         # The rendered text contains a placeholder at the end of the last message. The text is cut
         # at this placeholder.
-        marked, final_text = self._mark_final_message(messages)
-        rendered = self._render_within({**variables, "messages": marked}, limits)
-        return _cut_at_message_end(rendered, final_text)
+        marked = self._mark_final_message(messages)
+        rendered = self._render_within({**variables, "messages": marked.messages}, limits)
+        return _cut_at_message_end(rendered, marked.final_text)
 
     def _render_within(self, variables: Mapping[str, Any], limits: Limits) -> str:
         """Render the template within the given limits, and return the text.
@@ -167,33 +164,34 @@ def _mark_last_text(parts: Sequence[Any]) -> _MarkedContent:
     Raises:
         ContinuationRefused: No part contains text.
     """
-    for index in reversed(range(len(parts))):
-        part = parts[index]
+    for index, part in reversed(list(enumerate(parts))):
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             text: str = part["text"]
-            marked_part = {**part, "text": text + _END_OF_MESSAGE}
-            return _MarkedContent([*parts[:index], marked_part, *parts[index + 1 :]], text)
+            marked_parts = list(parts)
+            marked_parts[index] = {**part, "text": text + _END_OF_MESSAGE}
+            return _MarkedContent(marked_parts, final_text=text)
     raise ContinuationRefused(_NO_TEXT)
 
 
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a message in the form that templates expect.
 
-    Members with the value None are omitted, except the content of a message with tool calls: some
-    templates render tool calls only if the content is None. Clients send reasoning in one of
-    several fields. The copy contains the reasoning in each of these fields, because each template
-    reads only one of them. Other members are not changed.
+    Members with the value None are omitted. Clients send reasoning in one of several fields, and
+    each template reads only one of them, so the copy contains the reasoning in each of these
+    fields:
 
     >>> _prepare_message({"content": None, "reasoning": "Hm"})
     {'reasoning': 'Hm', 'reasoning_content': 'Hm', 'thinking': 'Hm', 'tool_plan': 'Hm'}
     """
     prepared = {name: value for name, value in message.items() if value is not None}
+    # Some templates render tool calls only if the content is None.
     if prepared.get("tool_calls") and "content" in message:
         prepared["content"] = message["content"]
-    sent_fields = [name for name in _REASONING_FIELDS if name in prepared]
-    if sent_fields:
-        for name in _REASONING_FIELDS:
-            prepared.setdefault(name, prepared[sent_fields[0]])
+    first_sent_field = next((name for name in _REASONING_FIELDS if name in prepared), None)
+    if first_sent_field is not None:
+        reasoning = prepared[first_sent_field]
+        for name in _REASONING_FIELDS:  # A field that the client has sent keeps its value.
+            prepared.setdefault(name, reasoning)
     return prepared
 
 

@@ -105,16 +105,25 @@ def _possible_values(template: CompiledTemplate, name: str) -> list[Any]:
     """Return the values that the analysis tries for a variable that turns thinking on or off.
 
     The first values are the constants with which the template compares the variable. The usual
-    values follow: True and False, or words such as "high" and "low". Example: the template contains
-    `{% if thinking_mode == "fast" %}`. For the variable `thinking_mode`, the result is
-    ["fast", "high", "low", "none", "enabled", "disabled"].
+    values follow: True and False, or words such as "high" and "low". The result contains at most
+    _MAX_VALUES values. Example: the template contains `{% if thinking_mode == "fast" %}`. For the
+    variable `thinking_mode`, the result is ["fast", "high", "low", "none", "enabled", "disabled"].
     """
     constants = template.compared.get(name, ())
     compared_values = [value for value in constants if isinstance(value, str | int)]
     takes_words = "effort" in name or "mode" in name  # such as `reasoning_effort`
     usual_values: tuple[Any, ...] = _EFFORTS if takes_words else (True, False)
-    # If two values have the same text (`repr`), only one of the two values is kept. If the values
-    # themselves were compared, True would be removed as a duplicate of 1, because Python treats 1
-    # and True as equal.
-    value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
-    return list(value_by_text.values())[:_MAX_VALUES]
+    return _without_duplicates([*compared_values, *usual_values])[:_MAX_VALUES]
+
+
+def _without_duplicates(values: list[Any]) -> list[Any]:
+    """Return the values without duplicates.
+
+    Values with different texts (`repr`) are different. Python treats 1 and True as equal, but the
+    analysis must try both:
+
+    >>> _without_duplicates([1, True, False, True])
+    [1, True, False]
+    """
+    value_by_text = {repr(value): value for value in values}
+    return list(value_by_text.values())

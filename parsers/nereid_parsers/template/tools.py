@@ -118,6 +118,9 @@ def find_tools(
     Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
     `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
 
+    `reasoning` contains the markers of reasoning, and `wrapper` contains the markers around the
+    content. Each of them is None if there are no such markers.
+
     Mutates: `turn.prober`, which records comparisons for the report, with the labels T1 to T8. If
         the format cannot be inferred, a sentence with the reason is appended to its list
         `undecided`.
@@ -133,9 +136,7 @@ def find_tools(
     two_calls = render_two_calls(renderer)
     record_two_calls(prober, two_calls)  # T2
     texts = _call_texts(renderer, one_call, two_calls)
-    # This call records the comparisons T3 to T7b, which only the report needs. They show, for
-    # example, how the template renders a call of another function, or a call with two arguments.
-    record_changed_calls(prober)
+    record_changed_calls(prober)  # T3 to T7b, which only the report needs
     before_call = _find_markup_before_call(renderer)
     if before_call is not None:
         _record_content_before_call(prober, before_call)  # T8
@@ -147,8 +148,8 @@ def find_tools(
     # The two tool calls must differ only in their names and arguments, so their numbers are masked.
     # The prober has already masked numbers directly after the name, as in `f:0`.
     # `mask_call_numbers` also masks numbers at other places, as in `0 f` or `f index=0`.
-    texts = mask_call_numbers(texts)
-    call_format = _infer_call_format(texts, prober.undecided)
+    masked_texts = mask_call_numbers(texts)
+    call_format = _infer_call_format(masked_texts, prober.undecided)
     if call_format is None:
         return findings
     if _is_name_repeated_after_call(call_format):
@@ -157,16 +158,7 @@ def find_tools(
             f"of the function. A call is written as {restore_numbers_and_ids(one_call)!r}."
         )
         return findings
-    findings = _add_form(findings, call_format)
-    try:
-        section = _tool_section(call_format)
-    except FormatError as error:
-        prober.undecided.append(f"The tool section is invalid: {error}")
-        return findings
-    section = add_call_without_arguments(section, call_format, texts.no_arguments)
-    # Related models may write tool calls with other markers. `add_family_variants` adds
-    # descriptions of these tool calls.
-    return replace(findings, part=add_family_variants(section))
+    return _add_format(findings, call_format, masked_texts, prober.undecided)
 
 
 def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
@@ -185,6 +177,28 @@ def _is_name_repeated_after_call(call_format: CallFormat) -> bool:
         *(call.close for call in call_format.calls),
     )
     return any(name in text for text in texts_after_calls for name in (FIRST_TOOL, SECOND_TOOL))
+
+
+def _add_format(
+    findings: ToolFindings, call_format: CallFormat, texts: CallTexts, undecided: list[str]
+) -> ToolFindings:
+    """Return a copy of `findings` with the inferred format of tool calls.
+
+    `call_format` was inferred from the rendered tool calls in `texts`. If it gives no valid tool
+    section, the copy contains only the name of the form and the end markers.
+
+    Mutates: `undecided`. If the tool section is invalid, a sentence with the reason is appended.
+    """
+    with_form = _add_form(findings, call_format)
+    try:
+        section = _tool_section(call_format)
+    except FormatError as error:
+        undecided.append(f"The tool section is invalid: {error}")
+        return with_form
+    section_with_all_calls = add_call_without_arguments(section, call_format, texts.no_arguments)
+    # Related models may write tool calls with other markers. `add_family_variants` adds
+    # descriptions of these tool calls.
+    return replace(with_form, part=add_family_variants(section_with_all_calls))
 
 
 def _add_form(findings: ToolFindings, call_format: CallFormat) -> ToolFindings:
@@ -248,6 +262,7 @@ def record_one_call(prober: Prober, one_call: str) -> None:
     Mutates: `prober.comparisons`.
     """
     if one_call:
+        # The report shows the number and the id of a tool call instead of placeholders.
         finding = f"The call is written as {restore_numbers_and_ids(one_call)!r}."
     else:
         finding = "The template does not render the call."
@@ -404,7 +419,7 @@ def _infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | N
     return None
 
 
-def _tool_section(calls: CallFormat) -> ToolSection:
+def _tool_section(call_format: CallFormat) -> ToolSection:
     """Build the declaration of all tool calls of a message, for example `<calls>..</calls>`.
 
     Example: in "<calls><call>f</call>, <call>g</call></calls><|end|>", `<calls>` opens the tool
@@ -414,9 +429,11 @@ def _tool_section(calls: CallFormat) -> ToolSection:
     Raises:
         FormatError: `ToolSection` rejects the declaration, because the parser could not read it.
     """
-    opening, separator = calls.markup.open, calls.markup.separator
-    if not opening.strip():
-        return ToolSection(calls.calls, separator=separator)
+    calls = call_format.calls
+    markup = call_format.markup
+    if not markup.open.strip():  # If no marker opens the tool section, no marker closes it.
+        return ToolSection(calls, separator=markup.separator)
+    section_close, _ = split_text_after_calls(markup)
     # White space after the closing marker belongs to the text that ends the message.
-    section_close, _ = split_text_after_calls(calls.markup)
-    return ToolSection(calls.calls, open=opening, close=section_close.rstrip(), separator=separator)
+    close = section_close.rstrip()
+    return ToolSection(calls, open=markup.open, close=close, separator=markup.separator)

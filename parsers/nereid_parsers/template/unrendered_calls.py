@@ -77,6 +77,7 @@ def _describe_guess(section: ToolSection | None) -> str:
         return (
             "The template offers tools but renders no complete call. Calls are returned as content."
         )
+    # If no marker opens the tool section, the marker of its first tool call is shown.
     opening = section.open or section.calls[0].open
     return (
         "The template offers tools but renders no calls. The format of the calls was "

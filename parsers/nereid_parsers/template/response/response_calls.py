@@ -80,21 +80,24 @@ def tool_section(field: Mapping[str, Any]) -> ToolSection:
     """
     # A `Call` can declare only one closing marker. If the field contains several spellings of this
     # marker, only the first is declared.
-    closes = marker_spellings(field, "close")
-    close = closes[0] if closes else ""
-    return ToolSection(tuple(_declare_call(field, start, close) for start in _call_starts(field)))
+    close = next(iter(marker_spellings(field, "close")), "")
+    calls = [_declare_call(field, start, close) for start in _call_starts(field)]
+    return ToolSection(tuple(calls))
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
     r"""Return the possible starts of a tool call, such as `<call>` or `<call><f={name}>`.
 
     `field` is the declaration of the field `tool_calls`. The member `open` contains the marker that
-    opens a tool call, or a list of such markers. Instead of `open`, a declaration may contain the
-    member `open_pattern`: a regular expression that matches the marker and a header with the
-    function's name. Each alternative of the expression gives one start.
+    opens a tool call, or a list of such markers:
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
+
+    Instead of `open`, a declaration may contain the member `open_pattern`: a regular expression
+    that matches the marker and a header with the function's name. Each alternative of the
+    expression gives one start. In a header, a line break means optional white space:
+
     >>> _call_starts({"open_pattern": r"<call>\s*<f=(?P<name>\w+)>"})
     [_CallStart(marker='<call>', head='\n<f={name}>')]
 
@@ -306,13 +309,13 @@ def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:
         FormatError: The option contains no pair, or the two texts of the first pair differ.
     """
     match string_delims:
-        case [[str(opening), str(closing), *_], *_] if opening == closing:
-            return BareKeyArguments(opening)
         case [[str(opening), str(closing), *_], *_]:
-            raise FormatError(
-                "the opening and the closing text of `string_delims` must be equal, but they are "
-                f"{opening!r} and {closing!r}"
-            )
+            if opening != closing:
+                raise FormatError(
+                    "the opening and the closing text of `string_delims` must be equal, but they "
+                    f"are {opening!r} and {closing!r}"
+                )
+            return BareKeyArguments(opening)
         case _:
             raise FormatError(
                 f"`string_delims` must be a list of pairs, but it is {string_delims!r}"

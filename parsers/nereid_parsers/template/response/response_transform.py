@@ -76,7 +76,7 @@ def _keys_in_function(placeholder: str) -> Keys:
     Raises:
         FormatError: `placeholder` is not a placeholder.
     """
-    path = _path(placeholder)
+    path = _placeholder_path(placeholder)
     prefix = "" if path is None else f"{path}."
     return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
 
@@ -98,25 +98,25 @@ def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -
         FormatError: A placeholder is missing or malformed, or the placeholder of the name or of the
             arguments refers to the whole object.
     """
-    name_path = _path(function.get("name"))
-    arguments_path = _path(function.get("arguments"))
+    name_path = _placeholder_path(function.get("name"))
+    arguments_path = _placeholder_path(function.get("arguments"))
     if name_path is None or arguments_path is None:
         raise FormatError(
             f"the transform {function!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    id_path = _path(id_placeholder) if id_placeholder else None
+    id_path = _placeholder_path(id_placeholder) if id_placeholder else None
     return Keys(name=name_path, arguments=arguments_path, id=id_path)
 
 
-def _path(placeholder: object) -> str | None:
+def _placeholder_path(placeholder: object) -> str | None:
     """Extract the path from a placeholder: `tool.name` from `{content.tool.name}`.
 
     A path consists of the keys that lead to a value in nested JSON objects, joined by dots.
     transformers replaces the placeholder with this value. The placeholder `{content}` refers to the
     whole JSON object, so it has no path, and the result is None.
 
-    >>> _path("{content.tool.name}"), _path("{content}")
+    >>> _placeholder_path("{content.tool.name}"), _placeholder_path("{content}")
     ('tool.name', None)
 
     Raises:

@@ -175,12 +175,11 @@ def _compile(env: LimitedEnvironment, source: str) -> _CompiledCode:
         LimitError: The source is nested too deeply, or takes too long to compile.
     """
     transformer = CountingTransformer(env.budget)
-    try:
+    with _errors_of_compilation():
         # The next three calls check the time limit in `env.budget`. If the limit is exceeded, they
         # raise LimitError.
         tree = env.parse(source)
         transformer.visit(tree)
-        env.literal_size = transformer.literal_size
         # jinja2 has no public methods that convert a syntax tree to Python code and compile this
         # code, so private methods are called.
         python_code = env._generate(tree, name=None, filename=None)
@@ -190,8 +189,22 @@ def _compile(env: LimitedEnvironment, source: str) -> _CompiledCode:
                 f"limit is {MAX_CODE}"
             )
         code = env._compile(python_code, "<template>")
+    env.literal_size = transformer.literal_size
+    return _CompiledCode(code, transformer)
+
+
+@contextmanager
+def _errors_of_compilation() -> Iterator[None]:
+    """Convert the exceptions of a compilation into TemplateError or LimitError.
+
+    Example: if line 2 of a template contains a syntax error, the exception of jinja2 becomes a
+    TemplateError whose text ends with "(line 2)".
+    """
+    try:
+        yield
     except LimitError:  # A LimitError is a ValueError, which the last handler would catch.
         raise
+    # Deep recursion may also use up the memory, or the numbers that the compiler can represent.
     except (RecursionError, MemoryError, OverflowError) as error:
         raise LimitError("the template is nested too deeply to compile") from error
     except jinja2.TemplateSyntaxError as error:
@@ -200,4 +213,3 @@ def _compile(env: LimitedEnvironment, source: str) -> _CompiledCode:
         ) from error
     except (SyntaxError, ValueError) as error:
         raise TemplateError(f"the template does not compile: {error}") from error
-    return _CompiledCode(code, transformer)

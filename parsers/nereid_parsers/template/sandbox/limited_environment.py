@@ -83,6 +83,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._now = now
         # The constructor of the base class has set `self.filters` to the filters of jinja2.
         self.filters = {**self._allowed_filters(self.filters), **self._inserted_filters()}
+        self._replace_functions()
+
+    def _replace_functions(self) -> None:
+        """Replace the functions of jinja2 that a template may call by those of transformers."""
         self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
             namespace=SafeNamespace,  # rejects names that start with an underscore
@@ -130,9 +134,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             "_count_items": self._count_items,
             "_count_step": self._count_step,  # at the start of a recursive loop's body
             "_concatenate": self._concatenate,
-            # `render` may replace `self.budget` later. The bound method `self.budget.check` would
-            # still use the old budget, so a lambda is needed.
-            "_check_size": lambda value: self.budget.check(value),
+            "_check_size": self._check_size,
         }
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ANN401
@@ -235,10 +237,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Return the items of an iterator as a list, and any other value unchanged.
 
         An iterator, such as the result of the filter `map`, has no length that a check could read.
+        """
+        return self._read_items(value) if isinstance(value, Iterator) else value
+
+    def _read_items(self, iterator: Iterator[Any]) -> list[Any]:
+        """Return the items of an iterator as a list.
+
         The size of each item is checked and added to the total size, because the items may be one
         long string many times.
         """
-        return [self.budget.check(item) for item in value] if isinstance(value, Iterator) else value
+        return [self.budget.check(item) for item in iterator]
 
     def _convert_for_json(self, value: Any) -> list[Any]:  # noqa: ANN401
         """Convert an iterator to a list, so that the filter `tojson` can write its items.
@@ -252,8 +260,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if not isinstance(value, Iterator):
             type_name = type(value).__name__  # "Undefined", for example
             raise TypeError(f"the filter tojson cannot write a value of the type {type_name}")
-        items: list[Any] = self._iterator_to_list(value)
-        return items
+        return self._read_items(value)
 
     def _strftime_now(self, text: str) -> str:
         """Return the current time as text. `text` is a time format such as "%Y-%m-%d"."""
@@ -288,6 +295,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         self.budget.step(self.literal_size)
 
+    def _check_size(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a new list, tuple or dict of the template. Raise LimitError if it is too large."""
+        # `self.budget` may be replaced after the filters have been created. Therefore, the filter
+        # is this method, and not the method `check` of one budget.
+        return self.budget.check(value)
+
     def _concatenate(self, parts: list[Any]) -> Any:  # noqa: ANN401
         """Return the result of the Jinja operator `~`, which joins values as text.
 
@@ -301,8 +314,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _finalize(self, context: Context, value: Any) -> Any:  # noqa: ANN401, ARG002
         """Return the value that jinja2 writes for the output block `{{ value }}`.
 
-        A value of a printable type, such as a list, is returned unchanged. For any other value, the
-        result is its type, such as "<function>", because its text may contain a memory address.
+        A value of a printable type, such as a list, is returned unchanged, and its size is added to
+        the budget. For any other value, the result is its type, such as "<function>", because its
+        text may contain a memory address.
 
         Raises:
             LimitError: The value is too large.

@@ -145,8 +145,8 @@ class Budget:
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
         """Check the size of a value that the template has made, and return the value unchanged.
 
-        The size is also added to the total size of all values. A number has no size, but its number
-        of bits is limited.
+        The size is also added to the total size of all values. The size of a string is its length.
+        A number has no size, but its number of bits is limited.
 
         Raises:
             LimitError: The value is larger than the limit for one value, or the total size of all

@@ -43,18 +43,36 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
     of rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`. Other operators, such
     as `+`, are not checked here, because their results are hardly larger than both operands.
     """
-    if operator == "*":  # The string may be on either side: `'x' * 3` or `3 * 'x'`.
-        _check_repetition(budget, left, right)
-        _check_repetition(budget, right, left)
-    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        max_bits = left.bit_length() * abs(right)
+    match operator:
+        case "*":  # The string may be on either side: `'x' * 3` or `3 * 'x'`.
+            _check_repetition(budget, sequence=left, times=right)
+            _check_repetition(budget, sequence=right, times=left)
+        case "**":
+            _check_power(budget, base=left, exponent=right)
+        case "%":  # The left side may be a format string, as in `'%5d' % 1`.
+            _check_percent(budget, left, right)
+
+
+def _check_power(budget: Budget, base: object, exponent: object) -> None:
+    """Raise LimitError if computing the integer `base ** exponent` would take too long.
+
+    Example: `2 ** 10**9` has 10**9 bits. Powers of other numbers are accepted.
+    """
+    if isinstance(base, int) and isinstance(exponent, int):
+        max_bits = base.bit_length() * abs(exponent)
         budget.check_size(max_bits * _CHARACTERS_PER_BIT_OF_POWER)
-    elif operator == "%":  # The left side may be a format string, as in `'%5d' % 1`.
-        check_format(budget, left, values=[right])
-        if isinstance(right, tuple):
-            # A number in the tuple `right` may be the width of a field, such as 9 in
-            # `'%*d' % (9, 1)`. A large width gives a long text, so large numbers are rejected.
-            check_numbers(right)
+
+
+def _check_percent(budget: Budget, left: object, right: object) -> None:
+    """Raise LimitError if `left` is a format string and the text `left % right` could be very long.
+
+    Example: `'%s: %5d' % ("a", 1)`.
+    """
+    check_format(budget, left, values=[right])
+    if isinstance(right, tuple):
+        # A number in the tuple `right` may be the width of a field, such as 9 in `'%*d' % (9, 1)`.
+        # A large width gives a long text, so large numbers are rejected.
+        check_numbers(right)
 
 
 def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
@@ -230,22 +248,30 @@ def check_format(budget: Budget, text: object, values: Iterable[object]) -> None
 
     Example: `"{:>9}{name}".format(1, name="Ann")` has the format string "{:>9}{name}" and the
     values 1 and "Ann". The length of the formatted text is at most the sum of three sizes: the
-    format string, the widths of its fields, and the values. If the format string contains fields
-    with the same name, such as "{name}{name}", the size of the values is multiplied by the number
-    of these fields. The check covers format strings with `%` and format strings with `{`.
+    format string, the widths of its fields, and the values. If several fields write the same value,
+    as in "{name}{name}", the size of the values is multiplied by the number of these fields.
 
-    A `text` that is not a string, or contains neither `%` nor `{`, is no format string and is
-    accepted.
+    `text` is a format string if it contains `%` or `{`. Any other value is accepted.
     """
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return
     _check_widths(text)
-    # Fields with the same name or index write the same value, as in `{name}{name}`, `{0}{0}` or
-    # `%(name)s%(name)s`. Fields without a name, as in `{}{}` or `%s%s`, write different values.
-    num_fields_by_name = Counter(_NAMED_FIELD.findall(text))
-    max_repetitions = max(num_fields_by_name.values(), default=1)
     size_of_values = sum(size_of(value, budget.limits.value_size) for value in values)
-    budget.check_size(len(text) + _total_width(text) + max_repetitions * size_of_values)
+    size_of_fields = _max_repetitions(text) * size_of_values
+    budget.check_size(len(text) + _total_width(text) + size_of_fields)
+
+
+def _max_repetitions(format_string: str) -> int:
+    """Return how often the fields of a format string write the same value at most.
+
+    Fields with the same name or index write the same value. Fields without a name write different
+    values.
+
+    >>> _max_repetitions("{name}{name}"), _max_repetitions("%s%s")
+    (2, 1)
+    """
+    num_fields_by_name = Counter(_NAMED_FIELD.findall(format_string))
+    return max(num_fields_by_name.values(), default=1)
 
 
 def _check_widths(format_string: str) -> None:

@@ -184,8 +184,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 def _find_number_gaps(two_calls: str) -> _NumberGaps:
     """Find the distances between a function's name and the number of its tool call.
 
-    Only the numbers of the two tool calls in `two_calls` differ by one, so the texts before the two
-    names are compared, and then the texts after the two names.
+    The number of the second tool call is the number of the first tool call plus one. To find the
+    numbers, the texts before the two names are compared, and then the texts after the two names.
 
     >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
     _NumberGaps(before_name=1, after_name=None)

@@ -173,15 +173,16 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
     Mutates: `prober`. It stores the form in which the template expects messages (`prober.form`),
     the comparisons and the open questions.
     """
+    # The form of messages with tool calls extends the form of messages with content.
     prober.choose_content_form()
-    call_form = prober.find_call_form(prober.form)  # None if the template renders no tool calls.
-    if call_form is not None:
-        prober.form = call_form
+    call_form = prober.find_call_form(content_form=prober.form)
+    renders_calls = call_form is not None
+    prober.form = call_form or prober.form
     turn = find_model_turn(prober)  # The text around the model's answers.
     if declared_format is None:
         checked = _infer_format(turn)
     else:
-        checked = _check_declared_format(turn, declared_format, has_calls=call_form is not None)
+        checked = _check_declared_format(turn, declared_format, renders_calls=renders_calls)
     return TemplateAnalysis(
         checked.format,
         comparisons=tuple(prober.comparisons),
@@ -220,20 +221,20 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
 
 
 def _check_declared_format(
-    turn: ModelTurn, declared_format: QuarantineEntry, *, has_calls: bool
+    turn: ModelTurn, declared_format: QuarantineEntry, *, renders_calls: bool
 ) -> CheckedFormat:
     """Parse rendered messages with a format that quarantine.py declares. Return the results.
 
     The declaration lacks the markers that end a message, such as `<|im_end|>`. These markers are
-    inferred and added to the format. `has_calls` states whether the template renders tool calls.
+    inferred and added to the format. `renders_calls` states whether the template renders tool
+    calls.
 
-    Mutates: `turn.prober`, which stores the comparisons for the report, and the message fields from
-    which the template reads reasoning.
+    Mutates: `turn.prober`, which stores the comparisons for the report, and the form of messages
+    from which the template reads reasoning.
     """
-    # Each of the three steps adds comparisons to the report, in this order.
     reasoning = find_rendered_reasoning(turn)
     turn.prober.form = reasoning.form
-    tools = _compare_declared_calls(turn, has_calls=has_calls)
+    tools = _compare_declared_calls(turn, renders_calls=renders_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
     # The declaration already contains the markers around the content, so the findings omit them.
     findings = Findings(reasoning, tools)
@@ -246,23 +247,24 @@ def _check_declared_format(
     return checked._replace(problems=(reason,))
 
 
-def _compare_declared_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
+def _compare_declared_calls(turn: ModelTurn, *, renders_calls: bool) -> ToolFindings:
     """Compare renderings of tool calls for the report, if quarantine.py declares their format.
 
     One comparison adds a tool call to a message (T1), and the other adds a second tool call (T2).
     The result states whether one message can have several tool calls. Its attribute `part` is None,
-    because the declared format already contains the form of the tool calls. `has_calls` states
+    because the declared format already contains the form of the tool calls. `renders_calls` states
     whether the template renders tool calls.
 
     Mutates: `turn.prober`, which records both comparisons.
     """
     renderer = CallRenderer(turn)
-    record_one_call(turn.prober, one_call=render_one_call(renderer))
-    two_calls = render_two_calls(renderer)
+    one_call = render_one_call(renderer)
+    record_one_call(turn.prober, one_call)
+    two_calls = render_two_calls(renderer)  # "" if a message can have only one tool call.
     record_two_calls(turn.prober, two_calls)
     return ToolFindings(
-        form=_DECLARED_FORM if has_calls else NO_CALLS,
-        is_parallel=bool(two_calls),  # "" if a message can have only one tool call.
+        form=_DECLARED_FORM if renders_calls else NO_CALLS,
+        is_parallel=bool(two_calls),
     )
 
 

@@ -97,10 +97,10 @@ def parse_renderings(
 def _parse_sample(
     sample: _Sample, fmt: Format, turn: ModelTurn, reasoning: Reasoning | None
 ) -> Proof | None:
-    """Render the answer of a conversation, parse the rendered answer, and compare the two.
+    """Render the answer of a conversation, and parse the rendered text with the format `fmt`.
 
-    Return None if the template does not render the answer, or leaves out a part of the answer. Then
-    the answer cannot show whether `fmt` is right.
+    The result lists the parts of the parsed answer that differ from the original answer. It is None
+    if the template does not render the answer, or leaves out a part of the answer.
     """
     conversation = sample.conversation
     answer = conversation.answer or AssistantMessage()

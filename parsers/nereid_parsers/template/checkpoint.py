@@ -139,7 +139,7 @@ def _combine_with_files(choice: _UserChoice, from_files: ChosenFormat) -> Chosen
 
 
 def _join_formats(layout: Sections, users_format: Format, files_format: Format) -> Format:
-    """Build a `Format` with the given layout. Take the markers around messages from both formats.
+    """Build a `Format` with the given layout. The two formats provide the markers around messages.
 
     `users_format` is the format that the user chose. `files_format` is the format from the files of
     the checkpoint.

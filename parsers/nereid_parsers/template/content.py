@@ -87,15 +87,14 @@ def _markers_in_answer(
 
     The two markers around the content are called the wrapper. Example: in the rendered answer
     "<answer>CONTENT</answer><|im_end|>", the wrapper is `<answer>`, `</answer>`, and `<|im_end|>`
-    ends the answer. If no marker precedes the content, the result contains the wrapper that was
-    found after reasoning (`reasoning.wrapper`).
+    ends the answer. If this answer has no wrapper, the result contains the wrapper that the
+    template writes only after reasoning (`reasoning.wrapper`).
     """
     _, _, after_content = answer.partition(CONTENT_TEXT)
     wrapper = _wrapper_in_answer(answer, reasoning.part, turn.after_user_message)
-    if wrapper is None:
-        return ContentFindings(reasoning.wrapper, tuple(_end_markers(after_content, turn)))
-    after_wrapper = after_content.removeprefix(wrapper.close)
-    return ContentFindings(wrapper, tuple(_end_markers(after_wrapper, turn)))
+    closing = "" if wrapper is None else wrapper.close
+    end_markers = _end_markers(after_content.removeprefix(closing), turn)
+    return ContentFindings(wrapper or reasoning.wrapper, tuple(end_markers))
 
 
 def _wrapper_in_answer(

@@ -94,8 +94,11 @@ class ModelTurn:
 
         The header is the text that opens an assistant message. Example: the rendering
         "... <|im_start|>assistant\nHello<|im_end|>\n" has the header "<|im_start|>assistant\n". The
-        result is "Hello<|im_end|>\n". The result is None if the template fails to render the
-        conversation. `form` is the form of the messages; None means the form of the prober.
+        result is "Hello<|im_end|>\n". If the template writes no header, the result starts after the
+        markup that ends the user's message or the tool's result. The result is None if the template
+        fails to render the conversation.
+
+        `form` is the form of the messages; None means the form of the prober.
         """
         rendering = self.prober.render(conversation, form)
         if rendering is None:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+from nereid_parsers import FormatError
 from nereid_parsers.template import read_checkpoint
 
 
@@ -26,3 +28,10 @@ def test_additional_templates_are_found(checkpoint):
         {}, chat_template_DOT_jinja="a", additional_chat_templates__tool_use_DOT_jinja="b"
     )
     assert read_checkpoint(folder).template == "b"
+
+
+def test_a_template_file_that_cannot_be_read_is_an_error(checkpoint):
+    folder = checkpoint({}, additional_chat_templates__default_DOT_jinja="a")
+    (folder / "additional_chat_templates" / "tool_use.jinja").symlink_to(folder / "absent")
+    with pytest.raises(FormatError, match=r"tool_use\.jinja cannot be read"):
+        read_checkpoint(folder)

@@ -115,7 +115,9 @@ class HeaderReader:
             REASONING              REASONING
             CONTENT                CONTENT, or PLAIN_MESSAGE if the message contains no tool calls
         """
-        self._text_writer.drop_pending()  # The pending text is the start marker of the message.
+        # The pending text is the start marker of the message. The marker is markup, not content,
+        # because a header follows.
+        self._text_writer.drop_pending()
         calls_are_content = self._calls_must_come_first and self._text_writer.has_content
         if route.stage is Stage.CALLS and calls_are_content:
             return State.CONTENT_ONLY

@@ -81,8 +81,8 @@ class OpenCall:
     def read(self) -> Outcome | None:
         """Read the next part of the body. Return the outcome, or None if the body has not ended.
 
-        The body reader parses the part and changes the arguments into events. The TextWriter then
-        receives the text of the part, for the trace.
+        The body reader parses the part, and passes the arguments to the CallWriter, which appends
+        events. The TextWriter then receives the text of the part, for the trace.
         """
         buffer = self._buffer
         self._body_reader.is_final = buffer.is_final
@@ -115,13 +115,13 @@ class OpenCall:
     def _call_end_in_part(self, was_call_open: bool) -> int | None:
         """Return the position at which a tool call has ended in the part that was just read.
 
-        No tool call is open after the part. `was_call_open` is true if a tool call was open before
-        the part. Return None if no tool call has ended in the part. Examples:
+        `was_call_open` is true if a tool call was open before the part. No tool call is open after
+        the part, so an open tool call has ended in the part. Examples:
 
             part            result
             ` 1}}, {"na`    the position after `}}`, where the first member of a list has ended
             ` 1}}`          the end of the part
-            `{"na`          None
+            `{"na`          None, because no tool call has started
         """
         last_call_end = self._body_reader.last_call_end
         if last_call_end is not None:  # The body is a list of tool calls.
@@ -176,10 +176,10 @@ class OpenCall:
 
         The first case that applies decides:
 
-            case                                    end of the tool call
-            the reader converts arguments to JSON   here, and the reader completes the JSON text
-            complete arguments, no closing marker   here, because the rest may be content
-            stored arguments that contain `</call>` at this marker (a quote is missing before it)
+            case                                      end of the tool call
+            the reader converts arguments to JSON     here, and the reader completes the JSON text
+            complete arguments, no closing marker     here, because the rest may be content
+            stored arguments that contain `</call>`   at this marker, because a quote is missing
 
         Return whether the tool call has ended. If not, the rest of the arguments must be read.
         """
@@ -202,12 +202,8 @@ class OpenCall:
         Return whether the tool call has ended. The tool call stays open if no arguments with a
         marker are stored.
         """
-        if not self.variant.closing_markers:
+        if not self._may_cut_arguments():
             return False
-        if self._body_reader.has_all_arguments:
-            return False  # In complete arguments, a marker is a part of a value.
-        if not self._body_reader.writes_model_text:
-            return False  # The stored arguments are not the model's text, which must be read again.
         first_tag = self.variant.closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_to_reread = self._call_writer.cut_arguments_at(first_tag)
         if text_to_reread is None:
@@ -216,6 +212,17 @@ class OpenCall:
         self._buffer.push_back(text_to_reread)
         self._call_writer.end(BROKEN_ARGUMENTS)
         return True
+
+    def _may_cut_arguments(self) -> bool:
+        """Return whether the arguments may be cut at a closing marker, such as `</call>`.
+
+        In complete arguments, a marker is a part of a value. If the reader has converted the
+        arguments to JSON, the text after the marker is not the model's text, so the parser cannot
+        read this text again.
+        """
+        has_marker = bool(self.variant.closing_markers)
+        is_incomplete = not self._body_reader.has_all_arguments
+        return has_marker and is_incomplete and self._body_reader.writes_model_text
 
     def read_invalid_rest(self) -> Outcome | None:
         """Read the rest of a tool call that is not valid, up to the next marker.
@@ -257,15 +264,16 @@ class OpenCall:
         Return whether the text is a tool call. If not, the caller decides whether to remove the
         text or to write it as content.
         """
-        # `finish` ends an open tool call, and sets `status` to DONE. The status is also DONE if
-        # the body is a list of tool calls that lacks only its closing bracket.
+        # The body reader ends an open tool call, and sets `status` to DONE. The status is also DONE
+        # if the body is a list of tool calls that lacks only its closing bracket.
         self._body_reader.finish()
         has_calls = self._call_writer.num_started > 0
         is_call = has_calls and self._body_reader.status is DONE
-        if is_call:
-            self._text_writer.end_traced_call()
-            self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
-        return is_call
+        if not is_call:
+            return False
+        self._text_writer.end_traced_call()
+        self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
+        return True
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
         """Return whether the message ends before the tool call has started, as in `<call>{"na`.

@@ -227,16 +227,16 @@ class ReasoningReader:
     def _read_possible_call(self, marker: str) -> State | None:
         """Decide whether `marker`, such as `<call>`, starts a tool call inside the reasoning.
 
-        The marker is kept as reasoning if no tool call follows, or if the policy requires that tool
-        calls come first. Examples, where the next state after kept reasoning is REASONING, or
-        INLINE_REASONING if the client receives reasoning as content:
-
             text                           next state
-            `<think>Use <call> here`       REASONING: no tool call follows the marker
+            `<think>Use <call> here`       REASONING: no tool call follows, so `<call>` is kept as
+                                           reasoning
             `<think>Hm<call>{"na`          None: more text is required
             `<think>Hm<call>{"name": ..`   INTERRUPTED_REASONING: the tool call is reasoning if
                                            `</think>` follows later
             `<think><call>{"name": ..`     CONTENT: the tool call ends the empty reasoning
+
+        If the policy requires that tool calls come first, the marker is always reasoning. If the
+        client receives reasoning as content, INLINE_REASONING replaces REASONING.
 
         Return the next state, or None if more text is required.
         """
@@ -379,9 +379,9 @@ class ReasoningReader:
         If the policy requires that tool calls come first, the last two markers are content. All
         other markers, as in `Hi</think>`, are always content.
         """
-        has_output = self._has_output()
         if self._is_at_message_start():
             return True
+        has_output = self._has_output()
         if has_output and self._reasoning_end is _ReasoningEnd.INTERRUPTED:
             return True
         if self._calls_must_come_first:

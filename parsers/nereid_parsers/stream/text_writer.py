@@ -115,8 +115,8 @@ class TextWriter:
         self._num_prompt_chars = 0
         # The type of the last event for visible text, or None if a marker follows this text.
         self._last_text_type: type[ReasoningDelta] | type[ContentDelta] | None = None
-        self.has_content = False
-        self.is_after_marker = False
+        self.has_content = False  # Whether visible content has been written.
+        self.is_after_marker = False  # Whether a marker directly precedes the next visible text.
 
     @property
     def has_text_since_marker(self) -> bool:

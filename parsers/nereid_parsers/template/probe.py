@@ -100,7 +100,7 @@ class Prober:
         Mutates: `_blank_variables`, to which such a variable is added. If the template fails for
             another reason, the error message is stored in `refusals`.
         """
-        # The loop ends, because each pass sets another variable of the template to "".
+        # The loop ends, because each pass sets one more of the template's variables to "".
         while True:
             try:
                 text = self.template.render(self._variables(conversation, form))
@@ -149,9 +149,8 @@ class Prober:
 
         Example: the result is "UndefinedError: 'today' is undefined".
         """
-        self.render(
-            conversation
-        )  # If the template fails, this call adds the message to `refusals`.
+        # If the template fails, `render` adds the error message to `refusals`.
+        self.render(conversation)
         return self.refusals.get(conversation)
 
     def record(

@@ -150,7 +150,8 @@ def closing_marker(after_reasoning: str, opening: str) -> str:
     >>> closing_marker("I am done.\n<b>", opening="I think:\n")
     'I am done.\n'
     """
-    compound = compound_closing(after_reasoning, opening.strip())  # "" unless it continues.
+    # `compound` is "" if `opening` ends after its first marker, or contains no marker.
+    compound = compound_closing(after_reasoning, opening.strip())
     return compound or _leading_markup(after_reasoning)
 
 
@@ -171,8 +172,8 @@ def _leading_markup(text: str) -> str:
     marker_at_start = _LEADING_MARKER.match(text)
     if marker_at_start is not None:
         return marker_at_start.group()
-    first_marker = MARKER.search(text)
-    return text if first_marker is None else text[: first_marker.start()]
+    next_marker = MARKER.search(text)
+    return text if next_marker is None else text[: next_marker.start()]
 
 
 def declare_reasoning(pair: MarkerPair, header: str, after_reasoning: str) -> ReasoningMarkup:

@@ -140,7 +140,9 @@ class RequestTemplate:
 
 
 def _mark_content(content: object) -> _MarkedContent:
-    """Append `_END_OF_MESSAGE` to a content, which is a text or a list of parts.
+    """Copy the content of a message, and append `_END_OF_MESSAGE` to its last text.
+
+    The content is a text, or a list of parts, some of which contain text.
 
     >>> _mark_content("Well,")
     _MarkedContent(content='Well,CONTINUE_FINAL_MESSAGE_TAG ', final_text='Well,')

@@ -42,6 +42,8 @@ def thinking_switches(
         fixed_variables: The names of variables that always have the same value. They are no
             switches.
     """
+    # The limit also counts fixed variables. Thus, fixing one variable does not change which other
+    # switches are tried.
     first_names = _thinking_variables(template)[:_MAX_NAMES]
     names = [name for name in first_names if name not in fixed_variables]
     # If there are too many settings, the last ones are omitted. Therefore, the settings that

@@ -178,15 +178,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         __self._count_call(__obj)
         owner = _owner_of_method(__obj)  # Such as the string in `text.replace(..)`, or None.
-        if not isinstance(owner, _TYPES_WITH_CHECKED_METHODS):
-            result = super().call(__context, __obj, *args, **kwargs)
-        else:
+        if isinstance(owner, _TYPES_WITH_CHECKED_METHODS):
             # The check of `", ".join(items)` reads the items. Reading consumes an iterator, so the
             # method is called with a list instead of the iterator. A keyword argument needs no
             # list, because `join` takes its argument only by position.
-            read_args = tuple(__self._iterator_to_list(argument) for argument in args)
-            check_method(__self.budget, owner, __obj.__name__, (*read_args, *kwargs.values()))
-            result = super().call(__context, __obj, *read_args, **kwargs)
+            args = tuple(__self._iterator_to_list(argument) for argument in args)
+            check_method(__self.budget, owner, __obj.__name__, (*args, *kwargs.values()))
+        result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             # A method such as `append` may enlarge the list or dict, so its size is checked again.
             # Methods cannot change a tuple, and a template cannot create a set.

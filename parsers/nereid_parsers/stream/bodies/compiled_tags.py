@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import first_literal
 from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_regex
@@ -79,14 +80,9 @@ class CompiledTag:
         self.closing_marker = declaration.closing_marker
         self.escapes = declaration.escapes
         self.may_be_escaped = _may_escape_closing_marker(declaration)
-        whitespace = _whitespace_before_marker(declaration.close)
-        end_markers = (self.closing_marker, *early_ends)
-        end = _value_end_regex(self.closing_marker, early_ends, whitespace)
-        incomplete_ends = _value_end_prefixes(end_markers, whitespace)
-        # A match starts with a marker, or with the white space before a marker.
-        first_char = _first_char_lookahead((*end_markers, whitespace))
-        self.find_end = _compile_union(first_char, [end]).search
-        self.find_possible_end = _compile_union(first_char, [end, *incomplete_ends]).search
+        regexes = _compile_value_end_regexes(declaration, early_ends)
+        self.find_end = regexes.complete.search
+        self.find_possible_end = regexes.possible.search
 
 
 def _may_escape_closing_marker(declaration: TaggedArguments) -> bool:
@@ -110,13 +106,37 @@ def _whitespace_before_marker(closing_text: str) -> str:
     return closing_text.partition(marker)[0] if marker else ""
 
 
-def _compile_union(first_char: str, regexes: Iterable[str]) -> re.Pattern[str]:
-    """Compile a regex that matches a text which matches one of `regexes`.
+class _ValueEndRegexes(NamedTuple):
+    """Two regexes that find the end of a value.
 
-    `first_char` is a look-ahead that accepts the first character of all these texts. The look-ahead
-    makes a search faster, because it rejects most positions with one test.
+    Attributes:
+        complete: Matches a complete marker, such as `</p>`, that can end the value.
+        possible: Also matches an incomplete marker, such as `</`, at the end of the text.
     """
-    return re.compile(f"{first_char}(?:{'|'.join(regexes)})")
+
+    complete: re.Pattern[str]
+    possible: re.Pattern[str]
+
+
+def _compile_value_end_regexes(
+    declaration: TaggedArguments, early_ends: tuple[str, ...]
+) -> _ValueEndRegexes:
+    """Compile the regexes that find the closing marker of a value, or one of `early_ends`.
+
+    `early_ends` are the markers that follow the value if its closing marker is missing.
+    """
+    closing_marker = declaration.closing_marker
+    whitespace = _whitespace_before_marker(declaration.close)
+    markers = (closing_marker, *early_ends)
+    complete = _value_end_regex(closing_marker, early_ends, whitespace)
+    possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
+    # A match starts with a marker, or with the white space before a marker. The look-ahead makes
+    # the search faster, because it rejects most positions with one test.
+    lookahead = _first_char_lookahead((*markers, whitespace))
+    return _ValueEndRegexes(
+        complete=re.compile(f"{lookahead}(?:{complete})"),
+        possible=re.compile(f"{lookahead}(?:{possible})"),
+    )
 
 
 def _value_end_regex(closing_marker: str, early_ends: tuple[str, ...], whitespace: str) -> str:
@@ -218,8 +238,8 @@ class CompiledTags:
         # tag start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
         early_ends = (*stop_markers, *(start for start in tag_starts if len(start) > 1))
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
-        self._close_or_tag_start_regex = _close_or_tag_start_regex(self.variants, tag_starts)
-        self._between_calls_regex = _between_calls_regex(markers_between_calls)
+        self._close_or_tag_start_regex = _compile_close_or_tag_start(self.variants, tag_starts)
+        self._between_calls_regex = _compile_between_calls(markers_between_calls)
 
     @lru_cache(maxsize=1024)  # noqa: B019  # A program has few formats, and keeps all of them.
     def for_key(self, key: str) -> CompiledTags:
@@ -353,7 +373,7 @@ def _tag_starts(declarations: Iterable[TaggedArguments]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(literal for literal in literals if literal))
 
 
-def _close_or_tag_start_regex(
+def _compile_close_or_tag_start(
     variants: Iterable[CompiledTag], tag_starts: Iterable[str]
 ) -> re.Pattern[str]:
     """Return a regex that matches the closing marker of any variant, or the start of a tag.
@@ -365,7 +385,7 @@ def _close_or_tag_start_regex(
     return re.compile(f"(?P<close>{closing_markers})|{_any_marker_regex(tag_starts)}")
 
 
-def _between_calls_regex(markers: Iterable[str]) -> re.Pattern[str]:
+def _compile_between_calls(markers: Iterable[str]) -> re.Pattern[str]:
     """Return a regex that matches any number of `markers` and the white space around them.
 
     Example: for the markers `</function>` and `</call>`, the regex matches `</function> </call>`.

@@ -162,9 +162,9 @@ class KeyRoles:
     def _accepts_other_keys(self) -> bool:
         """Return whether the arguments may be under a key that the format does not declare.
 
-        The arguments must not have been found yet. The keys then do not show that the object is a
-        tool call, so something else must show it: a marker, an earlier tool call, or the name of an
-        offered tool.
+        The arguments must not have been found yet. A key that is not declared does not show that
+        the object is a tool call. Therefore a marker or an earlier tool call must show it, or the
+        offered tools must be known, so that the name of an offered tool can show it.
         """
         is_recognizable = self._is_confirmed or self._writer.tools.is_known
         return is_recognizable and not self._parts.has_arguments

@@ -332,10 +332,10 @@ class ObjectReader(StepReader):
         return self._start_call_with_arguments(text, pos)
 
     def _start_call_with_arguments(self, text: str, pos: int) -> int:
-        """Start the tool call whose arguments are at `pos`, unless it has started at its name.
+        """Start the tool call, and select the method that reads the arguments at `pos`.
 
-        In `{"arguments": {}, "name": "f"}`, the name follows, so the tool call starts later. Select
-        the method that reads the arguments.
+        The tool call may already have started at its name. In `{"arguments": {}, "name": "f"}`, the
+        name follows the arguments, and starts the tool call later.
 
         Return `pos`. If the request does not offer the named function, the object is content, so
         the status becomes BROKEN.

@@ -78,11 +78,11 @@ class TaggedReader(StepReader):
         The text at `pos` follows the header of the tool call, or the closing marker of a value:
 
             text at `pos`        effect
-            `<parameter=city>`   The key is written, and the next step reads the value.
             `</function>`        The tool call ends. The stop marker stays unread.
+            `<parameter=city>`   The key is written, and the next step reads the value.
+            `Paris`              The status becomes BROKEN.
             `<param`             The result is NEED_MORE. At the end of the message, this incomplete
                                  tag is skipped.
-            `Paris`              The status becomes BROKEN.
 
         Return the position after the text that was read, or NEED_MORE.
         """
@@ -185,7 +185,7 @@ class TaggedReader(StepReader):
                 return piece
             # Another marker may start inside this marker, which is a part of the value.
             marker = find_marker(text, _start_of_marker(marker) + 1)
-        return _ValuePiece(len(text), next_pos=None)
+        return _ValuePiece(len(text), None)  # The value may continue.
 
     def _piece_before(self, marker: re.Match[str], text: str, pos: int) -> _ValuePiece | None:
         """Return the piece of the value between `pos` and `marker`.
@@ -203,7 +203,7 @@ class TaggedReader(StepReader):
                 return _ValuePiece(piece_end, next_pos=marker.end())
             case "early":
                 return self._piece_before_early_end(marker, text)
-            case _:
+            case _:  # More text may complete the marker.
                 return _ValuePiece(piece_end, next_pos=None)
 
     def _piece_before_early_end(self, marker: re.Match[str], text: str) -> _ValuePiece | None:

@@ -35,7 +35,7 @@ class ClosingMarker(NamedTuple):
 
     Attributes:
         end: The position after the marker.
-        later_markers: The closing markers that may still follow.
+        later_markers: The closing markers that may still follow, without the found marker.
     """
 
     end: int
@@ -57,11 +57,11 @@ def match_closing_marker(markers: tuple[str, ...], buffer: TextBuffer) -> Closin
         `Hello`           OTHER_TEXT
     """
     start = skip_whitespace(buffer.text, buffer.pos)
-    result = _match_first_marker(markers, buffer, start)
-    if result is NoMarker.OTHER_TEXT:
-        start_after_brackets = skip_superfluous(buffer.text, start)  # As in `}</tool_call>`.
-        result = _match_first_marker(markers, buffer, start_after_brackets)
-    return result
+    match_at_start = _match_first_marker(markers, buffer, start)
+    if match_at_start is not NoMarker.OTHER_TEXT:
+        return match_at_start
+    start_after_brackets = skip_superfluous(buffer.text, start)  # As in `}</tool_call>`.
+    return _match_first_marker(markers, buffer, start_after_brackets)
 
 
 def _match_first_marker(
@@ -132,7 +132,7 @@ class CallSection:
         # The message `<calls></ca` may be content, because it contains no tool call. An incomplete
         # marker at its end is therefore not removed.
         must_be_complete = is_empty and buffer.is_final
-        for close in self.closes:  # The spellings of the marker.
+        for close in self.closes:  # The alternative markers of the format.
             end = match_marker(close, buffer.text, buffer.pos, is_final=must_be_complete)
             if isinstance(end, int):
                 return end

@@ -407,8 +407,8 @@ class CallReader:
         has_ended_at_marker = self._call.end_at_marker_in_arguments()
         if has_ended_at_marker:
             return self._end_call()
-        has_ended_at_text_end = self._call.finish()
-        if has_ended_at_text_end:
+        has_ended_incomplete_call = self._call.finish()
+        if has_ended_incomplete_call:
             return State.CONTENT
         is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():

@@ -122,16 +122,16 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a call of the tool `name` and return True. If the text is content, return False.
 
-        The policy may discard a call of an unknown function. The call then starts, but no events
-        are appended for it. If the text is content, the caller must write it as content.
+        If the request does not offer the tool, the policy may discard the call. The call then
+        starts, but no events are appended for this call.
 
         `call_id` is the id that the model wrote, or "". `is_confirmed` is true if a marker or an
-        earlier tool call shows that the text is a tool call. If not, and if the function is not
-        offered, the text is content.
+        earlier tool call shows that the text is a tool call. If not, a call of a tool that is not
+        offered is content. The caller must write content to the output.
         """
         if self._is_content(name, is_confirmed=is_confirmed):
             return False
-        is_discarded = self._is_unknown(name) and self._policy.unknown_tool is UnknownTool.DROP
+        is_discarded = not self._is_offered(name) and self._policy.unknown_tool is UnknownTool.DROP
         self._open_call(name, call_id, is_discarded=is_discarded)
         if is_discarded:
             log.warning(
@@ -147,21 +147,24 @@ class CallWriter:
         `is_confirmed` is true if a marker or an earlier tool call shows that the text is a tool
         call. The first case that applies decides:
 
-            case                                   result
-            `name` is ""                           True
-            the tool is not unknown                False
-            unknown, `is_confirmed` is false       True
-            unknown, `is_confirmed` is true        True if the policy for unknown tools is CONTENT
+            case                       result
+            `name` is ""               True
+            the tool is offered        False
+            `is_confirmed` is false    True
+            any other                  True if the policy for tools that are not offered is CONTENT
         """
         if not name:
             return True
-        if not self._is_unknown(name):
+        if self._is_offered(name):
             return False
         return not is_confirmed or self._policy.unknown_tool is UnknownTool.CONTENT
 
-    def _is_unknown(self, name: str) -> bool:
-        """Return whether the request offers tools, but no tool with this name."""
-        return self.tools.is_known and name not in self.tools
+    def _is_offered(self, name: str) -> bool:
+        """Return whether the request offers a tool with this name.
+
+        If the tools of the request are not known, every tool counts as offered.
+        """
+        return not self.tools.is_known or name in self.tools
 
     def _open_call(self, name: str, model_id: str, *, is_discarded: bool) -> None:
         """Store a new tool call as the open tool call, and count it. No event is appended.

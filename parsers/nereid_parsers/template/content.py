@@ -225,8 +225,9 @@ def stripped_markers(reasoning: Reasoning | None) -> list[str]:
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Return the markers that follow the content and end the message. Return [] if there are none.
 
-    `after` is the text after the content of an answer. A text that ends the answer also ends other
-    messages, so it is compared with the text after a user's message. There are four cases:
+    `after` is the text after the content of an answer. The first marker in this text ends the
+    message. Any other text ends the message only if it also ends a user's message. There are four
+    cases:
 
         case   after an answer           after a user's message    result
         1      {end}                     {end}                     ["{end}"]

@@ -92,10 +92,9 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
     if state is ReasoningState.EXCLUDED:
         return next_message_start
     route = first_route(layout, Stage.REASONING)
-    has_reasoning_message = route is not None and bool(layout.ends)
-    if state is ReasoningState.OPEN and not has_reasoning_message:
-        raise unclosed_reasoning_error(fmt)
-    if route is None or not has_reasoning_message:
+    if route is None or not layout.ends:  # The format has no reasoning message that can end.
+        if state is ReasoningState.OPEN:
+            raise unclosed_reasoning_error(fmt)
         return NOTHING
     rest_of_message = sequence(_reasoning_body(fmt, layout), next_message_start)
     if state is ReasoningState.OPEN:

@@ -265,11 +265,11 @@ class CompiledTags:
         """
         if text.startswith("</", pos):
             return NO_MATCH  # With the declaration `<{key}>`, a closing tag would match, too.
-        for index, variant in enumerate(self.variants):  # The first variant that matches is used.
-            match = variant.opening.match(text, pos, is_final)
-            if isinstance(match, PatternMatch):
-                return TagOpening(index, match.end, match.fields)
-            if match is NEED_MORE:
+        for index, variant in enumerate(self.variants):
+            result = variant.opening.match(text, pos, is_final)
+            if isinstance(result, PatternMatch):
+                return TagOpening(index, result.end, result.fields)
+            if result is NEED_MORE:  # An earlier variant has priority, even if it is incomplete.
                 return NEED_MORE
         return NO_MATCH
 

@@ -66,7 +66,8 @@ class NestedReader(StepReader):
 
     def begin(self) -> None:
         """Start the tool call and write the opening brace of its arguments."""
-        if self._start_named_call(self._head):
+        has_started = self._start_named_call(self._head)
+        if has_started:
             self.writer.write("{")
         else:
             self.status = BROKEN
@@ -108,7 +109,8 @@ class NestedReader(StepReader):
         if pos == len(text):
             return pos
         stop_match = self._match_stop_marker(text, pos)
-        if isinstance(stop_match, int):  # The marker matches, and the result is its end.
+        is_stop_marker = isinstance(stop_match, int)  # The end of the matched marker.
+        if is_stop_marker:
             self._end_call()
             return pos
         if text.startswith(self._tag_prefix, pos):
@@ -171,7 +173,7 @@ class NestedReader(StepReader):
 
             text up to the new tag   text that is written for the new tag
             `<tag>a</tag><days>`     `"a", "days": `
-            `<tag>a</tag><tag>`      none, because `"tag": ["a", .. ]` may follow
+            `<tag>a</tag><tag>`      nothing, because the values may become `["a", "b"]`
         """
         parent = self._elements[-1]
         may_share_key = parent.has_stored_value_of(name)
@@ -236,8 +238,8 @@ class NestedReader(StepReader):
         may_be_completed = not self.is_final and len(text) - tag_pos < _MAX_TAG_CHARS
         if may_be_completed:
             return ElementKind.UNKNOWN
-        # The child's tag is malformed, too long or cut off, so the child has no name. `_read_tag`
-        # rejects this tag.
+        # The child's tag is malformed, too long or cut off, so the name of the child is not known.
+        # The element is treated as a container. `_read_tag` reads the tag next, and rejects it.
         return element.container_kind(first_child="")
 
     def _write_opening(self, element: Element) -> None:

@@ -42,7 +42,8 @@ class JsonArgumentsReader(BodyReader):
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            if not self._start_named_call(self._head):
+            has_started = self._start_named_call(self._head)
+            if not has_started:
                 return self._reject(pos)  # No tool call is open, so the text is content.
             if text[pos] != "{":
                 return self._reject(pos)  # The open tool call ends with a fault.

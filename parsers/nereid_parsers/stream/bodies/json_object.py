@@ -96,7 +96,8 @@ class ObjectReader(StepReader):
         """Read the text before a key, or the closing brace of the object.
 
             character at `pos`     effect
-            white space or comma   The character and the white space after it are skipped.
+            white space or comma   The character and the white space after it are skipped. Several
+                                   commas in succession are accepted.
             `}`                    The object is closed.
             quote                  The next step reads the key. The quote stays unread.
             any other              The character is not valid. `status` becomes BROKEN.
@@ -284,8 +285,10 @@ class ObjectReader(StepReader):
         self._parts.name = name.strip()
         self._next_step = self._read_key_or_closing_brace
         starts_at_name = self._parts.has_arguments or self._is_confirmed
-        if starts_at_name and not self._start_call():
-            self.status = BROKEN
+        if starts_at_name:
+            has_started = self._start_call()
+            if not has_started:
+                self.status = BROKEN
 
     def _set_call_id(self, call_id: str) -> None:
         """Store the id of the tool call, and select the method that reads the next key."""
@@ -359,16 +362,16 @@ class ObjectReader(StepReader):
             `n`               `null`           `{}`
             any other         `{"a": 1}`       the same text
         """
-        if first_char == '"':
-            self._expect_string(self._write_decoded_arguments)
-            return
-        # `_read_null` and `_copy_arguments` use the scanner to find the end of the arguments.
-        self._scanner = JsonScanner()
-        if first_char == "n":
-            self._pieces = []
-            self._next_step = self._read_null
-        else:
-            self._next_step = self._copy_arguments
+        match first_char:
+            case '"':
+                self._expect_string(self._write_decoded_arguments)
+            case "n":
+                self._scanner = JsonScanner()
+                self._pieces = []
+                self._next_step = self._read_word_or_null
+            case _:
+                self._scanner = JsonScanner()
+                self._next_step = self._copy_arguments
 
     def _copy_arguments(self, text: str, pos: int) -> int:
         """Write a piece of the arguments unchanged. Return the position after the piece."""
@@ -378,7 +381,7 @@ class ObjectReader(StepReader):
         self._select_step_after_scan()
         return end
 
-    def _read_null(self, text: str, pos: int) -> int:
+    def _read_word_or_null(self, text: str, pos: int) -> int:
         """Read a piece of a word that starts with `n`. If the whole word is `null`, write `{}`.
 
         Models write `null` for a call without arguments, but the arguments must be an object.
@@ -387,10 +390,10 @@ class ObjectReader(StepReader):
         """
         end = self._scanner.scan(text, pos)
         self._pieces.append(text[pos:end])
-        is_word_complete = self._scanner.status is not MORE
-        if is_word_complete:
-            word = "".join(self._pieces)
-            self._write_or_store("{}" if word == "null" else word)
+        if self._scanner.status is MORE:  # The word is incomplete.
+            return end
+        word = "".join(self._pieces)
+        self._write_or_store("{}" if word == "null" else word)
         self._select_step_after_scan()
         return end
 

@@ -117,7 +117,8 @@ class PythonCallsReader(StepReader):
             if _match_incomplete_start(text, bracket_start):  # As in `f`, `f(` or `f(a`.
                 return self._need_more_or_reject(text, pos)
             return self._reject(pos)
-        if not self._start_call(name_match.group()):
+        has_started = self._start_call(name_match.group())
+        if not has_started:
             return self._reject(pos)
         return bracket_start + 1
 
@@ -142,7 +143,8 @@ class PythonCallsReader(StepReader):
             `)`             The tool call ends.
             `city="P`       `city=` is read, and `{"city": ` is written. The next step reads the
                             value.
-            `ci`            The result is NEED_MORE, because the keyword may continue.
+            `ci`            The result is NEED_MORE, because the keyword may continue. If the
+                            message ends here, the status becomes BROKEN.
             `"P`, `city)`   The status becomes BROKEN, because each argument needs a keyword.
 
         Return the position after the text that was read, or NEED_MORE.
@@ -158,13 +160,17 @@ class PythonCallsReader(StepReader):
             return self._need_more_or_reject(text, pos)
         if text[equals_pos] != "=":
             return self._reject(pos)
-        separator = ", " if self._num_arguments else "{"
-        self.writer.write(f"{separator}{quote_json(keyword.group())}: ")
+        self._start_argument(keyword.group())
+        return equals_pos + 1
+
+    def _start_argument(self, keyword: str) -> None:
+        """Write the JSON key of an argument, such as `{"city": `. The next step reads the value."""
+        text_before_key = ", " if self._num_arguments else "{"
+        self.writer.write(f"{text_before_key}{quote_json(keyword)}: ")
         self._num_arguments += 1
         self._literal = LiteralReader(PYTHON)
         self._is_in_value = True
         self._next_step = self._read_value
-        return equals_pos + 1
 
     def _read_value(self, text: str, pos: int) -> int | NeedMore:
         """Read a piece of an argument's value, and write the piece as JSON.
@@ -251,10 +257,11 @@ class PythonCallsReader(StepReader):
 
         If the message ends after a complete tool call, the missing closing bracket is ignored.
         """
-        if self._next_step == self._read_between_calls:
+        is_between_calls = self._next_step == self._read_between_calls
+        if is_between_calls:
             self.status = DONE
-            return
-        super().finish()
+        else:
+            super().finish()
 
 
 class UnquotedKeyReader(BodyReader):

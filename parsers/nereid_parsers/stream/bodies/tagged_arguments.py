@@ -69,7 +69,8 @@ class TaggedReader(StepReader):
 
         If the tool call cannot start, set the status BROKEN.
         """
-        if not self._start_named_call(self._head):
+        has_started = self._start_named_call(self._head)
+        if not has_started:
             self.status = BROKEN
 
     def _read_tag_or_end(self, text: str, pos: int) -> int | NeedMore:
@@ -234,10 +235,10 @@ class TaggedReader(StepReader):
         return self._role_of_opening_tag(text, pos)
 
     def _role_of_opening_tag(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether an opening tag such as `<parameter=days>` follows the value.
+        """Decide whether the opening tag at `pos` is a part of the current value or follows it.
 
-        The tag follows the value if the tool declares the argument `days`, and `days` has not been
-        read yet. Otherwise the tag is a part of the value.
+        Example: the tag `<parameter=days>` follows the value if the tool may have an argument
+        `days`, and `days` has not been read yet. Otherwise the tag is a part of the value.
         """
         opening = self._tags.match(text, pos, self.is_final)
         if opening is NEED_MORE:
@@ -245,12 +246,12 @@ class TaggedReader(StepReader):
         if not isinstance(opening, TagOpening):  # The tag is not valid: `<parameter=>`.
             return MarkerRole.PART_OF_VALUE
         key = opening.fields["key"].strip()
-        is_declared = self.writer.tools.may_have_argument(self._head.name, key)
-        is_next_argument = is_declared and key not in self._keys
+        may_be_argument = self.writer.tools.may_have_argument(self._head.name, key)
+        is_next_argument = may_be_argument and key not in self._keys
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
     def _copy_string(self, text: str, pos: int) -> int | NeedMore:
-        """Write the text of a string as it arrives. At the closing tag, write the closing quote.
+        """Write the text of a string as it arrives. At the closing marker, write the closing quote.
 
         The opening quote has been written before. Example: for the pieces `Pa` and
         `ris</parameter>`, `Pa` and `ris"` are written. After the closing marker, the next step

@@ -20,9 +20,8 @@ _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
 # An opening tag can declare that its argument is a string, as `<p name="city" string="true">` does.
-# The field {string} of the tag then has the text _TRUE, or the field {type} has one of the texts in
-# _STRING_TYPE_NAMES.
-_TRUE = "true"
+# The field {string} of the tag then has the text "true", or the field {type} has one of the texts
+# in _STRING_TYPE_NAMES.
 _STRING_TYPE_NAMES = ("string", "str")
 
 
@@ -204,7 +203,7 @@ def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
     every value that is not a string.
     """
     if "string" in fields:
-        is_string = fields["string"] == _TRUE
+        is_string = fields["string"] == "true"
     elif "type" in fields:
         is_string = fields["type"] in _STRING_TYPE_NAMES
     else:

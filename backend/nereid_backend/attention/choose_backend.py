@@ -2,7 +2,7 @@
 """Chooses the class of the KV cache for a device. The class selects the attention implementation.
 
 No other module outside the folder attention/gpu refers to the GPU kernels for attention. The GPU
-kernels are used only if `cache_type` returns `GpuKVCache`.
+kernels are used only if `unrounded_cache_class` returns `GpuKVCache`.
 """
 
 import functools
@@ -51,7 +51,9 @@ _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
 _MIN_CAPABILITY = (8, 0)
 
 
-def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
+def unrounded_cache_class(
+    block_size: int, dtype: torch.dtype, device: torch.device
+) -> type[KVCache]:
     """Return the fastest class of KV cache that this device supports.
 
     The class determines the implementation of attention. If the device's kernels cannot be used,
@@ -71,7 +73,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
     return KVCache
 
 
-def stored_type(cache_class: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
+def rounded_cache_class(cache_class: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
     Examples: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers. CpuKVCache and
@@ -94,7 +96,7 @@ def stored_type(cache_class: type[KVCache], kv_cache_dtype: str) -> type[KVCache
     return _STORED_TYPES[unrounded_type][kv_cache_dtype]
 
 
-def tested_type(
+def checked_cache_class(
     cache_class: type[KVCache],
     layers: Sequence[LayerSpec],
     block_size: int,

@@ -7,7 +7,6 @@ after another.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,10 +14,10 @@ import torch
 from transformers import AttentionMaskInterface
 
 from nereid_backend.attention.choose_backend import (
-    cache_type,
+    checked_cache_class,
+    rounded_cache_class,
     step_layout,
-    stored_type,
-    tested_type,
+    unrounded_cache_class,
 )
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -26,7 +25,7 @@ from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.length_limits import LengthLimit, sparse_limit
 from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_recurrent_model
-from nereid_backend.paths.gathered_cache import probe_cache
+from nereid_backend.paths.gathered_cache import CacheLayout, probe_cache
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.padded import PaddedPath
@@ -163,7 +162,11 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     """
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
-        _use_sparse_attention(hook, limit, max_model_len)
+        _check_attention_is_dense(limit, max_model_len)
+        # Up to the limit, sparse attention attends to every earlier token. Nereid's attention
+        # function hides later tokens itself, so no mask is needed. However, the model's code
+        # requests a mask from the function that is registered under `hook.name`.
+        AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
 
@@ -174,15 +177,11 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
     return PathSpec("packed", build, layers, hook)
 
 
-def _use_sparse_attention(
-    hook: AttentionHook, limit: LengthLimit, max_model_len: int | None
-) -> None:
-    """Let `hook` compute the sparse attention of a model for sequences within `limit`.
+def _check_attention_is_dense(limit: LengthLimit, max_model_len: int | None) -> None:
+    """Check that no sequence is so long that the model attends to only some of the earlier tokens.
 
-    Up to this limit, sparse attention attends to every earlier token, so no mask is needed.
-    However, the model's code requests a mask from the function that is registered under
-    `hook.name`. Register `_open_mask`, which returns a mask that hides no token. Later tokens are
-    hidden by Nereid's attention function itself.
+    `limit` is the largest length at which the sparse attention of the model still attends to every
+    earlier token. `max_model_len` is the setting, or None.
 
     Raises:
         UnfitError: if sequences can be longer than the limit.
@@ -193,7 +192,6 @@ def _use_sparse_attention(
             f"({limit.reason}). This forward path does not support sparse attention, so "
             f"max_model_len must be at most {limit.num_tokens}"
         )
-    AttentionMaskInterface.register(hook.name, _open_mask)
 
 
 def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
@@ -205,45 +203,49 @@ def _rows_variants(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[Path
     """Yield the variants of the forward path `rows`, from the fastest to the slowest.
 
     This path is for models with convolutions or recurrences. A pass has one row for each sequence.
-    If Nereid's attention function (`hook`) cannot compute the attention of the model, the variants
-    use the model's own attention, which gets copies of the keys and values.
+    The variants use Nereid's attention function (`hook`) or, if this function cannot compute the
+    attention of the model, the model's own attention.
 
     Raises:
         Exception: of any class, if the model cannot use the path. The error is the reason why the
             model cannot use Nereid's attention function.
     """
     try:
-        set_attention(checkpoint, hook)
-        layers = probe_recurrent_model(checkpoint, hook)
+        variants = _rows_variants_with_hook(checkpoint, hook)
     except Exception:  # a model's code can raise any exception
         variants = _rows_variants_with_own_attention(checkpoint)
         if not variants:
             raise
-        yield from variants
-        return
+    yield from variants
+
+
+def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> list[PathSpec]:
+    """Return those variants of the forward path `rows` that use Nereid's attention function.
+
+    `hook` is this function, which reads keys and values directly from blocks.
+
+    Raises:
+        Exception: of any class, if the function cannot compute the attention of the model.
+    """
+    set_attention(checkpoint, hook)
+    layers = probe_recurrent_model(checkpoint, hook)
 
     def make_keys(sizes: Sizes) -> RowKeys:
+        # A model with only convolutions and recurrences has no attention layers.
         blocks = make_blocks(checkpoint, layers, sizes) if layers else None
         return HookedKeys(checkpoint.model.config, hook, layers, blocks)
 
-    yield from _make_rows_variants(checkpoint, make_keys, layers, hook)
+    return _make_rows_variants(checkpoint, make_keys, layers, hook)
 
 
 def _rows_variants_with_own_attention(checkpoint: Checkpoint) -> list[PathSpec]:
     """Return those variants of the forward path `rows` that use the model's own attention.
 
-    The keys and values are stored in blocks, and the model's attention gets copies of them. The
-    result is empty if blocks cannot contain the keys and values of the model, or if the model has
-    no recurrent state. A model without such a state can use the forward path `padded`.
+    Before each pass, the keys and values of the sequences are copied from blocks to tensors that
+    the model's attention can read. The result is empty if the model does not support this.
     """
-    set_attention(checkpoint, None)
-    token_id = plain_token_ids(checkpoint)[0]
-    try:
-        # Run the model with one token to find out what its cache stores.
-        layout = probe_cache(checkpoint, token_id, accepts_states=True)
-    except Exception:  # noqa: BLE001 - a model's code can raise any exception
-        return []
-    if not layout.has_states:
+    layout = _layout_with_states(checkpoint)
+    if layout is None:
         return []
 
     def make_keys(sizes: Sizes) -> RowKeys:
@@ -252,6 +254,23 @@ def _rows_variants_with_own_attention(checkpoint: Checkpoint) -> list[PathSpec]:
 
     detail = "keys and values are copied from blocks"
     return _make_rows_variants(checkpoint, make_keys, layout.layers, detail=detail)
+
+
+def _layout_with_states(checkpoint: Checkpoint) -> CacheLayout | None:
+    """Run a model with recurrent states on one token, and return what its cache stores.
+
+    Return None if blocks cannot contain the keys and values of the model, or if the model has no
+    recurrent state. A model without such a state can use the forward path `padded`.
+
+    Mutates: the checkpoint. After the call, the model uses its own attention.
+    """
+    set_attention(checkpoint, None)
+    token_id = plain_token_ids(checkpoint)[0]
+    try:
+        layout = probe_cache(checkpoint, token_id, accepts_states=True)
+    except Exception:  # noqa: BLE001 - a model's code can raise any exception
+        return None
+    return layout if layout.has_states else None
 
 
 def _make_rows_variants(
@@ -313,21 +332,18 @@ def _make_rows_variants(
 
 def _padded_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     """Yield the only variant of the forward path `padded`."""
-    set_attention(checkpoint, None)
     yield _padded_spec(checkpoint, "padded", batches_sequences=True)
 
 
 def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     """Yield the variants of the forward path `single`, from the fastest to the slowest.
 
-    The first variant stores keys and values in blocks. The second variant uses the cache of the
-    model's own code. The third variant has no cache.
+    The first variant stores keys and values in blocks; some models do not support this variant. The
+    second variant uses the cache of the model's own code. The third variant has no cache.
     """
-    # If the data in the model's cache cannot be stored in blocks, there is no first variant.
-    with suppress(UnfitError, ValueError, TypeError, AttributeError):
-        set_attention(checkpoint, None)
-        in_blocks = _padded_spec(checkpoint, "single", batches_sequences=False)
-        yield replace(in_blocks, detail="with keys and values in blocks", is_batched=False)
+    in_blocks = _single_spec_in_blocks(checkpoint)
+    if in_blocks is not None:
+        yield in_blocks
     with_cache = PathSpec(
         "single",
         lambda _sizes: SinglePath(checkpoint, uses_cache=True),
@@ -349,6 +365,18 @@ def _single_variants(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     )
 
 
+def _single_spec_in_blocks(checkpoint: Checkpoint) -> PathSpec | None:
+    """Return the variant of the forward path `single` that stores keys and values in blocks.
+
+    Return None if the data in the model's cache cannot be stored in blocks.
+    """
+    try:
+        spec = _padded_spec(checkpoint, "single", batches_sequences=False)
+    except (UnfitError, ValueError, TypeError, AttributeError):
+        return None
+    return replace(spec, detail="with keys and values in blocks", is_batched=False)
+
+
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool) -> PathSpec:
     """Return a `PathSpec` that builds a `PaddedPath`.
 
@@ -356,13 +384,14 @@ def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool) 
     blocks of a KV cache.
 
     Args:
-        checkpoint: the model, which must use its own attention.
+        checkpoint: the model. Its attention is set to its own attention.
         name: the name of the path.
         batches_sequences: whether a pass computes several sequences.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.
     """
+    set_attention(checkpoint, None)
     # Run the model with one token to find out what its cache stores. Use no special token, because
     # a special token (such as the placeholder of an image) can change the forward pass.
     token_id = plain_token_ids(checkpoint)[0]
@@ -413,11 +442,12 @@ def cache_class(
         kv_cache_dtype: the setting: "auto" (the data type of the model), "int8" or "fp8".
     """
     dtype = checkpoint.model.dtype
-    unrounded_class = cache_type(block_size, dtype, checkpoint.device)
-    candidate = stored_type(unrounded_class, kv_cache_dtype)
-    # If the candidate has GPU kernels whose results differ from the reference implementation in
-    # plain torch, the class of the reference implementation is returned instead.
-    return tested_type(candidate, layers, block_size, dtype, checkpoint.device)
+    unrounded_class = unrounded_cache_class(block_size, dtype, checkpoint.device)
+    # With the setting "auto", nothing is rounded, and this call returns `unrounded_class`.
+    candidate = rounded_cache_class(unrounded_class, kv_cache_dtype)
+    # This call returns the candidate. However, if the GPU kernels of the candidate compute wrong
+    # results, the call returns a class whose attention is computed in plain torch.
+    return checked_cache_class(candidate, layers, block_size, dtype, checkpoint.device)
 
 
 def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes) -> KVCache:
@@ -425,7 +455,7 @@ def _make_copied_cache(checkpoint: Checkpoint, layers: list[LayerSpec], sizes: S
 
     The cache needs no attention kernels. `sizes.kv_cache_dtype` selects its data type.
     """
-    kind = stored_type(KVCache, sizes.kv_cache_dtype)
+    kind = rounded_cache_class(KVCache, sizes.kv_cache_dtype)
     return _make_cache(kind, checkpoint, layers, sizes)
 
 

@@ -10,7 +10,7 @@ from backend.attention.test_cpu_attention import BLOCK, SPECS, attention_of
 from backend.exactness import PROMPTS, open_engine, run_staggered
 from backend.tiny_models import BY_NAME
 from nereid_backend import EngineConfig
-from nereid_backend.attention.choose_backend import stored_type
+from nereid_backend.attention.choose_backend import rounded_cache_class
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
@@ -114,10 +114,10 @@ def test_blocks_are_copied_and_cleared_with_their_scales(kind):
 
 
 def test_one_setting_chooses_the_stored_type_in_both_layouts():
-    assert stored_type(KVCache, "auto") is KVCache
-    assert stored_type(KVCache, "int8") is Int8KVCache
-    assert stored_type(CpuKVCache, "int8") is CpuInt8KVCache
-    assert stored_type(CpuKVCache, "fp8") is Float8KVCache
+    assert rounded_cache_class(KVCache, "auto") is KVCache
+    assert rounded_cache_class(KVCache, "int8") is Int8KVCache
+    assert rounded_cache_class(CpuKVCache, "int8") is CpuInt8KVCache
+    assert rounded_cache_class(CpuKVCache, "fp8") is Float8KVCache
 
 
 DEEPSEEK = "deepseek_v3, k and v of different sizes"

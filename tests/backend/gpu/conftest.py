@@ -83,9 +83,9 @@ def engine_of(folder_of, monkeypatch):
     opened = []
 
     def make(name, capture=None, *, kind=SkippingCache, **settings):
-        monkeypatch.setattr(path_variants, "cache_type", lambda *_: kind)
+        monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *_: kind)
         # The kernels' own check takes long in the interpreter, and has tests of its own.
-        monkeypatch.setattr(path_variants, "tested_type", lambda kind, *_: kind)
+        monkeypatch.setattr(path_variants, "checked_cache_class", lambda kind, *_: kind)
         if kind is GpuKVCache:
             # The check of the path takes more than half of the time of such a test.
             # test_engine_on_kernels.py tests this check with the kernels.

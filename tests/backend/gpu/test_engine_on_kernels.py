@@ -14,7 +14,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 def answers(folder, kind, monkeypatch, **settings):
-    monkeypatch.setattr(path_variants, "cache_type", lambda *args: kind)
+    monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *args: kind)
     # On a GPU, all layers form one group. This engine runs the kernels for GPUs on a CPU.
     monkeypatch.setattr(
         startup,

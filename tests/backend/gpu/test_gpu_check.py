@@ -112,12 +112,15 @@ def test_where_kernels_fail_the_reference_serves_and_the_log_says_why(
     monkeypatch.setattr(gpu_check, "why_unusable", why_unusable)
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
     arguments = (16, torch.bfloat16)
-    assert choose_backend.tested_type(kind, [PLAIN, PLAIN, ODD, PLAIN], *arguments, cuda) is plain
+    assert (
+        choose_backend.checked_cache_class(kind, [PLAIN, PLAIN, ODD, PLAIN], *arguments, cuda)
+        is plain
+    )
     assert tried == [PLAIN, ODD]
     assert "shared memory" in caplog.text
-    assert choose_backend.tested_type(kind, [PLAIN], *arguments, cuda) is kind
-    assert choose_backend.tested_type(KVCache, [ODD], *arguments, cuda) is KVCache
-    assert choose_backend.tested_type(kind, [ODD], *arguments, cpu) is kind
+    assert choose_backend.checked_cache_class(kind, [PLAIN], *arguments, cuda) is kind
+    assert choose_backend.checked_cache_class(KVCache, [ODD], *arguments, cuda) is KVCache
+    assert choose_backend.checked_cache_class(kind, [ODD], *arguments, cpu) is kind
 
 
 def test_a_failure_of_the_compiler_is_a_reason_not_an_error(device, monkeypatch):

@@ -45,18 +45,22 @@ def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_t
 
 def test_8_bits_on_a_gpu_have_caches_of_their_own_and_elsewhere_those_of_that_place():
     assert (
-        choose_backend.stored_type(gpu_attention.GpuKVCache, "int8") is gpu_attention.GpuInt8KVCache
+        choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "int8")
+        is gpu_attention.GpuInt8KVCache
     )
     assert (
-        choose_backend.stored_type(gpu_attention.GpuKVCache, "fp8")
+        choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "fp8")
         is gpu_attention.GpuFloat8KVCache
     )
-    assert choose_backend.stored_type(gpu_attention.GpuKVCache, "auto") is gpu_attention.GpuKVCache
-    assert choose_backend.stored_type(CpuKVCache, "int8") is CpuInt8KVCache
+    assert (
+        choose_backend.rounded_cache_class(gpu_attention.GpuKVCache, "auto")
+        is gpu_attention.GpuKVCache
+    )
+    assert choose_backend.rounded_cache_class(CpuKVCache, "int8") is CpuInt8KVCache
 
 
 def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_says_why(caplog):
-    kind = choose_backend.cache_type(16, torch.float8_e4m3fn, torch.device("cuda:0"))
+    kind = choose_backend.unrounded_cache_class(16, torch.float8_e4m3fn, torch.device("cuda:0"))
     assert kind is KVCache
     assert "float8_e4m3fn" in caplog.text
 

@@ -436,7 +436,7 @@ def test_a_captured_launch_gives_every_length_what_a_launch_for_the_step_gives(w
 
 def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     lines = []
-    monkeypatch.setattr(path_variants, "cache_type", lambda *_: SkippingCache)
+    monkeypatch.setattr(path_variants, "unrounded_cache_class", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
     load = startup.load

@@ -142,7 +142,7 @@ def test_a_long_stop_string_is_refused(tokenizer):
 
 
 def test_the_largest_number_of_messages_is_accepted(tokenizer):
-    count = tokenizer._prompts.limits.max_messages
+    count = tokenizer._prompt_builder.limits.max_messages
     reply = tokenizer.respond(Request(**chat(*[user("")] * count)))
     assert reply.error is None
 
@@ -173,12 +173,12 @@ def test_a_client_can_ask_for_the_limits(tokenizer):
     reply = tokenizer.respond(request)
     published = json.loads(reply.tensors[0].as_numpy().tobytes())
     assert published["max_model_len"] == MODEL_LEN
-    assert published["max_messages"] == tokenizer._prompts.limits.max_messages
+    assert published["max_messages"] == tokenizer._prompt_builder.limits.max_messages
 
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_client_can_ask_for_the_text_of_token_ids(tokenizer, skips):
-    ids = tokenizer._prompts.encode("Hello there<|im_end|>")
+    ids = tokenizer._prompt_builder.encode("Hello there<|im_end|>")
     request = Request(stream=np.array([True]), input_ids=np.array(ids, np.int32))
     request.request_parameters = json.dumps({"return_text": True, "skip_special_tokens": skips})
     reply = tokenizer.respond(request)

@@ -16,6 +16,7 @@ class Work:
     def __init__(self):
         self.release = threading.Event()
         self.workers = RequestWorkers(self.respond, lambda request: "long" in request.inputs)
+        self.workers.start()
         self.answered = []
 
     def respond(self, request):

@@ -43,7 +43,7 @@ def test_the_last_tokens_of_a_prompt_are_kept(prompt_of, inputs_of):
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_fits(pipeline, prompt_of):
-    limit = pipeline.tokenizer._prompts.limits.max_model_len
+    limit = pipeline.tokenizer._prompt_builder.limits.max_model_len
     words = " ".join(["cat"] * 2 * limit)
     with pytest.raises(RequestError, match="max_model_len"):
         prompt_of(completion(words))

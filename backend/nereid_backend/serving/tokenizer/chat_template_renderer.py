@@ -27,6 +27,9 @@ from nereid_backend.serving.tokenizer.template_features import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The types of the placeholders for media in the content of a message.
+_MEDIA_TYPES = frozenset({"image", "video", "audio"})
+
 
 class ChatTemplateRenderer:
     """Renders chats with the chat template of a tokenizer. The first call compiles the template."""
@@ -187,19 +190,27 @@ def _adapt_messages(
     Example: for a template that does not render the role developer, the message `{"role":
     "developer", "content": "Be brief."}` gets the role system.
     """
-    if any(each.get("role") in REPLACEABLE_ROLES for each in messages):
-        replacements = features.replaced_roles
-        messages = [
-            {**each, "role": replacements.get(each["role"], each["role"])} for each in messages
-        ]
-    if any(each.get("role") in SYSTEM_ROLES for each in messages[1:]):
-        messages = _convert_system_messages(messages, features)
-    if any(each.get("tool_calls") for each in messages):
+    # A property of `features` renders test chats when it is read for the first time. Therefore
+    # `replaced_roles` and `call_form` are read only if the chat has such roles or tool calls.
+    if any(message["role"] in REPLACEABLE_ROLES for message in messages):
+        messages = _replace_roles(messages, features.replaced_roles)
+    messages = _convert_system_messages(messages, features)
+    if any(message.get("tool_calls") for message in messages):
         messages = features.call_form.convert(messages)
     messages = features.with_expected_contents(messages)
     if features.reads_thinking_parts:
-        messages = [with_thinking_part(each) for each in messages]
+        messages = [with_thinking_part(message) for message in messages]
     return messages
+
+
+def _replace_roles(
+    messages: list[dict[str, Any]], replacements: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Replace the roles of messages. `replacements` maps each replaced role to its new role."""
+    return [
+        {**message, "role": replacements.get(message["role"], message["role"])}
+        for message in messages
+    ]
 
 
 def _convert_system_messages(
@@ -228,14 +239,7 @@ def _check_media_roles(messages: list[dict[str, Any]], features: TemplateFeature
     Some templates render images only in messages of the user, and leave out or print the image
     parts of other messages, such as the result of a tool.
     """
-    media = {
-        (each["role"], part["type"])
-        for each in messages
-        if isinstance(each.get("content"), list) and each["role"] in TESTED_ROLES
-        for part in each["content"]
-        if part["type"] not in ("text", "thinking")
-    }
-    for role, kind in sorted(media):
+    for role, kind in sorted(set(_media_by_role(messages))):
         # If the template renders no placeholders at all, the processor inserts them.
         if features.renders_medium("user", kind) and not features.renders_medium(role, kind):
             raise RequestError(
@@ -243,6 +247,20 @@ def _check_media_roles(messages: list[dict[str, Any]], features: TemplateFeature
                 "but the checkpoint's chat template does not render such parts in messages of this "
                 f"role. Send the {kind} in a message of the role user."
             )
+
+
+def _media_by_role(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the role of the message and the type of the medium for each medium in a chat.
+
+    Example: an image in a message of the user yields ("user", "image"). Messages whose role is not
+    in `TESTED_ROLES` are skipped.
+    """
+    for message in messages:
+        content = message.get("content")
+        if message["role"] in TESTED_ROLES and isinstance(content, list):
+            for part in content:
+                if part["type"] in _MEDIA_TYPES:
+                    yield message["role"], part["type"]
 
 
 def _alternatives(arguments: dict[str, Any], *, has_calls: bool) -> Iterator[dict[str, Any]]:

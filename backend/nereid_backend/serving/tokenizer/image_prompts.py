@@ -6,7 +6,7 @@ A separate process does the work (vision/image_worker.py).
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.chat_messages import (
@@ -75,7 +75,7 @@ def has_image_parts(body: dict[str, Any] | None) -> bool:
     messages = body.get("messages") if body is not None else None
     if not isinstance(messages, list):
         return False
-    return any(_is_image_part(part) for message in messages for part in _parts_of(message) or [])
+    return any(_is_medium(part) for message in messages for part in _parts_of(message) or [])
 
 
 def _parts_of(message: Any) -> list[Any] | None:  # noqa: ANN401 - any JSON value
@@ -84,7 +84,7 @@ def _parts_of(message: Any) -> list[Any] | None:  # noqa: ANN401 - any JSON valu
     return content if isinstance(content, list) else None
 
 
-def _is_image_part(part: Any) -> bool:  # noqa: ANN401 - any JSON value
+def _is_medium(part: Any) -> bool:  # noqa: ANN401 - any JSON value
     """Return whether a part of a message's content is an image, a video or audio."""
     if not isinstance(part, dict):
         return False
@@ -123,31 +123,38 @@ def _take_media_of(message: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - a
     parts = _parts_of(message)
     if parts is None:
         return message
-    return {**message, "content": [_take_medium(part, media) for part in parts]}
+    content = []
+    for part in parts:
+        if _is_medium(part):
+            medium = _read_medium(part)
+            # JSON can contain characters such as "\ud800", which are not valid in UTF-8. The option
+            # "surrogatepass" encodes these characters anyway. The function that reads the source
+            # later raises a RequestError for them.
+            media.append(medium.source.encode("utf-8", "surrogatepass"))
+            content.append(medium.placeholder)
+        else:
+            content.append(part)
+    return {**message, "content": content}
 
 
-def _take_medium(part: Any, media: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a placeholder such as {"type": "image"} for a part with an image, a video or audio.
+class _Medium(NamedTuple):
+    """An image, a video or audio: a URL or base64 text, and the placeholder for the message."""
 
-    Other parts are returned unchanged.
+    source: str
+    placeholder: dict[str, str]
 
-    Mutates: `media`. The URL or the base64 text of the image, the video or the audio is appended.
+
+def _read_medium(part: dict[str, Any]) -> _Medium:
+    """Read a part of a message's content that contains an image, a video or audio.
+
+    The source of a video or of audio is always a data URL. If the part contains only base64 text, a
+    data URL is made from this text.
     """
-    if not _is_image_part(part):
-        return part
-    # The source of a video or of audio is always a data URL. If a part contains only base64 text, a
-    # data URL is made from this text.
     if is_video_part(part):
-        source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
-    elif is_audio_part(part):
-        source, placeholder = audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER
-    else:
-        source, placeholder = _image_source(part), IMAGE_PLACEHOLDER
-    # JSON can contain characters such as "\ud800", which are not valid in UTF-8. The option
-    # "surrogatepass" encodes these characters anyway. The function that reads the source later
-    # raises a RequestError for them.
-    media.append(source.encode("utf-8", "surrogatepass"))
-    return placeholder
+        return _Medium(_video_source(part), VIDEO_PLACEHOLDER)
+    if is_audio_part(part):
+        return _Medium(audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER)
+    return _Medium(_image_source(part), IMAGE_PLACEHOLDER)
 
 
 def _video_source(part: dict[str, Any]) -> str:

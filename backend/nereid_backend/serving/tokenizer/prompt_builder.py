@@ -49,25 +49,19 @@ class Prompt:
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of the checkpoint in the folder `model`.
 
-    torch is not loaded, and code of the checkpoint is not run.
+    Code of the checkpoint is not run.
 
     Raises:
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    # transformers imports torch if torch is installed, and works without torch if the import fails.
-    # torch needs much memory and can crash, and this process does not need it. The entry None in
-    # sys.modules makes an import fail.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    with importing():  # makes the import of transformers faster
-        from transformers import AutoTokenizer
-
+    tokenizer_class = _import_tokenizer_class()
     folder = Path(model)
     if not folder.is_dir():
         raise ModelError(
             f"model: {model} is not a folder. Set model to the folder of a checkpoint."
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
             model, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
@@ -82,6 +76,18 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _import_tokenizer_class() -> Any:  # noqa: ANN401 - transformers' class has no types
+    """Import transformers without torch, and return its class AutoTokenizer.
+
+    torch needs much memory and can crash, and this process does not need torch. transformers works
+    without torch if the import of torch fails.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # Now an import of torch fails.
+    with importing():  # This makes the import of transformers about a second faster.
+        from transformers import AutoTokenizer
+    return AutoTokenizer
 
 
 def _read_json_template(folder: Path) -> str | dict[str, str] | None:

@@ -77,6 +77,7 @@ def read_generation_defaults(model: Path) -> dict[str, Any]:
         defaults = _read_defaults(path)
         CheckedSamplingParams(**defaults)
     except (OSError, ValueError, RequestError) as error:
+        # The class CheckedSamplingParams checks requests, so its messages say "the request has".
         problem = str(error).rstrip(".").replace("the request has", "the file has")
         raise ModelError(f"{path}: {problem}. Correct or delete the file.") from error
     return defaults
@@ -115,8 +116,7 @@ def read_sampling(
             refuse_unknown checks the names.
         defaults: the checkpoint's sampling defaults. They replace missing fields.
         encode: converts text to token ids. Only bad_words needs it.
-        is_chat: whether the request is a chat. In a chat, logprobs is a boolean, and top_logprobs
-            is a number. In a completion, logprobs is a number.
+        is_chat: whether the request is a chat. The field logprobs of a chat must be a boolean.
         grammar: the grammar that the output must match; None for any text.
         thinking: the limit on the reasoning; None for no limit.
 
@@ -124,23 +124,23 @@ def read_sampling(
         RequestError: a field has a wrong value or is not supported.
     """
     refuse_unsupported(fields)
-    unchanged_fields = _engine_fields(fields, defaults)
-    # The engine cannot use the other fields of the request directly, so these fields are converted.
-    checked = RequestFields.check(fields)
+    engine_fields = _engine_fields(fields, defaults)
+    # The API and the engine have different names or types for the fields in `api_fields`.
+    api_fields = RequestFields.check(fields)
+    # The constructor also validates the values in `engine_fields`.
     params = CheckedSamplingParams(
-        **unchanged_fields,
-        # Two requests share cached prefixes only if they have the same salt. Cached prefixes expire
-        # after the time to live (TTL).
-        cache_salt=_cache_salt(checked),
-        prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
-        logprobs=_read_logprobs(checked, is_chat=is_chat),
-        logit_bias=_read_logit_bias(checked.logit_bias),
-        bad_words_token_ids=_read_bad_words(checked.bad_words, encode),
+        **engine_fields,
+        cache_salt=_cache_salt(api_fields),
+        # The time to live (TTL) is the time after which cached prefixes expire.
+        prompt_cache_ttl=CACHE_RETENTIONS[api_fields.prompt_cache_retention or "in_memory"],
+        logprobs=_read_logprobs(api_fields, is_chat=is_chat),
+        logit_bias=_read_logit_bias(api_fields.logit_bias),
+        bad_words_token_ids=_read_bad_words(api_fields.bad_words, encode),
         grammar=grammar,
         thinking=thinking,
     )
-    _check_best_of(checked.best_of, params.n)
-    return params, _options(checked)
+    _check_best_of(api_fields.best_of, params.n)
+    return params, _options(api_fields)
 
 
 def _engine_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,22 +123,31 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     Raises:
         RequestError: the format is not valid, for example because a regex is not a text.
     """
-    form = output.form
-    if form["type"] in ("json_object", "json_schema"):
-        return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    with _convert_errors(output):
-        tag_node = answer_node(form)  # This call also validates the form of the other types.
-    match form["type"]:
+    match output.form["type"]:
+        case "json_object" | "json_schema":
+            return schema_spec(output.schema, is_strict=output.is_strict, after=after)
         case "structural_tag":
-            tag = {"type": "structural_tag", "format": tag_node}
+            tag = {"type": "structural_tag", "format": _checked_node(output)}
             return GrammarSpec("structural_tag", _to_json(tag), after)
         case "regex":
-            return GrammarSpec("regex", form["pattern"], after)
+            return GrammarSpec("regex", _checked_node(output)["pattern"], after)
         case "grammar":
-            return grammar_spec(form["grammar"], after=after)
+            return grammar_spec(_checked_node(output)["grammar"], after=after)
         case "choice":
-            return GrammarSpec("choice", _to_json(form["choice"]), after)
-    raise AssertionError(f"{form['type']} is not a type of an output format")
+            _checked_node(output)  # raises an error if the choices are not valid
+            return GrammarSpec("choice", _to_json(output.form["choice"]), after)
+    raise AssertionError(f"{output.form['type']} is not a type of an output format")
+
+
+def _checked_node(output: OutputFormat) -> dict[str, Any]:
+    """Validate a format that is not JSON, and return the format as a grammar node of xgrammar.
+
+    Example: the format `{"type": "regex", "pattern": "a+"}` returns the same keys and values.
+    """
+    with _convert_errors(output):
+        node = answer_node(output.form)
+    assert node is not None, "only the type text has no node"
+    return node
 
 
 @contextlib.contextmanager

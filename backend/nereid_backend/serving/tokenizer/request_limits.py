@@ -26,8 +26,9 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 # the messages of a chat can together be longer than the rendered prompt. max_prompt_bytes is the
 # largest size of a prompt, and the messages may have up to `_DROPPED_TEXT_FACTOR` times this size.
 _DROPPED_TEXT_FACTOR = 4
-# JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
-_ESCAPED_BYTES = 6
+# JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061. The JSON
+# text of a prompt is therefore at most `_ESCAPE_FACTOR` times as long as the prompt.
+_ESCAPE_FACTOR = 6
 # The largest number of bytes that a request may have in addition to its prompt, for example for a
 # grammar.
 _NON_PROMPT_BYTES = 4 * 2**20
@@ -92,7 +93,7 @@ class RequestLimits:
         max_chat_bytes = _DROPPED_TEXT_FACTOR * max_prompt_bytes
         # JSON can write each byte of the chat as an escape sequence. A request can also have fields
         # that are not part of the prompt, such as a grammar.
-        max_request_bytes = _ESCAPED_BYTES * max_chat_bytes + _NON_PROMPT_BYTES
+        max_request_bytes = _ESCAPE_FACTOR * max_chat_bytes + _NON_PROMPT_BYTES
         # A chat with more messages would have more than max_model_len tokens.
         max_messages = max_model_len // max(min_message_tokens, 1)
         # Some fields contain lists of up to max_model_len token ids. Each id is one value.
@@ -116,14 +117,14 @@ class RequestLimits:
             RequestError: the text has more than max_request_bytes characters, or more than
                 max_values opening brackets.
         """
-        # Count characters instead of bytes, because the text need not be encoded for this. Each
-        # character has at least one byte.
-        num_chars = len(text)
-        if num_chars > self.max_request_bytes:
-            # A byte of the prompt has at most `_ESCAPED_BYTES` characters in JSON, such as \u0041.
-            min_prompt_bytes = num_chars // _ESCAPED_BYTES
+        # Each character has at least one byte. The exact number of bytes is not needed, and would
+        # require that the text is encoded.
+        min_bytes = len(text)
+        if min_bytes > self.max_request_bytes:
+            # Each byte of the prompt takes at most `_ESCAPE_FACTOR` bytes of the JSON text.
+            min_prompt_bytes = min_bytes // _ESCAPE_FACTOR
             raise self._length_error(
-                f"{field}: the request has {num_chars} bytes", min_prompt_bytes
+                f"{field}: the request has {min_bytes} bytes", min_prompt_bytes
             )
         # Parsed objects take much more memory than their JSON text. Therefore the brackets are
         # counted before the text is parsed.
@@ -230,14 +231,16 @@ class RequestLimits:
     def _too_many_tokens_error(self, beginning: str, min_tokens: int, remedy: str) -> RequestError:
         """Return the error for a prompt that has more than max_model_len tokens.
 
-        The frontend recognises this error by two numbers in the message: the number of tokens, and
-        the lower number before "(max_model_len)".
+        Example: "messages: the request has 99 messages, which need at least 99 tokens; the limit is
+        64 (max_model_len). Send fewer messages." The HTTP frontend gets only this text. It compares
+        the number before "tokens" with the number before "(max_model_len)".
 
         Args:
             beginning: the beginning of the message, which gives the size of the prompt.
-            min_tokens: a lower bound of the number of tokens. It may be less than max_model_len.
+            min_tokens: an estimate of the number of tokens that is never too high.
             remedy: the end of the message.
         """
+        # The estimate can be too low, but the caller knows that the prompt exceeds the limit.
         num_tokens = max(min_tokens, self.max_model_len + 1)
         return RequestError(
             f"{beginning}, which need at least {num_tokens} tokens; the limit is "

@@ -61,6 +61,18 @@ class RequestPrompts:
             )
         return message_images or tensor_images
 
+    def build(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+        fields: dict[str, Any],
+        images: list[bytes],
+    ) -> Prompt:
+        """Return the prompt of a request. `with_images` describes the arguments."""
+        if images:
+            return self.with_images(request, body, fields, images)
+        return self.without_images(request, body, fields)
+
     def with_images(
         self,
         request: Any,  # noqa: ANN401 - the server's own type
@@ -178,7 +190,8 @@ def read_input_ids(
 ) -> list[int] | None:
     """Return the token ids in a request's input tensor; None if the tensor is missing.
 
-    If `num_kept` is set, return only the last `num_kept` token ids.
+    If `num_kept` is set, return only the last `num_kept` token ids. Example: the tensor [5, 6, 7]
+    and `num_kept` 2 return [6, 7].
 
     Raises:
         RequestError: the request has more token ids than the limit.
@@ -187,7 +200,8 @@ def read_input_ids(
     if ids is None:
         return None
     if num_kept is not None:
-        ids = ids[-num_kept:]
+        first_kept = max(0, ids.size - num_kept)
+        ids = ids[first_kept:]
     # A list of Python integers needs much memory, so the limit is checked first.
     limits.check_token_ids(ids.size)
     token_ids: list[int] = ids.tolist()

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from nereid_backend.errors import CapacityError, RequestError
@@ -90,7 +91,7 @@ class RequestWorkers:
     """Processes the requests of one model in several threads."""
 
     def __init__(self, respond: Callable[[Any], Any], is_long: Callable[[Any], bool]) -> None:
-        """Start the loop.
+        """Create an object without threads. `start` starts the loop.
 
         Args:
             respond: returns the response to a request, and never raises an exception. Several
@@ -99,115 +100,123 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # New requests, long requests whose responses other threads have computed, or None to stop.
-        self._messages: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Calls that other threads leave to the loop's thread. Only the loop's thread changes the
+        # queues of requests and the numbers below.
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
-        self._short: _ClientTurns[_Job] = _ClientTurns()
+        self._short_requests: _ClientTurns[_Job] = _ClientTurns()
         # The long requests that wait for a thread of the pool.
-        self._long: _ClientTurns[_Job] = _ClientTurns()
+        self._long_requests: _ClientTurns[_Job] = _ClientTurns()
         # The number of long requests that threads of the pool are processing.
         self._num_running = 0
         # The time of the next check for disconnected clients, by time.monotonic().
         self._next_check = 0.0
-        self._limit = SharedLimit(_MAX_LONG)
+        # Limits the number of long requests, whether they wait or run.
+        self._long_limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)
+
+    def start(self) -> None:
+        """Start the loop."""
         self._thread.start()
 
     def add(self, request: Any) -> None:  # noqa: ANN401 - the server's own type
         """Queue a request. The loop sends the response."""
-        self._messages.put(_Job(request, request.get_response_sender(), _client_of(request)))
+        job = _Job(request, request.get_response_sender(), _client_of(request))
+        self._calls.put(partial(self._queue_job, job))
 
     def stop(self) -> None:
         """Answer the short requests that are still queued. Then end all threads."""
-        self._messages.put(None)
+        self._calls.put(self._begin_stop)
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)
 
     def _loop(self) -> None:
         """Process the queued requests until `stop` is called."""
         # After `stop`, the remaining short requests are still answered.
-        while self._short or not self._is_stopping:
-            self._receive_messages()
-            if self._short:
-                job = self._short.take()
+        while self._short_requests or not self._is_stopping:
+            self._make_calls()
+            if self._short_requests:
+                job = self._short_requests.take()
                 job.reply = self._respond(job.request)
                 _send(job)
 
-    def _receive_messages(self) -> None:
-        """Handle all messages from other threads. Wait for a message if no short request is queued.
+    def _make_calls(self) -> None:
+        """Make the calls of other threads. Wait for a call if no short request is queued.
 
         If a short request waits, process it next, without a delay. Every `_POLL_S` seconds, also
         end the long requests whose clients have disconnected.
         """
-        may_wait = not self._short and not self._is_stopping
+        may_wait = not self._short_requests and not self._is_stopping
         if may_wait:
             # If long requests are queued, wait only for a limited time.
-            timeout_s = _POLL_S if self._long else None
+            timeout_s = _POLL_S if self._long_requests else None
             with contextlib.suppress(queue.Empty):
-                self._handle_message(self._messages.get(timeout=timeout_s))
-        while not self._messages.empty():
-            # This call does not block, because only this thread takes messages.
-            self._handle_message(self._messages.get())
+                make_call = self._calls.get(timeout=timeout_s)
+                make_call()
+        while not self._calls.empty():
+            # `get` does not block, because only this thread takes calls from the queue.
+            make_call = self._calls.get()
+            make_call()
         # Short requests can arrive without a pause, so this check must not depend on a pause.
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + _POLL_S
             self._drop_abandoned()
 
-    def _handle_message(self, message: _Job | None) -> None:
-        """Handle a message of another thread.
+    def _begin_stop(self) -> None:
+        """Let the loop end as soon as no short request is queued."""
+        self._is_stopping = True
 
-        The message is None after a call of `stop`, a long request with the response that a thread
-        of the pool has computed, or a new request, which has no response yet.
-        """
-        if message is None:
-            self._is_stopping = True
-        elif message.reply is not None:
-            self._num_running -= 1
-            self._end_long(message)
-        elif self._is_long(message.request):
-            self._add_long(message)
+    def _queue_job(self, job: _Job) -> None:
+        """Queue a new request as a short or a long request."""
+        if self._is_long(job.request):
+            self._add_long(job)
         else:
-            self._short.add(message.client, message)
+            self._short_requests.add(job.client, job)
 
     def _add_long(self, job: _Job) -> None:
         """Queue a long request, or refuse the request if its client has too many long requests."""
-        if not self._limit.allows(job.client, 1):
+        if not self._long_limit.allows(job.client, 1):
             error = CapacityError(
-                f"the tokenizer has {self._limit.used} long prompts, "
-                f"{self._limit.used_by(job.client)} of them from this client. The limit for all "
-                f"clients is {self._limit.limit}. Try again later."
+                f"the tokenizer has {self._long_limit.used} long prompts, "
+                f"{self._long_limit.used_by(job.client)} of them from this client. The limit for "
+                f"all clients is {self._long_limit.limit}. Try again later."
             )
             job.reply = tensors.error_response(error)
             _send(job)
             return
-        self._limit.add(job.client, 1)
-        self._long.add(job.client, job)
+        self._long_limit.add(job.client, 1)
+        self._long_requests.add(job.client, job)
         self._start_long()
 
     def _start_long(self) -> None:
         """While threads are free, start long requests from the queue."""
-        while self._long and self._num_running < _NUM_THREADS:
+        while self._long_requests and self._num_running < _NUM_THREADS:
             self._num_running += 1
-            self._pool.submit(self._process_long, self._long.take())
+            self._pool.submit(self._process_long, self._long_requests.take())
 
     def _process_long(self, job: _Job) -> None:
         """Process a long request in a thread of the pool."""
         job.reply = self._respond(job.request)
-        self._messages.put(job)
+        self._calls.put(partial(self._end_running, job))
+
+    def _end_running(self, job: _Job) -> None:
+        """End a long request whose response a thread of the pool has computed."""
+        self._num_running -= 1
+        self._end_long(job)
 
     def _end_long(self, job: _Job) -> None:
         """Send the response of a long request, and start the next long request."""
-        self._limit.remove(job.client, 1)
+        self._long_limit.remove(job.client, 1)
         _send(job)
         self._start_long()
 
     def _drop_abandoned(self) -> None:
         """End queued long requests whose clients have disconnected. Running requests continue."""
-        for job in list(self._long):
+        for job in list(self._long_requests):
             if job.sender.is_cancelled():
-                self._long.remove(job.client, job)
+                self._long_requests.remove(job.client, job)
                 job.reply = tensors.error_response(CapacityError("the request was cancelled."))
                 self._end_long(job)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.config import EngineConfig
+from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
@@ -24,7 +25,7 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     ImagePrompts,
     may_accept_media,
 )
-from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, load_tokenizer
+from nereid_backend.serving.tokenizer.prompt_builder import Prompt, PromptBuilder, load_tokenizer
 from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
 from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
 from nereid_backend.serving.tokenizer.request_grammar import build_chat_grammar, build_text_grammar
@@ -62,37 +63,38 @@ class TokenizerModel:
             self._load(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-        if self._images is not None:
+        if self._image_prompts is not None:
             # Wait until the process that prepares images is ready. The wait does not delay the
             # server, because the engine loads the model at the same time, and loading the model
             # usually takes longer.
-            self._images.warm_up()
+            self._image_prompts.warm_up()
         self._tracing = Tracing("tokenizer")
         # Requests with images or long texts are handled by other threads, so that short requests
         # need not wait for these requests.
-        is_long = partial(_is_long, reads_media=self._images is not None)
+        is_long = partial(_is_long, reads_media=self._image_prompts is not None)
         self._workers = RequestWorkers(self.respond, is_long)
+        self._workers.start()
 
     def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
-        """Create the attributes that depend on the checkpoint."""
+        """Create the objects that depend on the checkpoint, such as the tokenizer.
+
+        Each object becomes an attribute of the model, because Triton server creates the model
+        without arguments and sends the settings later.
+        """
         tensors.progress(f"loading the tokenizer of {settings.model}")
         self._tokenizer = load_tokenizer(settings.model)
         template = read_chat_template(settings)
         if template is not None:  # The setting chat_template replaces the checkpoint's template.
             self._tokenizer.chat_template = template
-        self._images: ImagePrompts | None = None
-        if may_accept_media(settings.model):
-            sources = ImageSources(
-                settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
-            )
-            self._images = ImagePrompts(settings.model, sources)
-        self._prompts = PromptBuilder(
+        self._image_prompts = _make_image_prompts(settings)
+        self._prompt_builder = PromptBuilder(
             self._tokenizer,
             length_limit(config),
             read_template_defaults(settings),
-            max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
+            max_image_bytes=MAX_IMAGE_BYTES if self._image_prompts is not None else 0,
         )
-        self._request_prompts = RequestPrompts(self._prompts, self._images)
+        # `_request_prompts` chooses one of the two builders for each request.
+        self._request_prompts = RequestPrompts(self._prompt_builder, self._image_prompts)
         # Do not log the chosen format, because the postprocessor chooses and logs the same format.
         self._format = choose_format(settings, report=lambda _: None)
         self._defaults = read_generation_defaults(Path(settings.model))
@@ -105,8 +107,8 @@ class TokenizerModel:
     def finalize(self) -> None:
         """Answer the queued requests and end the threads."""
         self._workers.stop()
-        if self._images is not None:
-            self._images.close()
+        if self._image_prompts is not None:
+            self._image_prompts.close()
         self._tracing.close()
 
     def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
@@ -129,7 +131,7 @@ class TokenizerModel:
         text of token ids.
         """
         if _asks_for_limits(request):
-            return _json_response(dataclasses.asdict(self._prompts.limits))
+            return _json_response(dataclasses.asdict(self._prompt_builder.limits))
         text = self._requested_text(request)
         if text is not None:
             return _json_response({"text": text})
@@ -167,44 +169,45 @@ class TokenizerModel:
 
     def _read_request(self, request: Any) -> CheckedRequest:  # noqa: ANN401 - the server's own type
         """Validate a request, and build its prompt, its grammar and its sampling parameters."""
-        limits = self._prompts.limits
+        limits = self._prompt_builder.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)  # None for a completion
-        is_chat = body is not None
-        # This call also replaces the images in `body` by placeholders for the chat template.
+        # In a chat, this call also replaces each image in `body` by a placeholder.
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
-        if images:
-            prompt = self._request_prompts.with_images(request, body, fields, images)
-        else:
-            prompt = self._request_prompts.without_images(request, body, fields)
-        returns = _requested_outputs(request)  # the names of the optional output tensors
-        tools = None if body is None else read_tools(body)
+        prompt = self._request_prompts.build(request, body, fields, images)
+        output_names = _requested_outputs(request)
         thinking_budget = read_thinking_budget(fields)
         if body is None:
+            tools = None
             grammar = build_text_grammar(fields)
-            if grammar.spec is not None:
-                # The grammar applies from the first token, so the answer contains no reasoning.
-                thinking_budget = None
         else:
+            tools = read_tools(body)
             grammar = build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
+        # The grammar of a completion applies from the first token. It leaves no room for reasoning.
+        may_reason = body is not None or grammar.spec is None
+        thinking = self._thinking_spec(thinking_budget, prompt) if may_reason else None
         params, options = read_sampling(
-            _with_requested_logprobs(fields, returns, is_chat=is_chat),
+            _with_requested_logprobs(fields, output_names, is_chat=body is not None),
             self._defaults,
-            encode=self._prompts.encode,
-            is_chat=is_chat,
+            encode=self._prompt_builder.encode,
+            is_chat=body is not None,
             grammar=grammar.spec,
-            thinking=build_thinking_spec(
-                thinking_budget, self._format, prompt.text or "", self._prompts.encode
-            ),
+            thinking=thinking,
         )
-        return CheckedRequest(body, prompt, tools, returns, grammar, params, options)
+        return CheckedRequest(body, prompt, tools, output_names, grammar, params, options)
+
+    def _thinking_spec(self, budget: int | None, prompt: Prompt) -> ThinkingSpec | None:
+        """Convert the largest number of reasoning tokens to the form that the engine needs."""
+        return build_thinking_spec(
+            budget, self._format, prompt.text or "", self._prompt_builder.encode
+        )
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
         """Return the text of a request's token ids; None without the parameter `return_text`."""
         parameters = tensors.parameters(request)
         if not parameters.get("return_text"):
             return None
-        ids = read_input_ids(request, self._prompts.limits)
+        ids = read_input_ids(request, self._prompt_builder.limits)
         if ids is None:
             raise RequestError("input_ids: the tensor is required with the parameter return_text.")
         vocabulary_size = len(self._tokenizer)
@@ -216,6 +219,16 @@ class TokenizerModel:
                 )
         skip_special_tokens = bool(parameters.get("skip_special_tokens"))
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
+    """Return the builder of prompts with images; None if the checkpoint reads no media."""
+    if not may_accept_media(settings.model):
+        return None
+    sources = ImageSources(
+        settings.image_url_hosts, settings.image_url_timeout_s, settings.image_folder
+    )
+    return ImagePrompts(settings.model, sources)
 
 
 def _make_envelope(

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.errors import NereidError, RequestError
-from nereid_backend.serving import tensor_names
+from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.executor.replica_calls import Answer, Call, ReplicaCalls
 from nereid_backend.serving.tensors import Tensors
 
-RESTORED = "restored"
-"""The id of the messages that repeat all earlier changes after the restart of an engine process."""
+# The id of the messages that repeat all earlier changes after the restart of an engine process.
+_RESTORED = "restored"
 
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
 # The parameters of a request that replaces the weights of the model.
@@ -71,6 +71,21 @@ class AdapterCalls(ReplicaCalls):
         self._names[replica] = answer
         return super().record_answer(call_id, replica, answer)
 
+    def record_refusal(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
+        """Record that an engine process has refused a change; see `ReplicaCalls.record_refusal`.
+
+        A restarted process can refuse to repeat an earlier change. No client waits for the repeated
+        change, so the refusal is only logged.
+        """
+        if call_id == _RESTORED:
+            tensors.log.error(
+                "after a restart of the engine, a change of its LoRA adapters or of its weights "
+                "could not be repeated: %s",
+                error,
+            )
+            return None
+        return super().record_refusal(call_id, replica, error)
+
     def record_death(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died; see `ReplicaCalls.record_death`."""
         # If this was the only process left, keep the names of its adapters, so that the adapters
@@ -93,25 +108,25 @@ class AdapterCalls(ReplicaCalls):
         """Return the messages that restore all earlier changes in a restarted engine process.
 
         Example: after a client has loaded the adapter "a", the result is [["load_lora", "restored",
-        "a", "/path"]]. The unanswered changes are included, because they were sent only to the
-        other processes.
+        "a", "/path"]]. Changes that some processes have not answered yet are included, because the
+        restarted process was not running when these changes were sent.
         """
+        unanswered = [call.message for call in self._waiting.values()]
         loaded_names = set(self._names_at_start)
-        unanswered = [change.message for change in self._waiting.values()]
         messages = []
         for message in [*self._history.values(), *unanswered]:
-            kind, name_or_folder = message[:2]
+            kind, target, *_ = message  # The target is the name of an adapter, or a folder.
+            if kind == _UNLOAD and target not in loaded_names:
+                continue  # The process would refuse to unload an adapter that is not loaded.
             if kind == _LOAD:
-                loaded_names.add(name_or_folder)
+                loaded_names.add(target)
             elif kind == _UNLOAD:
-                if name_or_folder not in loaded_names:
-                    continue  # The process would refuse to unload an adapter that is not loaded.
-                loaded_names.remove(name_or_folder)
+                loaded_names.remove(target)
             # No client waits for the answer, so all these messages have the same id.
-            messages.append(_insert_id(message, RESTORED))
+            messages.append(_insert_id(message, _RESTORED))
         return messages
 
-    def _read(self, parameters: Mapping[str, Any]) -> list[str] | None:
+    def _to_message(self, parameters: Mapping[str, Any]) -> list[str] | None:
         """Convert the parameters of a request to a message for the engine processes.
 
         Examples: the parameters load_lora="a" and lora_path="/path" return `["load_lora", "a",
@@ -135,17 +150,15 @@ class AdapterCalls(ReplicaCalls):
         call_id = f"adapter-{number}"
         return call_id, _insert_id(message, call_id)
 
-    def _response(self, call: Call) -> Tensors | NereidError:
-        """Return the names of all adapters, or an error.
+    def _complete(self, call: Call) -> Tensors | NereidError:
+        """Return the response to a change: the names of all adapters, or an error.
 
-        One refusal is sufficient for an error. A death is an error only if no engine process has
-        made the change.
+        If the change has succeeded, add its message to the history, because a restarted engine
+        process must repeat the change.
         """
-        if call.refusal is not None:
-            return call.refusal
-        if not call.answers:
-            assert call.error is not None, "an engine process answers, refuses or dies"
-            return call.error
+        error = _error_of(call)
+        if error is not None:
+            return error
         self._add_to_history(call.message)
         return self.listing()
 
@@ -165,6 +178,17 @@ class AdapterCalls(ReplicaCalls):
         else:
             adapter_name = values[0]
             self._history[adapter_name] = message
+
+
+def _error_of(call: Call) -> NereidError | None:
+    """Return the reason why a change has failed; None if it has succeeded.
+
+    Each engine process has answered (made the change), has refused the change, or has died. The
+    change has failed if a process has refused it, or if no process has answered.
+    """
+    if call.refusal is not None:
+        return call.refusal
+    return None if call.answers else call.error
 
 
 def _read_treatment_of_running_requests(parameters: Mapping[str, Any]) -> str:

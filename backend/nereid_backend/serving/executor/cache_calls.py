@@ -25,40 +25,42 @@ from nereid_backend.serving.executor.replica_calls import Call, ReplicaCalls
 from nereid_backend.serving.tensors import Tensors
 
 _CACHE, _CLIENT, _KEY, _SECONDS = "cache", "client_id", "prompt_cache_key", "seconds"
-_OPERATIONS = ("statistics", "extend", "drop")
+_STATISTICS, _EXTEND, _DROP = "statistics", "extend", "drop"
 _SESSIONS = "sessions"
 _MAX_SECONDS = 86400
+_ID_PREFIX = "cache-"
 
 
 class CacheCalls(ReplicaCalls):
     """Stores the unanswered requests about the prefix cache."""
 
-    def _read(self, parameters: Mapping[str, Any]) -> list[Any]:
+    def _to_message(self, parameters: Mapping[str, Any]) -> list[Any]:
         """Convert the parameters of a request to a message for the engine processes.
 
         Example: the parameters cache="extend", prompt_cache_key="a" and seconds="60" return
         `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
         """
         operation = parameters[_CACHE]
-        if operation not in _OPERATIONS:
+        if operation not in (_STATISTICS, _EXTEND, _DROP):
             raise RequestError(
-                f"{_CACHE}: the value must be statistics, extend or drop, but it is {operation!r}."
+                f"{_CACHE}: the value must be {_STATISTICS}, {_EXTEND} or {_DROP}, but it is "
+                f"{operation!r}."
             )
         values: dict[str, Any] = {
             name: str(parameters[name]) for name in (_CLIENT, _KEY) if name in parameters
         }
-        if operation == "extend":
+        if operation == _EXTEND:
             if _KEY not in values:
-                raise RequestError(f"{_KEY}: the parameter is required if {_CACHE} is extend.")
+                raise RequestError(f"{_KEY}: the parameter is required if {_CACHE} is {_EXTEND}.")
             values[_SECONDS] = _read_seconds(parameters.get(_SECONDS))
         return [operation, values]
 
     def _with_id(self, message: list[Any], number: int) -> tuple[str, list[Any]]:
         """Return a new id, and the message ["cache", id, operation, values]."""
-        call_id = f"cache-{number}"
+        call_id = f"{_ID_PREFIX}{number}"
         return call_id, [_CACHE, call_id, *message]
 
-    def _response(self, call: Call) -> Tensors | NereidError:
+    def _complete(self, call: Call) -> Tensors | NereidError:
         """Return the combined answers, or an error if no engine process has answered."""
         if not call.answers:
             assert call.error is not None, "an engine process answers, refuses or dies"
@@ -70,6 +72,11 @@ class CacheCalls(ReplicaCalls):
 def is_cache_call(parameters: Mapping[str, Any]) -> bool:
     """Return whether a request with these parameters is about the prefix cache."""
     return _CACHE in parameters
+
+
+def is_cache_call_id(call_id: str) -> bool:
+    """Return whether a message with the id `call_id` is about the prefix cache."""
+    return call_id.startswith(_ID_PREFIX)
 
 
 def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request parameter

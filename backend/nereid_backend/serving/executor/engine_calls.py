@@ -5,10 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nereid_backend.errors import CapacityError, NereidError
-from nereid_backend.serving import tensors
-from nereid_backend.serving.executor import adapter_calls
 from nereid_backend.serving.executor.adapter_calls import AdapterCalls, is_adapter_or_weights_call
-from nereid_backend.serving.executor.cache_calls import CacheCalls, is_cache_call
+from nereid_backend.serving.executor.cache_calls import CacheCalls, is_cache_call, is_cache_call_id
 from nereid_backend.serving.executor.replica_calls import ReplicaCalls
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
@@ -109,23 +107,13 @@ class EngineCalls:
             self._respond(*response)
 
     def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
-        """Record that an engine process has refused a request.
+        """Record that an engine process has refused the request with the id `call_id`.
 
-        If all engine processes have answered, answer the client's request. After the restart of a
-        process, the executor itself sends requests to repeat earlier changes. If such a request is
-        refused, no client waits for an answer, and the refusal is logged.
+        If all engine processes are done now, answer the client's request.
         """
-        if call_id == adapter_calls.RESTORED:
-            tensors.log.error(
-                "after a restart of the engine, a change of its LoRA adapters or of its weights "
-                "could not be repeated: %s",
-                error,
-            )
-            return
-        # Only one of the two objects stores a request with this id. The other object returns None.
-        for calls in (self._adapter_calls, self._cache_calls):
-            if answer := calls.record_refusal(call_id, process.index, error):
-                self._respond(*answer)
+        calls = self._cache_calls if is_cache_call_id(call_id) else self._adapter_calls
+        if response := calls.record_refusal(call_id, process.index, error):
+            self._respond(*response)
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
         """Record that an engine process has died.

@@ -36,7 +36,6 @@ _ENGINE_GAUGES = {
     "engine_up": "1 while the engine accepts requests, 0 while it restarts or has given up",
     "num_engine_restarts": "Restarts of the engine process",
 }
-_NUM_REQUESTS = "num_requests"
 _COUNTERS = {
     "prompt_tokens_total": "Prompt tokens of requests whose first token was generated",
     "generation_tokens_total": "Generated tokens",
@@ -111,33 +110,29 @@ class EngineMetrics:
 
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
+        families = MetricFamilies()
         labels = {"model_name": _ensemble_of(executor)}
+        self._families = families
         self._labels = labels
         self._processes = processes
         # The time of the next publication, by time.monotonic(). The first publication is due
         # immediately.
         self._publish_due = 0.0
-        self._families = MetricFamilies()
         self._num_publications = 0
+        self._published_num_requests: int | None = None  # None before the first publication
 
-        self._num_requests = self._families.gauge(
-            _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
-        ).Metric(labels)
-        self._published_num_requests: int | None = None  # None before the first call
-        self._gauges_of_engines = _create_gauges_of_engines(self._families, labels, len(processes))
-
-        # Counters and histograms, by name. To save time, these metrics are published only in some
-        # of the calls of `publish`.
-        self._counters = {
-            name: self._families.counter(name, text) for name, text in _COUNTERS.items()
-        }
-        self._histograms = _create_histograms(self._families, labels)
+        # Each publication contains the gauges.
+        self._num_requests = _create_gauge_of_requests(families, labels)
+        self._gauges_of_engines = _create_gauges_of_engines(families, labels, len(processes))
+        # To save time, most publications leave out the counters and the histograms.
+        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
+        self._histograms = _create_histograms(families, labels)
         # Each update of a sequence adds one value to this histogram. Passing each value to the
-        # server would take too much time, so the executor counts the values, and publishes counts.
-        self._token_gaps = self._families.histogram_counters(
+        # server would take too much time, so the histogram is published as counters.
+        self._token_gaps = families.histogram_counters(
             "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )
-        self._finish_reasons = self._families.counter(
+        self._finish_reasons = families.counter(
             "request_success_total", "Ended sequences by finish reason"
         )
 
@@ -205,6 +200,12 @@ def _ensemble_of(executor: str) -> str:
     Examples: "chat-executor" returns "chat", and "executor" returns "llm".
     """
     return _ENSEMBLE if executor == _EXECUTOR else executor.removesuffix(f"-{_EXECUTOR}")
+
+
+def _create_gauge_of_requests(families: MetricFamilies, labels: Mapping[str, str]) -> Any:  # noqa: ANN401
+    """Create the gauge of the number of requests in the executor."""
+    text = "Requests in the executor, from their arrival to their last response"
+    return families.gauge("num_requests", text).Metric(labels)
 
 
 def _create_gauges_of_engines(

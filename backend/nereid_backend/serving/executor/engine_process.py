@@ -89,20 +89,32 @@ class EngineService:
     def handle(self, kind: str, values: list[Any]) -> None:
         """Handle a message from the stub, the process in which Triton server runs the executor.
 
-        The weights can be replaced only when no request runs. Until then, store all messages for
+        While a replacement of the weights waits until no request runs, store all messages for
         later, except messages that abort a running request.
+
+        Args:
+            kind: the kind of the message, such as "add", "abort" or "reload_weights".
+            values: the other values of the message. The first value is an id.
         """
-        is_abort_of_running = kind == "abort" and values[0] in self._num_unfinished_sequences
-        if self._pending_reload is not None and not is_abort_of_running:
+        if self._must_hold(kind, values):
             self._held_messages.append((kind, values))
-            return
-        match kind, *values:
-            case "abort", request_id, index:
-                self._engine.abort(request_id, index)
-            case "reload_weights", call_id, path, mode:
-                self._begin_reload(_Reload(call_id, path, mode))
-            case _:
-                self._handle_request(kind, values)
+        elif kind == "abort":
+            request_id, index = values
+            self._engine.abort(request_id, index)
+        elif kind == "reload_weights":
+            call_id, path, mode = values
+            self._begin_reload(_Reload(call_id, path, mode))
+        else:
+            self._handle_request(kind, values)
+
+    def _must_hold(self, kind: str, values: list[Any]) -> bool:
+        """Return whether a message must be stored until the weights have been replaced."""
+        if self._pending_reload is None:
+            return False
+        if kind != "abort":
+            return True
+        request_id, _ = values
+        return request_id not in self._num_unfinished_sequences  # The request is stored, too.
 
     def _handle_request(self, kind: str, values: list[Any]) -> None:
         """Pass a request to the engine. If an error occurs, refuse only this request."""
@@ -222,12 +234,13 @@ class EngineService:
 
         If a replacement of the weights waits and the engine has no more work, replace the weights.
         """
-        # `step` also replaces the lists `compiled` and `started`, so no item is sent twice.
-        updates = self._engine.step()
-        # Send the events before the updates, so that the start of a request is reported before the
-        # first tokens of the request.
-        self._send_items("compiled", self._engine.compiled)  # times of grammar compilations
-        self._send_items("started", self._engine.started)  # requests that have left the queue
+        engine = self._engine
+        updates = engine.step()
+        # `step` has also stored the events of this step in the lists `compiled` (times of grammar
+        # compilations) and `started` (requests that have left the queue). Send these lists first,
+        # so that the start of a request is reported before the first tokens of the request.
+        self._send_items("compiled", engine.compiled)
+        self._send_items("started", engine.started)
         self._send_items("updates", [pack_update(update) for update in updates])
         for update in updates:
             if update.finish_reason is not None:  # The sequence of the update has ended.
@@ -279,16 +292,19 @@ def _load_service(
     """Load the model, and return the object that handles the messages to this process.
 
     Args:
-        make: see `serve_engine`.
-        prepare: see `serve_engine`.
-        settings: the fields of EngineConfig, and the number of this process ("replica").
+        make: builds the engine from its settings and `progress`.
+        prepare: changes the settings for the engine process with a number; None if all engine
+            processes have the same settings.
+        settings: the first message to this process: the fields of EngineConfig, and the number of
+            this process ("replica").
         send: sends a message to the stub.
         progress: reports a slow operation with a line of text.
     """
-    fields = {name: value for name, value in settings.items() if name != "replica"}
-    config = EngineConfig(**fields)
+    config_fields = dict(settings)
+    replica = config_fields.pop("replica", 0)
+    config = EngineConfig(**config_fields)
     if prepare is not None:
-        config = prepare(config, settings.get("replica", 0))
+        config = prepare(config, replica)
     return EngineService(make(config, progress), send)
 
 

@@ -55,6 +55,7 @@ _MIN_WAIT_S = 0.001
 # core.
 _INSPECTION_INTERVAL_S_PER_STREAM = 0.0004
 _LONGEST_RETRY_S = 60
+_IMMEDIATELY = 0.0  # a value of time.monotonic() that has always passed
 # The client id of the requests with which `nereid serve` tests whether the server hangs.
 _HEALTH_CHECK_CLIENT_ID = "nereid-serve"
 
@@ -110,12 +111,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         settings = self._settings
         # The streams (requests in the executor) with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
-        # `do_periodic_work` inspects all streams if the time `_next_inspection` has passed. The
-        # loop calls `do_periodic_work` again at the time `_inspection_deadline`, or earlier. The
-        # times are values of time.monotonic(). Because of the value 0, the first call inspects all
-        # streams.
-        self._next_inspection = 0.0
-        self._inspection_deadline = 0.0
+        # An inspection of all streams takes long, so the next inspection must not begin before
+        # `_earliest_inspection`. It must begin by `_latest_inspection`, when a heartbeat is due or
+        # a time limit expires. Both are values of time.monotonic().
+        self._earliest_inspection = _IMMEDIATELY
+        self._latest_inspection = _IMMEDIATELY
         # Determines the time between two messages of a stream.
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -136,8 +136,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Send a request for text to an engine process, or queue an operation for all processes.
 
-        An operation is a request about adapters, weights or the prefix cache. Its envelope is only
-        a placeholder.
+        An operation is a request about adapters, weights or the prefix cache. The envelope of a
+        request for text contains its parameters. The envelope of an operation is a placeholder.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -147,15 +147,21 @@ class ExecutorModel(SupervisedModel[Stream]):
         # generate text, even if a parameter has the name of an operation, such as "cache".
         is_placeholder = packed_envelope.size <= _MAX_PLACEHOLDER_BYTES
         if is_placeholder and self._engine_calls.put(tensors.parameters(request), sender):
-            return
+            return  # The request was an operation, and `put` has queued it.
         envelope = RequestEnvelope.unpack(packed_envelope)
-        is_health_check = envelope.client_id == _HEALTH_CHECK_CLIENT_ID
-        if is_health_check and self._engine_calls.is_replacing_weights:
-            # New requests wait until the weights are replaced, which can take minutes. Any response
-            # shows that the server does not hang.
-            raise CapacityError("the weights of the model are being replaced. Try again.")
+        self._refuse_health_check_during_replacement(envelope)
         token_ids = tensors.array(request, tensor_names.PROMPT_TOKEN_IDS).tobytes()
         self._open_stream(envelope, token_ids, sender)
+
+    def _refuse_health_check_during_replacement(self, envelope: RequestEnvelope) -> None:
+        """Raise a CapacityError for a health check while the weights are being replaced.
+
+        New requests wait until the weights are replaced, which can take minutes. A health check
+        tests whether the server hangs, and any response shows that it does not hang.
+        """
+        is_health_check = envelope.client_id == _HEALTH_CHECK_CLIENT_ID
+        if is_health_check and self._engine_calls.is_replacing_weights:
+            raise CapacityError("the weights of the model are being replaced. Try again.")
 
     def _open_stream(self, envelope: RequestEnvelope, token_ids: bytes, sender: Any) -> None:  # noqa: ANN401
         """Create the stream of a request, and send the request to one of the engine processes.
@@ -220,9 +226,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         self._engine_calls.send_new()
         now = time.monotonic()
-        if now >= self._next_inspection:
-            self._inspect_all_streams(now)
-        next_call = min(now + _IDLE_POLL_S, self._inspection_deadline)
+        if now >= self._earliest_inspection:
+            min_interval_s = len(self.requests) * _INSPECTION_INTERVAL_S_PER_STREAM
+            self._earliest_inspection = now + min_interval_s
+            next_event = self._inspect_all_streams(now)
+            self._latest_inspection = max(next_event, self._earliest_inspection)
+        next_call = min(now + _IDLE_POLL_S, self._latest_inspection)
         # Check a stream with unsent tokens when the time `stream.next_check` is reached.
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
@@ -230,22 +239,25 @@ class ExecutorModel(SupervisedModel[Stream]):
             next_call = min(next_call, stream.next_check)
         return max(next_call - now, 0.0)
 
-    def _inspect_all_streams(self, now: float) -> None:
-        """Check all streams for disconnected clients, stop strings, time limits and heartbeats.
+    def _inspect_all_streams(self, now: float) -> float:
+        """Check all streams for disconnected clients, stop strings, time limits and due messages.
 
-        Mutates: `_next_inspection`, and `_inspection_deadline`: the time at which a heartbeat (a
-        message without tokens) is due or a time limit expires, but not before `_next_inspection`.
+        Return the time at which the next message of a stream is due or its time limit expires.
         """
         streams = list(self.requests.values())
-        self._next_inspection = now + len(streams) * _INSPECTION_INTERVAL_S_PER_STREAM
         self._lost_clients.observe(streams, now)
-        next_event = math.inf
-        for stream in streams:
-            self._aborts.abort_unwanted(stream)
-            if not self._end_if_overdue(stream, now):
-                due = self._send_if_due(stream, now)
-                next_event = min(next_event, due, stream.timing.next_deadline)
-        self._inspection_deadline = max(self._next_inspection, next_event)
+        return min((self._inspect(stream, now) for stream in streams), default=math.inf)
+
+    def _inspect(self, stream: Stream, now: float) -> float:
+        """Abort or end `stream` if necessary. Otherwise, send its next message if this is due.
+
+        Return the time at which the next message is due or a time limit of the stream expires. For
+        a stream that was ended because of its time limit, return infinity.
+        """
+        self._aborts.abort_unwanted(stream)
+        if self._end_if_overdue(stream, now):
+            return math.inf
+        return min(self._send_if_due(stream, now), stream.timing.next_deadline)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
         """If the next step of a stream is due, send this step to the postprocessor.
@@ -256,7 +268,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         Returns:
             The time of the next call, as a value of time.monotonic():
             - If the step is not due yet: the time at which it is due.
-            - If the postprocessor has not processed enough earlier steps: a short time from now.
+            - If the step is due, but the postprocessor has too many unprocessed steps of the
+              stream: a short time from now.
             - If the step was sent: the time of the next heartbeat. New output causes an earlier
               call.
         """
@@ -266,13 +279,14 @@ class ExecutorModel(SupervisedModel[Stream]):
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        # `stream.may_send` needs an up-to-date list of the steps that are not processed yet.
+        # `due_at` and `may_send` read the list of the steps that are not processed yet.
         self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
             return due
         if not stream.may_send():
-            return now + max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
+            retry_s = max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
+            return now + retry_s
         self._send_step(stream, now)
         return now + heartbeat_s
 
@@ -377,9 +391,9 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, EngineError(message))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
-        """Add an update from the engine to `stream`. The loop then checks the stream at once.
+        """Add an update from the engine to `stream`, and let the loop check the stream at once.
 
-        End a stream with too many unsent tokens.
+        If the stream then has too many unsent tokens, end the stream.
         """
         now = time.monotonic()
         if update.new_token_ids:
@@ -387,15 +401,19 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._statistics.note_update(stream, update, now)
         stream.add(update)
         self._unsent[stream.request_id] = stream
-        stream.next_check = 0.0  # This time has passed, so `do_periodic_work` checks the stream.
-        limit = self._settings.max_pending_tokens
-        if stream.num_pending > limit:
-            self._aborts.abort(stream)
-            error = EngineError(
-                f"{stream.num_pending} generated tokens of this request wait to be sent, but the "
-                f"limit is {limit} (max_pending_tokens). The postprocessor is too slow."
-            )
-            self.end(stream, error)
+        stream.next_check = _IMMEDIATELY
+        if stream.num_pending > self._settings.max_pending_tokens:
+            self._end_with_too_many_unsent_tokens(stream)
+
+    def _end_with_too_many_unsent_tokens(self, stream: Stream) -> None:
+        """Abort `stream` in the engine, and end it with an error about its unsent tokens."""
+        self._aborts.abort(stream)
+        error = EngineError(
+            f"{stream.num_pending} generated tokens of this request wait to be sent, but the limit "
+            f"is {self._settings.max_pending_tokens} (max_pending_tokens). The postprocessor is "
+            "too slow."
+        )
+        self.end(stream, error)
 
     def _note_start(self, stream: Stream, started: float) -> None:
         """Record the time at which the engine started a request.
@@ -450,7 +468,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         return True
 
     def _send_step(self, stream: Stream, now: float) -> None:
-        """Send the unsent tokens of `stream`, and remove the stream if every sequence has ended."""
+        """Send the unsent tokens of `stream`, and end the stream if every sequence has ended."""
         state = stream.take_step(now)
         self._unsent.pop(stream.request_id, None)
         self._statistics.note_step(has_output=bool(state.deltas))
@@ -461,10 +479,15 @@ class ExecutorModel(SupervisedModel[Stream]):
         response = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         tensors.send(stream.sender, response, final=state.is_last)
         if state.is_last:
-            if stream.has_finished_sequence:
-                # The engine works, so only new restart attempts count toward max_engine_restarts.
-                self.owner(stream.request_id).num_attempts = 0
-            self._remove(stream)
+            self._finish(stream)
+
+    def _finish(self, stream: Stream) -> None:
+        """Remove a stream whose last step was sent."""
+        if stream.has_finished_sequence:
+            # The engine process works again, so its earlier attempts to restart no longer count
+            # toward the limit max_engine_restarts.
+            self.owner(stream.request_id).num_attempts = 0
+        self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
         """Remove a stream, release its memory slots, and record the end of its request."""

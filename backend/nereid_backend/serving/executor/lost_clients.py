@@ -69,31 +69,29 @@ class LostClientDetector:
     def detect_lost_client(self, stream: Stream) -> bool:
         """Return whether the server has dropped a step of `stream`. If so, the client is gone.
 
-        A step is a message to the postprocessor. The steps of all streams are numbered together,
-        and the server delivers the steps in this order. An unprocessed step of `stream` counts as
+        A step is a message to the postprocessor. The postprocessor normally consumes the steps of
+        all streams in the order in which they were sent. An unconsumed step of `stream` counts as
         dropped in two cases:
-        - The postprocessor has processed no step of `stream` for more than `patience_s` seconds.
-        - The postprocessor has processed a later step of any stream, and has processed no step of
-          `stream` for at least `_OVERTAKING_S` seconds. Example: step 7 belongs to `stream`, and
-          the postprocessor has processed step 8, but not step 7.
+        - For more than `patience_s` seconds, no step of `stream` was consumed.
+        - For at least `_OVERTAKING_S` seconds, no step of `stream` was consumed, and a step that
+          was sent later, of any stream, was consumed. Example: step 7 belongs to `stream`, and step
+          8 was consumed, but step 7 was not.
 
-        Mutates: removes processed steps from `stream.unconsumed_steps`.
+        Mutates: in the second case, the feedback about `stream` is read again.
         """
-        # `stalled_s` is the time since the postprocessor last processed a step of the stream.
-        if stream.unconsumed_steps and stream.stalled_s > self._patience_s:
+        no_consumption_s = stream.stalled_s  # the time since a step of the stream was consumed
+        if stream.unconsumed_steps and no_consumption_s > self._patience_s:
             return True
-        if stream.stalled_s < _OVERTAKING_S or not self._has_dropped_step(stream):
+        if no_consumption_s < _OVERTAKING_S or not self._is_overtaken(stream):
             return False
-        # The postprocessor reports processed steps in shared memory. It may have processed the step
-        # since the last read, so read the memory again.
+        # The steps may have been consumed since the feedback was last read, so read it again.
         self.remove_consumed_steps(stream)
-        return self._has_dropped_step(stream)
+        return self._is_overtaken(stream)
 
-    def _has_dropped_step(self, stream: Stream) -> bool:
-        """Return whether a step of `stream` was dropped before it reached the postprocessor.
+    def _is_overtaken(self, stream: Stream) -> bool:
+        """Return whether the oldest unconsumed step of `stream` was sent before a consumed step.
 
-        This is so if the postprocessor has processed a step with a higher number, of any stream,
-        but not the oldest unconsumed step of this stream.
+        The consumed step may belong to any stream.
         """
         return bool(stream.unconsumed_steps) and stream.unconsumed_steps[0] < self._newest_consumed
 

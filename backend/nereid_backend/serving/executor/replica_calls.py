@@ -52,7 +52,7 @@ class ReplicaCalls(ABC):
         self._waiting: dict[str, Call] = {}
 
     @abstractmethod
-    def _read(self, parameters: Mapping[str, Any]) -> list[Any] | None:
+    def _to_message(self, parameters: Mapping[str, Any]) -> list[Any] | None:
         """Convert the parameters of a request to a message without an id.
 
         Raises:
@@ -64,7 +64,7 @@ class ReplicaCalls(ABC):
         """Return a new id, and the message with this id. `number` makes the id unique."""
 
     @abstractmethod
-    def _response(self, call: Call) -> Tensors | NereidError:
+    def _complete(self, call: Call) -> Tensors | NereidError:
         """Return the response to a request for which every engine process is done."""
 
     def put(self, parameters: Mapping[str, Any], sender: Any) -> None:  # noqa: ANN401
@@ -77,7 +77,7 @@ class ReplicaCalls(ABC):
         Raises:
             RequestError: a parameter is missing or wrong.
         """
-        self._new.put((self._read(parameters), sender))
+        self._new.put((self._to_message(parameters), sender))
 
     def take_new(self) -> list[tuple[list[Any] | None, Any]]:
         """Remove and return the queued requests as pairs of a message and a response sender.
@@ -148,4 +148,4 @@ class ReplicaCalls(ABC):
         if call.pending_replicas:
             return None
         del self._waiting[call_id]
-        return call.sender, self._response(call)
+        return call.sender, self._complete(call)

@@ -12,6 +12,10 @@ from typing import Any
 
 from nereid_backend.errors import ConfigError
 
+# A fault that begins with this prefix, such as "busy 2", only uses the CPU for some seconds. Any
+# other fault ends the engine process.
+_BUSY_PREFIX = "busy "
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -31,6 +35,13 @@ class Rule:
     is_refused: bool = False
     fault: str = ""
 
+    @property
+    def busy_s(self) -> float | None:
+        """The duration of a fault such as "busy 2" in seconds; None for any other fault."""
+        if not self.fault.startswith(_BUSY_PREFIX):
+            return None
+        return float(self.fault.removeprefix(_BUSY_PREFIX))
+
 
 def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
     """Return the rules of the script at `path`.
@@ -43,16 +54,26 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
         ConfigError: the script cannot be read, or a rule has an unknown key or no key `when`.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        for entry in entries:
-            _check_keys(entry)
-        return [_rule(entry, encode) for entry in entries]
-    # If an entry is not an object, an AttributeError is raised. If a key is missing, a TypeError is
-    # raised.
+        return _parse_rules(path.read_text(encoding="utf-8"), encode)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"script: the file {path} cannot be read as a list of rules: {error}"
         ) from error
+
+
+def _parse_rules(text: str, encode: Callable[[str], list[int]]) -> list[Rule]:
+    """Return the rules in the JSON text of a script.
+
+    Raises:
+        ConfigError: a rule has an unknown key.
+        ValueError: the text is not JSON.
+        AttributeError: a rule is not an object.
+        TypeError: the JSON value is not a list, or a rule has no key `when`.
+    """
+    entries = json.loads(text)
+    for entry in entries:
+        _check_keys(entry)
+    return [_rule(entry, encode) for entry in entries]
 
 
 def _check_keys(entry: dict[str, Any]) -> None:

@@ -70,10 +70,7 @@ class ScriptedEngine:
         info: the description of the engine. The fields that describe a model are fictitious.
         sessions: the prefix sessions. There are none, because the scripted engine has no prefix
             cache.
-        started: one pair for each request that left the waiting queue in the last step: the id of
-            the request, and the time.
-        compiled: the compilations of grammars that ended in the last step. The list is always
-            empty, because the scripted engine compiles no grammars.
+        started, compiled: the events of the last step; see `StepEngine`.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
@@ -90,12 +87,15 @@ class ScriptedEngine:
         # The running and the waiting requests, by request id.
         self._requests: dict[str, ScriptedRequest] = {}
         self._queue: dict[str, ScriptedRequest] = {}
+        # The id of each request that has left the queue in the last step, and the time.
         self.started: list[tuple[str, float]] = []
+        # The id of a request, and the start and the end of the compilation of its grammar. The list
+        # stays empty, because the scripted engine compiles no grammars.
         self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
-        # The first argument None means that there is no prefix cache, so the BlockPool is not used.
-        self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
+        unused_pool = BlockPool(1)  # The class PrefixSessions needs a pool even without a cache.
+        self.sessions = PrefixSessions(None, unused_pool, config.block_size)
 
     def _read_rules(self, progress: Callable[[str], None]) -> list[Rule]:
         """Return the rules of the script at the path in the environment variable NEREID_SCRIPT."""

@@ -9,11 +9,6 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError
 from nereid_backend.serving.executor.script_rules import Rule
 
-# A rule of the script can contain a fault, which usually ends the process. A fault that begins with
-# `_BUSY_PREFIX`, such as "busy 2", only uses the CPU for some seconds. See the function
-# `cause_fault`.
-_BUSY_PREFIX = "busy "
-
 
 class ScriptedSequence:
     """One sequence of a request, and the tokens that the script assigns to the sequence.
@@ -83,19 +78,20 @@ class ScriptedRequest:
 
 
 def cause_fault(sequence: ScriptedSequence) -> None:
-    """If the script contains a fault for a sequence, cause this fault.
+    """Cause the fault in the rule of a sequence. Do nothing if the rule has no fault.
 
-    The fault "busy 2" uses the CPU for 2 seconds before the first token.
+    The fault "busy 2" uses the CPU for 2 seconds before the first token. Any other fault is an
+    error message, which ends the engine process unless the sequence is aborted.
 
     Raises:
-        EngineError: the rule has any other fault, and the sequence is not aborted.
+        EngineError: the fault ends the engine process.
     """
-    fault = sequence.rule.fault
-    if fault.startswith(_BUSY_PREFIX):
+    rule = sequence.rule
+    if rule.busy_s is not None:
         if sequence.num_tokens == 0:
-            _use_cpu(float(fault.removeprefix(_BUSY_PREFIX)))
-    elif fault and not sequence.is_aborted:
-        raise EngineError(fault)
+            _use_cpu(rule.busy_s)
+    elif rule.fault and not sequence.is_aborted:
+        raise EngineError(rule.fault)
 
 
 def next_tokens(

@@ -79,10 +79,10 @@ class WaitingLimits:
         with self._lock:
             wait_s = self._estimated_wait_s(timing.arrived, timing.client_id)
             reason = (
-                self._too_many_requests(timing.client_id)
-                or self._too_many_tokens(timing.client_id, timing.num_prompt_tokens)
-                or self._too_large_images(timing.client_id, timing.num_image_bytes)
-                or self._too_long_wait(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
+                self._request_limit_error(timing.client_id)
+                or self._token_limit_error(timing.client_id, timing.num_prompt_tokens)
+                or self._image_limit_error(timing.client_id, timing.num_image_bytes)
+                or self._wait_limit_error(min(timing.queue_timeout_s, timing.timeout_s), wait_s)
             )
             if reason is not None:
                 raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
@@ -118,7 +118,7 @@ class WaitingLimits:
             sentence = _retry_sentence(self._estimated_wait_s(time.monotonic(), client_id))
         return _TRY_LATER.sub(sentence, message)
 
-    def _too_many_requests(self, client: str) -> str | None:
+    def _request_limit_error(self, client: str) -> str | None:
         """Return an error if a new request of `client` would exceed the limit on requests."""
         if self._request_limit.allows(client, 1):
             return None
@@ -127,7 +127,7 @@ class WaitingLimits:
             f"the limit is {self._request_limit.limit} (max_num_waiting)"
         )
 
-    def _too_many_tokens(self, client: str, num_tokens: int) -> str | None:
+    def _token_limit_error(self, client: str, num_tokens: int) -> str | None:
         """Return an error if a request with `num_tokens` tokens would exceed the limit on tokens.
 
         If no other request is waiting, a request may have any number of tokens. Otherwise, a long
@@ -142,13 +142,15 @@ class WaitingLimits:
             f"limit is {self._token_limit.limit} (max_waiting_tokens)"
         )
 
-    def _too_large_images(self, client: str, num_bytes: int) -> str | None:
+    def _image_limit_error(self, client: str, num_bytes: int) -> str | None:
         """Return an error if a request with images of `num_bytes` bytes would exceed the limit.
 
-        If no other request with images is waiting, the images of a request may have any size.
+        The limit applies only if other requests with images are waiting. Otherwise, large images
+        could never be accepted.
         """
-        used_bytes = self._image_limit.used
-        if not (num_bytes and used_bytes) or self._image_limit.allows(client, num_bytes):
+        used_bytes = self._image_limit.used  # the size of the images of all waiting requests
+        has_limit = num_bytes > 0 and used_bytes > 0
+        if not has_limit or self._image_limit.allows(client, num_bytes):
             return None
         return (
             f"requests with prepared images of {format_bytes(used_bytes)} are waiting"
@@ -157,7 +159,7 @@ class WaitingLimits:
             "the memory that was free at the start). Send fewer or smaller images"
         )
 
-    def _too_long_wait(self, limit_s: float, wait_s: float | None) -> str | None:
+    def _wait_limit_error(self, limit_s: float, wait_s: float | None) -> str | None:
         """Return an error if the time limit of a request would probably expire in the queue.
 
         The real wait may be longer than the estimate `wait_s`, so even an estimate slightly below

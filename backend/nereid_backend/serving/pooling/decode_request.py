@@ -32,9 +32,7 @@ _MAX_INTEGER = 2**31 - 1
 # Parsing more JSON text would delay other requests, and parsed lists need much more memory than
 # their text. Only a prompt or an instruction can be long.
 _MAX_OPTIONS_CHARS = 2**20
-# Parsing a part with very many lists or objects would block other requests. A valid part needs only
-# one opening bracket, `{`. The limit is much larger, because brackets inside strings are counted,
-# too.
+# The largest number of opening brackets in a part, see `_check_num_brackets`.
 _MAX_PART_BRACKETS = 2**17
 # If a text is a URL, `://` occurs within its first `_MAX_SCHEME_CHARS` characters. Therefore, only
 # these characters are searched.
@@ -200,11 +198,7 @@ def _parse_part_fields(text: str, where: str) -> dict[str, str]:
     Raises:
         RequestError: the text is not such an object, or a value is not a string.
     """
-    if text.count("[") + text.count("{") > _MAX_PART_BRACKETS:
-        raise RequestError(
-            f"{where} has more than {_MAX_PART_BRACKETS} opening brackets, which is the limit. "
-            "Send a shorter text."
-        )
+    _check_num_brackets(text, where)
     try:
         part = json.loads(text)
         refuse_surrogates(where, text, part)
@@ -219,6 +213,20 @@ def _parse_part_fields(text: str, where: str) -> dict[str, str]:
         if not isinstance(content, str):
             raise RequestError(f"{where}: {name} must be a string, but the element is {text[:80]}.")
     return part
+
+
+def _check_num_brackets(text: str, where: str) -> None:
+    """Raise a RequestError if parsing a JSON text could block other requests.
+
+    Parsing very many lists or objects takes long, so the opening brackets are counted before the
+    text is parsed. Brackets inside strings count, too. Therefore the limit is high, although a
+    valid part needs only one bracket. `where` is the beginning of the error message.
+    """
+    if text.count("[") + text.count("{") > _MAX_PART_BRACKETS:
+        raise RequestError(
+            f"{where} has more than {_MAX_PART_BRACKETS} opening brackets, which is the limit. "
+            "Send a shorter text."
+        )
 
 
 def decode_image(text: str, where: str) -> bytes:
@@ -273,6 +281,7 @@ def pair_queries(
     """Pair the first query with the first document, the second with the second, and so on.
 
     Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].
+    The caller does not call this function if the request has one query for all documents.
 
     Raises:
         RequestError: the number of queries differs from the number of documents.

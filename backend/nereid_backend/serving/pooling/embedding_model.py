@@ -53,15 +53,26 @@ class EmbeddingModel(PoolingStub):
         tensor_name: str,
         options: Mapping[str, Any],
     ) -> list[tuple[str, Any]]:
-        """Return the inputs in a tensor as a list of pairs, for example `[("text", "Hello")]`."""
-        if tensor_name == names.TEXTS:
-            return [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
-        if tensor_name == names.PARTS:
-            parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
-            return [
-                ("part", decode_request.parse_part(part, index)) for index, part in enumerate(parts)
-            ]
-        return [("token_ids", ids) for ids in self._read_token_ids(request, options)]
+        """Return the inputs in a tensor. Each input is a pair of a name and a value.
+
+        Examples of an input in each of the tensors:
+
+            texts        ("text", "Hello")
+            parts        ("part", {"text": "A cat", "image": b"..."})
+            input_ids    ("token_ids", [5, 6, 7])
+        """
+        match tensor_name:
+            case names.TEXTS:
+                return [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
+            case names.PARTS:
+                return [("part", part) for part in self._read_parts(request)]
+            case _:
+                return [("token_ids", ids) for ids in self._read_token_ids(request, options)]
+
+    def _read_parts(self, request: Any) -> list[dict[str, str | bytes]]:  # noqa: ANN401
+        """Parse the tensor `parts`. Each element is JSON with a text, an image or both."""
+        texts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
+        return [decode_request.parse_part(text, index) for index, text in enumerate(texts)]
 
     def _read_token_ids(self, request: Any, options: Mapping[str, Any]) -> list[list[int]]:  # noqa: ANN401
         """Return one list of token ids for each input.

@@ -43,9 +43,7 @@ _MAX_SLICES = 2
 _MAX_VALUE_BYTES = 2**31 - 2**20
 # Before each batch, inputs are sent to the engine for at most `_PREPARE_S` seconds.
 _PREPARE_S = 0.01
-# Matches an error message of the engine about a slice, which is a group of inputs. If the slice has
-# several inputs, the message begins with the index of one input within the slice. Example: "input
-# 3: input: the text is empty".
+# Matches an error message of the engine, see `_parse_engine_message`.
 _ENGINE_MESSAGE = re.compile(r"(?:input (?P<index>\d+): )?(?P<problem>.*)", re.DOTALL)
 
 log = logging.getLogger("nereid")
@@ -187,23 +185,17 @@ class _JobProgress:
     def job_message(self, error: NereidError, first: int) -> str:
         """Rewrite the engine's error message about a slice into a message about the whole job.
 
-        The engine's message has the form "input INDEX: FIELD: PROBLEM". INDEX counts the inputs of
-        the slice, and "input INDEX: " is missing if the slice has only one input. Examples for the
-        slice that begins with the input `first` = 256 of a job in the tensor `texts`:
+        A slice is a group of inputs. Examples for the slice that begins with the input `first` =
+        256 of a job in the tensor `texts`:
 
             input 3: input: the text is empty  ->  texts: element 259: the text is empty
             input 3: image: it is damaged      ->  texts: element 259: image: it is damaged
             input 3: task: it is unknown       ->  task: it is unknown
         """
-        # An error of the engine contains only a text, so the index and the field are parsed from
-        # the text.
-        match = _ENGINE_MESSAGE.fullmatch(str(error))
-        assert match is not None, "the pattern matches every text"
-        problem = match["problem"]
+        index_in_slice, problem = _parse_engine_message(str(error))
         is_about_an_input = problem.startswith(("input: ", "image: "))
         if not is_about_an_input:
             return problem  # The field is an option, which is the same for all inputs of the job.
-        index_in_slice = int(match["index"] or 0)
         has_several_inputs = len(self.job.inputs) > 1
         element = f"element {first + index_in_slice}: " if has_several_inputs else ""
         # The name of the tensor replaces the field "input". The field "image" is not replaced,
@@ -349,6 +341,18 @@ class WorkerJobs:
         if isinstance(error, RequestError | CapacityError):
             kind = type(error).__name__
         self._send(["refused", progress.request_id, kind, str(error)])
+
+
+def _parse_engine_message(message: str) -> tuple[int, str]:
+    """Return the two parts of an error message of the engine: an index, and the problem.
+
+    The index counts the inputs of a slice. Example: "input 3: image: it is damaged" returns (3,
+    "image: it is damaged"). The message about a slice with one input contains no index. Then the
+    index is 0.
+    """
+    match = _ENGINE_MESSAGE.fullmatch(message)
+    assert match is not None, "the pattern matches every text"
+    return int(match["index"] or 0), match["problem"]
 
 
 def _parse_slice_id(slice_id: str) -> tuple[str, int]:

@@ -85,11 +85,8 @@ class Outcome:
                 token.
         """
         # Only a multi-vector embedding has a different number of vectors for each input.
-        is_multi_vector = kind == "multi_vector"
-        arrays = [value for value in values if isinstance(value, np.ndarray)]
-        counts = [len(array) for array in arrays] if is_multi_vector else []
-        # A value is a dict only if `kind` is "sparse".
-        weights = [_weights(value) for value in values if isinstance(value, dict)]
+        counts = [len(np.asarray(value)) for value in values] if kind == "multi_vector" else []
+        weights = [_weights(value) for value in values] if kind == "sparse" else []
         return cls(
             kind=kind,
             values=_join_values(kind, values),
@@ -168,8 +165,9 @@ def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-def _weights(embedding: dict[int, float]) -> Weights:
+def _weights(embedding: Value) -> Weights:
     """Return the token ids and the weights of a sparse embedding as two arrays."""
+    assert isinstance(embedding, dict), "a sparse embedding maps token ids to weights"
     token_ids = np.array(list(embedding), dtype=np.int32)
     weights = np.array(list(embedding.values()), dtype=np.float32)
     return token_ids, weights

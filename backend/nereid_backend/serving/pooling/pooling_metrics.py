@@ -66,13 +66,19 @@ class PoolingMetrics:
         """Create the metrics in Triton server."""
         self._values = _Values()
         self._labels = {"model_name": model_name}
-        self._families = families = MetricFamilies()  # Deleting this object deletes the metrics.
-        gauge_family = families.gauge("pooling_num_requests", "Requests without a response")
-        self._num_requests = gauge_family.Metric(self._labels)
-        self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
-        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
+        # `_families` creates the metrics. Deleting this object deletes the metrics.
+        self._families = MetricFamilies()
+        self._num_requests_gauge = self._families.gauge(
+            "pooling_num_requests", "Requests without a response"
+        ).Metric(self._labels)
+        self._requests_by_outcome = self._families.counter(
+            "pooling_requests_total", "Answered requests by outcome"
+        )
+        self._counters = {
+            name: self._families.counter(name, text) for name, text in _COUNTERS.items()
+        }
         self._histograms = {
-            name: families.histogram_counters(name, text, self._labels)
+            name: self._families.histogram_counters(name, text, self._labels)
             for name, text in _HISTOGRAMS.items()
         }
         # The time of the next publication, by time.monotonic(). The first publication is due
@@ -130,9 +136,9 @@ class PoolingMetrics:
         if now < self._publish_due:
             return
         self._publish_due = now + _PUBLISH_INTERVAL_S
-        self._num_requests.set(float(num_requests))
+        self._num_requests_gauge.set(float(num_requests))
         for outcome, count in self._values.num_by_outcome.items():
-            self._outcomes.raise_to(count, {**self._labels, "outcome": outcome})
+            self._requests_by_outcome.raise_to(count, {**self._labels, "outcome": outcome})
         for name, counter in self._counters.items():
             counter.raise_to(self._values.counts[name], self._labels)
         for name, histogram in self._values.histograms.items():

@@ -126,8 +126,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def text_limit(self) -> TextLimit:
         """The limit on the size of a text. It depends on numbers that the worker has reported."""
         assert self.child is not None
-        info = self.child.info
-        return TextLimit(info["max_model_len"], info["max_token_bytes"])
+        return _text_limit(self.child.info)
 
     @abstractmethod
     def build_outputs(self, outcome: Outcome) -> Tensors:
@@ -165,10 +164,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Send a request as a job to the worker process, or respond if the worker is not needed.
+        """Accept a request as a job, or respond with information about the model.
 
-        A job consists of the inputs and the options of one request. The worker is not needed for
-        information about the model, and for input tensors without elements.
+        A request can ask for information, have inputs, or both. If no checkpoint is served, the
+        inputs of a request for information are ignored.
 
         Raises:
             RequestError: an input is missing or wrong.
@@ -180,11 +179,27 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             raise CapacityError(self._not_served_message())
         self._check_num_requests()
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
-        if returns_info and not (has_checkpoint and given):  # Only information can be returned.
+        can_compute = has_checkpoint and bool(given)
+        if returns_info and not can_compute:
             self.respond_later(sender, self._info())
-            return
+        else:
+            # If no input tensor is given, this call raises a RequestError.
+            self._accept_job(request, sender, given, returns_info=returns_info)
+
+    def _accept_job(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own types
+        sender: Any,  # noqa: ANN401
+        given: list[str],
+        *,
+        returns_info: bool,
+    ) -> None:
+        """Send a request as a job to the worker process. `given` are the names of its tensors.
+
+        A job consists of the inputs and the options of one request. If there are no inputs, respond
+        without the worker.
+        """
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
-        # If no input tensor is given, `read_job` raises a RequestError.
         job = self.read_job(request, given, options)
         if job.inputs:
             self._add_job(request, sender, job, returns_info=returns_info)
@@ -224,22 +239,19 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
         """Respond to the request whose job the worker has completed or refused.
 
-        `values` of a message of the kind "done" are the id of the request, the start of the
-        computation, and the items of `Outcome.row`. `values` of the kind "refused" are the id of
-        the request, the class of the error, and the error message. Ignore other kinds of messages.
+        Ignore other kinds of messages, and a request that has already ended, for example because of
+        an abort.
         """
-        if kind not in ("done", "refused"):
-            return
-        request_id, *result = values
-        pending = self.remove(request_id)
-        if pending is None:  # The request has already ended, for example because of an abort.
-            return
-        if kind == "done":
-            started, *outcome_row = result
-            self._respond_with_outcome(pending, started, outcome_row)
-        else:
-            error_class, text = result
-            self.respond(pending.sender, refusal_error(error_class, text))
+        match kind, values:
+            # `outcome_row` contains the items of `Outcome.row`.
+            case "done", [request_id, started, *outcome_row]:
+                pending = self.remove(request_id)
+                if pending is not None:
+                    self._respond_with_outcome(pending, started, outcome_row)
+            case "refused", [request_id, error_class, message]:
+                pending = self.remove(request_id)
+                if pending is not None:
+                    self.respond(pending.sender, refusal_error(error_class, message))
 
     def _respond_with_outcome(
         self, pending: PendingRequest, started: float, outcome_row: list[Any]
@@ -339,8 +351,25 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         Raises:
             EngineError: the worker cannot be started, or the checkpoint has another task.
         """
+        program = self._worker_program(config)
+        try:
+            worker = SupervisedProcess.start(program, log_prefix=self.log_prefix)
+        except NereidError as error:
+            raise EngineError(
+                f"{self.kind}: {error} (The variables of this model begin with "
+                f"{self._variable_prefix}.)"
+            ) from error
+        self.processes = [worker]
+        # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
+        # the model's length limit, which the worker has reported.
+        text_limit = _text_limit(worker.child.info)
+        self._max_inputs = config.max_num_waiting or text_limit.default_max_num_waiting
+        self._check_task(worker, config.model)
+
+    def _worker_program(self, config: PoolingConfig) -> ChildProgram:
+        """Describe the worker process: its module, its settings, and limits on its run."""
         settings = self._settings
-        program = ChildProgram(
+        return ChildProgram(
             name="worker",
             title=f"worker of the {self.title}",
             module=self.worker_module,
@@ -349,20 +378,6 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             hang_timeout=Limit("hang_timeout_s", settings.hang_timeout_s),
             max_restarts=Limit("max_restarts", settings.max_restarts),
         )
-        try:
-            worker = SupervisedProcess.start(program, log_prefix=self.log_prefix)
-        except NereidError as error:
-            raise EngineError(
-                f"{self.kind}: {error} (The variables of this model begin with "
-                f"{self._variable_prefix}.)"
-            ) from error
-        # Set `processes` before `text_limit` is used, because `text_limit` reads numbers that the
-        # worker process in `processes` has reported.
-        self.processes = [worker]
-        # If the setting max_num_waiting is missing, the limit on the number of inputs depends on
-        # the model's length limit, which the worker has reported.
-        self._max_inputs = config.max_num_waiting or self.text_limit.default_max_num_waiting
-        self._check_task(worker, config.model)
 
     def _check_task(self, worker: SupervisedProcess, checkpoint: str) -> None:
         """Check the checkpoint's task. If it is wrong, stop the worker and raise an EngineError."""
@@ -393,6 +408,11 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             f"no checkpoint is served as {self.kind!r}. Set {self._variable_prefix}MODEL to the "
             "folder of a checkpoint and restart the server."
         )
+
+
+def _text_limit(info: Mapping[str, Any]) -> TextLimit:
+    """Return the limit on the size of a text. `info` is what a worker reports about its model."""
+    return TextLimit(info["max_model_len"], info["max_token_bytes"])
 
 
 def _fits_shared_memory(outputs: Tensors) -> bool:

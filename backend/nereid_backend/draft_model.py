@@ -211,7 +211,7 @@ class DraftModel:
         is_text_only = target.images is None  # The draft model gets only token ids.
         if not (has_output and is_decoding and is_text_only):
             return 0
-        profitable_length = self.lengths.next_length(target)
+        profitable_length = self.lengths.take_length(target)
         # The large model itself adds one token after the accepted draft tokens.
         fits_in_answer = target.max_total_tokens - num_known - 1
         fits_in_draft_model = self._sizes.max_model_len - num_known

@@ -146,11 +146,9 @@ class ActiveRequests:
         self._remove_from_request(request, sequence)
         if sequence in request.followers:
             self._remove_from_followers(request, sequence)
-            return
-        leader_ended_before_prompt = request.waits_for_prompt
-        if leader_ended_before_prompt:
-            new_leader = request.followers.pop(0)
-            self.waiting.add(new_leader)
+        elif request.waits_for_prompt:
+            # `sequence` was the leader, and has ended before the prompt was computed.
+            self._promote_first_follower(request)
 
     def _remove_from_request(self, request: Request, sequence: Sequence) -> None:
         """Remove a sequence from its request. Also remove the request if no sequence is left."""
@@ -158,6 +156,11 @@ class ActiveRequests:
         del request.sequences[sequence.index]
         if not request.sequences:
             del self._requests[sequence.request_id]
+
+    def _promote_first_follower(self, request: Request) -> None:
+        """Make the first follower of a request the new leader, which must compute the prompt."""
+        new_leader = request.followers.pop(0)
+        self.waiting.add(new_leader)
 
     def check(self, num_running: int) -> None:
         """Check that no sequence was lost.

@@ -163,10 +163,10 @@ def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
     the order of their chunks. `_remove_placeholders` removes the placeholders.
     """
     sampling_sequences = []
-    # Unpacking 64 chunks takes 13 microseconds. Reading the fields by name would take 15.
-    for sequence, start, num_tokens, samples, _is_first, _num_logits in plan.chunks:
-        sequence.num_computed_tokens = start + num_tokens
-        if samples:
+    for chunk in plan.chunks:
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        if chunk.samples:
             sequence.token_ids.append(_PENDING)
             sampling_sequences.append(sequence)
     return sampling_sequences

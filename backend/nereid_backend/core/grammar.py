@@ -97,17 +97,15 @@ class ThinkingSpec(NamedTuple):
         Raises:
             RequestError: if the fields are not a valid specification.
         """
-        match values := _as_tuple(fields):
-            case (str(start), str(end), [*token_ids], bool(is_open), budget) if _are_integers(
-                token_ids
-            ) and _is_budget(budget):
-                return cls(start, end, tuple(token_ids), is_open, budget)
-            case _:
-                raise RequestError(
-                    "thinking: the value must be a list of five items: the start marker, the end "
-                    "marker, a list of token ids, a boolean, and the budget (an integer of at "
-                    f"least 0, or null). But it is {values!r}."
-                )
+        values = _as_tuple(fields)
+        if len(values) != len(cls._fields) or not _are_thinking_fields(*values):
+            raise RequestError(
+                "thinking: the value must be a list of five items: the start marker, the end "
+                "marker, a list of token ids, a boolean, and the budget (an integer of at "
+                f"least 0, or null). But it is {values!r}."
+            )
+        start, end, end_token_ids, is_open, budget = values
+        return cls(start, end, tuple(end_token_ids), is_open, budget)
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
@@ -116,6 +114,20 @@ def _as_tuple(fields: object) -> tuple[Any, ...]:
     The value comes from another process and may be invalid. An error message can show the tuple.
     """
     return tuple(fields) if isinstance(fields, list | tuple) else (fields,)
+
+
+def _are_thinking_fields(
+    start: object, end: object, end_token_ids: object, is_open: object, budget: object
+) -> bool:
+    """Return whether the arguments have the types of the fields of a `ThinkingSpec`."""
+    return (
+        isinstance(start, str)
+        and isinstance(end, str)
+        and isinstance(end_token_ids, list | tuple)
+        and _are_integers(end_token_ids)
+        and isinstance(is_open, bool)
+        and _is_budget(budget)
+    )
 
 
 def _are_integers(values: Iterable[object]) -> bool:

@@ -53,18 +53,14 @@ class PrefillShares:
         client. One token is always allowed. Example: the share of the client is 100. The calls with
         80 and 80 tokens return 80 and 20, and a third call returns 1.
         """
-        if not self._remaining:
-            return num_tokens  # The budget was not divided.
-        if num_tokens <= 1:
-            # One token is always allowed and does not reduce the share, because the planner has
-            # already reserved one token of the budget for each running sequence.
+        is_divided = bool(self._remaining)
+        # A single token does not reduce the share, because the planner has already reserved one
+        # token of the budget for each running sequence.
+        if not is_divided or num_tokens <= 1:
             return num_tokens
         client = sequence.params.client_id
-        # A client without a share may compute `num_tokens` tokens at first, and then one token in
-        # each further call.
-        remaining = self._remaining.get(client, num_tokens)
-        num_allowed = min(num_tokens, max(1, remaining))
-        # The number can become negative, because one token is always allowed. Like 0, a negative
-        # number means that the share is used up.
-        self._remaining[client] = remaining - num_allowed
+        # If the client has got no share, the first call creates a share of `num_tokens` tokens.
+        share = self._remaining.get(client, num_tokens)
+        num_allowed = min(num_tokens, max(1, share))
+        self._remaining[client] = max(0, share - num_allowed)
         return num_allowed

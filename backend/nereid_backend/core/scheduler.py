@@ -31,7 +31,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.sequence_endings import SequenceEndings
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner
-from nereid_backend.core.updates import append_sampled, count_accepted_drafts, report_tokens
+from nereid_backend.core.updates import Ending, append_sampled, report_tokens, settle_drafts
 
 
 class Scheduler:
@@ -205,10 +205,9 @@ class Scheduler:
         """
         # `sequences_of` returns a new list, so the loop can call `end`, which removes a sequence
         # from the request.
-        self._unreported_updates += [
-            self._endings.end(sequence, "error", error=error, is_refused=is_refused)
-            for sequence in self._requests.sequences_of(request_id)
-        ]
+        for sequence in self._requests.sequences_of(request_id):
+            update = self._endings.end(sequence, "error", error=error, is_refused=is_refused)
+            self._unreported_updates.append(update)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or only its sequence `index`. The next call of `commit` reports the end.
@@ -350,13 +349,12 @@ class Scheduler:
     def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> RequestUpdate | None:
         """Apply the step's result to the sequence of `chunk`, and return an update for the client.
 
-        The sampled tokens are appended to the sequence, and the full blocks of the sequence are
-        added to the prefix cache. If no token could be sampled, the sequence ends with an error
-        instead. The result is None if the sequence ended while the step was running, or if the step
-        samples no token for the chunk (`sampled` is None).
+        The sampled tokens are appended to the sequence. If no token could be sampled, the sequence
+        ends with an error instead. The result is None if the sequence ended while the step was
+        running, or if the step samples no token for the chunk (`sampled` is None).
 
-        Mutates: the sequence. The tokens of the chunk count as computed, sampled tokens are
-            appended, and blocks before an attention window are freed.
+        Mutates: the sequence and the prefix cache. The tokens of the chunk count as computed, full
+            blocks are added to the cache, and blocks before an attention window are freed.
         """
         sequence = chunk.sequence
         if sampled is not None and sampled.error is not None:
@@ -364,17 +362,20 @@ class Scheduler:
         if sequence in self._pending_plans.ended_sequences:
             return None
         chunk_end = chunk.start + chunk.num_tokens
-        # The last tokens of the chunk may be draft tokens, which do not count as computed before
-        # they are verified. The conditional expression takes less time than `min`.
         num_known = len(sequence.token_ids)
+        # Draft tokens at the end of the chunk do not count as computed before they are verified.
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
+        ending = None
         if sampled is not None:
-            # This call also adds the full blocks to the cache before the sequence can end.
-            update = self._append(sequence, sampled)
-        else:
-            update = None
-            if self.cache is not None:
-                self.cache.add(sequence)
+            ending = append_sampled(sequence, sampled)
+            if sequence.draft_token_ids and self.drafter is not None:
+                settle_drafts(sequence, sequence.token_ids[num_known:], self.drafter)
+        # Add the full blocks before the sequence can end, because an ended sequence has no blocks.
+        if self.cache is not None:
+            self.cache.add(sequence)
+        update = None
+        if sampled is not None:
+            update = self._report(sequence, sampled, num_known, ending)
         if self._has_windows:
             # This call does nothing if the sequence has ended and has released its blocks.
             self._tables.free_blocks_before_window(sequence)
@@ -402,22 +403,21 @@ class Scheduler:
             return None
         return self._endings.end(sequence, "error", error=error, is_refused=is_refused)
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
-        """Append sampled tokens to a sequence, and return an update that reports these tokens.
+    def _report(
+        self, sequence: Sequence, sampled: Sampled, num_known: int, ending: Ending | None
+    ) -> RequestUpdate:
+        """Return an update that reports the new tokens of a sequence. If `ending` is set, end it.
 
-        The sequence ends at a stop token or at its length limit. Its full blocks are added to the
-        prefix cache before it can end, because a sequence releases its blocks when it ends.
+        Example: the sampled tokens are [5, 2, 9], and 2 is a stop token, so 5 and 2 were appended.
+        The update reports the tokens [5, 2], and its finish_reason is "stop".
 
-        Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the
-        tokens [5, 2], and its finish_reason is "stop".
+        Args:
+            sequence: the sequence, to which the new tokens have already been appended.
+            sampled: the tokens that the step has sampled, and their log-probabilities.
+            num_known: the number of tokens before the new tokens.
+            ending: the reason why the sequence ends; None if the sequence continues.
         """
-        num_known = len(sequence.token_ids)
-        reason, stop_reason = append_sampled(sequence, sampled)
         new_token_ids = sequence.token_ids[num_known:]
-        if sequence.draft_token_ids and self.drafter is not None:
-            count_accepted_drafts(sequence, new_token_ids, self.drafter)
-        if self.cache is not None:
-            self.cache.add(sequence)
         if sequence.params.n > 1:
             # The whole prompt has been computed, because a token was sampled. The other sequences
             # of the request can now enter the queue. If they are already in the queue, this call
@@ -426,9 +426,11 @@ class Scheduler:
         # The sampled tokens after a stop token are not reported.
         top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]
         update = report_tokens(sequence, new_token_ids, top_logprobs)
-        if reason is None:
+        if ending is None:
             return update
-        return self._endings.end(sequence, reason, update=update, stop_reason=stop_reason)
+        return self._endings.end(
+            sequence, ending.reason, update=update, stop_reason=ending.stop_token_id
+        )
 
 
 def _has_one_known_token(chunk: Chunk) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a sequence in the scheduler. A sequence is one of the n outputs of a request."""
 
+import copy
 from collections import abc
 
 from nereid_backend.core.adapter import Adapter
@@ -93,8 +94,6 @@ class Sequence:
                 `params.ignore_eos` is true.
             seed: the 64-bit seed of the sequence's random numbers.
         """
-        # The id of the request, and the index, the scheduling rank and the batch row of the
-        # sequence.
         self.request_id = request_id
         self.index = 0
         self.rank: tuple[int, ...] = ()
@@ -108,6 +107,10 @@ class Sequence:
         self.guide: Guide | None = None
         self.adapter: Adapter | None = None
         self.images: ImageInputs | None = None
+        self._set_initial_state(prompt_token_ids)
+
+    def _set_initial_state(self, prompt_token_ids: abc.Sequence[int]) -> None:
+        """Set the attributes that change while the sequence runs, such as its tokens and blocks."""
         # These attributes describe the tokens of the sequence and the values that updates report.
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -176,20 +179,14 @@ class Sequence:
     def _copy(self, index: int) -> "Sequence":
         """Return a copy of this new sequence, with another index and another seed.
 
-        The sequence must not have been scheduled yet, so it has no blocks that could be copied.
+        The sequence must not have been scheduled yet, so its only tokens are those of the prompt.
         """
-        copy = Sequence(
-            self.request_id,
-            self.token_ids,  # The constructor copies the list.
-            self.params,
-            max_total_tokens=self.max_total_tokens,
-            seed=self._seed_of_copy(index),
-        )
-        copy.index = index
-        copy.stop_token_ids = self.stop_token_ids
-        copy.adapter = self.adapter
-        copy.images = self.images
-        return copy
+        new_sequence = copy.copy(self)
+        new_sequence.index = index
+        new_sequence.seed = self._seed_of_copy(index)
+        # The lists of tokens and blocks must not be shared.
+        new_sequence._set_initial_state(self.token_ids)
+        return new_sequence
 
     def _seed_of_copy(self, index: int) -> int:
         """Return the seed of copy `index`. No two sequences of the request have the same seed."""

@@ -226,33 +226,22 @@ class StepPlanner:
             The chunks and the rest of the budget. A chunk contains the tokens of one sequence.
         """
         chunks: list[Chunk] = []
-        # These values are read once, because the loop runs for every sequence in every step.
         is_previous_step_running = self.pending_plans.is_planning
-        has_block = self.tables.has_block
-        uses_drafts = self.drafter is not None
-        # `_plan_next_tokens` may preempt sequences, which removes them from the list. It preempts
-        # only later sequences, or the current sequence. In the second case, it returns None, and
-        # the loop ends.
+        # `_plan_next_tokens` may preempt this sequence or later sequences, which removes them from
+        # the list. If it preempts this sequence, it returns None, and the loop ends.
         for index, sequence in enumerate(self.running.sequences):
             if budget <= 0:
                 break
             if is_previous_step_running and self.pending_plans.will_end(sequence):
                 continue  # The sequence needs no more tokens.
-            start = sequence.num_computed_tokens
-            needs_one_token = start + 1 == len(sequence.token_ids) and not uses_drafts
-            chunk: Chunk | None
-            if needs_one_token and has_block(sequence, start):
-                # This is the usual case. No block must be allocated.
-                chunk = make_one_token_chunk(sequence, start)
-            else:
-                chunk = self._plan_next_tokens(index, budget)
+            chunk = self._plan_next_tokens(index, sequence, budget)
             if chunk is None:
                 break
             chunks.append(chunk)
             budget -= chunk.num_tokens
         return chunks, budget
 
-    def _plan_next_tokens(self, index: int, budget: int) -> Chunk | None:
+    def _plan_next_tokens(self, index: int, sequence: Sequence, budget: int) -> Chunk | None:
         """Select the tokens to compute next for a running sequence, and allocate their blocks.
 
         If speculative decoding is on and the chunk contains the last known token (a token of the
@@ -264,13 +253,17 @@ class StepPlanner:
 
         Args:
             index: the position of the sequence in the order of the running sequences.
+            sequence: the sequence.
             budget: the number of tokens that the step may still compute.
 
         Returns:
             The chunk; None if `_allocate` could not allocate the blocks.
         """
-        sequence = self.running[index]
-        num_uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
+        start = sequence.num_computed_tokens
+        num_uncomputed = len(sequence.token_ids) - start
+        if num_uncomputed == 1 and self.drafter is None and sequence.num_tokens_with_blocks > start:
+            # This is the usual case: the sequence already has a block for its last known token.
+            return make_one_token_chunk(sequence, start)
         # Reserve one token of the budget for each running sequence after the position `index`.
         # Otherwise, the sequence at `index` could use the whole budget.
         num_later = len(self.running) - index - 1
@@ -296,6 +289,8 @@ class StepPlanner:
         Returns:
             Whether the blocks were allocated. False if the sequence itself was preempted. Also
             False if a preemption is needed, but the previous step is still running.
+
+        Mutates: `must_wait_for_step`. It becomes True in the last case.
         """
         sequence = self.running[index]
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
@@ -305,14 +300,17 @@ class StepPlanner:
                 # The running step may still use the blocks of the sequences.
                 self.must_wait_for_step = True
                 return False
-            if self.requests.waiting.has_several_clients:
-                victim = cheapest_victim_of_largest_client(index, self.running)
-            else:
-                victim = cheapest_victim(index, self.running)
+            victim = self._select_victim(index)
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _select_victim(self, index: int) -> Sequence:
+        """Return the sequence to preempt next: the running sequence at `index` or a later one."""
+        if self.requests.waiting.has_several_clients:
+            return cheapest_victim_of_largest_client(index, self.running)
+        return cheapest_victim(index, self.running)
 
     def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the length of a sequence's next chunk of tokens, at most `num_tokens`.

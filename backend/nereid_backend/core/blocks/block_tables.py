@@ -30,6 +30,10 @@ from nereid_backend.core.sequence import Sequence
 class BlockTables:
     """Allocates and frees the blocks of sequences.
 
+    A sequence has one block table for each group of layers. In a group with an attention window, no
+    token attends to the blocks before the window. The null block (a placeholder) replaces these
+    blocks.
+
     Attributes:
         cache: the prefix cache; None if prefix caching is off.
         kept_prompts: the prompt blocks that requests with several sequences keep for their waiting
@@ -75,17 +79,9 @@ class BlockTables:
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
         """Allocate the blocks that a waiting sequence needs to start, if enough blocks are free.
 
-        The sequence shares the blocks of its longest cached prefix. If another sequence of the
-        request has already computed the prompt, the sequence shares the blocks of the prompt
-        instead.
-
-        A sequence has one block table for each group of layers. In a group with an attention
-        window, no token attends to the blocks before the window. The null block (a placeholder)
-        replaces these blocks, and the sequence gets only the blocks for the window and one step.
-
-        Example with one group: block_size is 16, and the sequence has 35 tokens. The cache contains
-        the first block of the sequence as block 4, and the pool allocates the blocks 9 and 2. The
-        block table becomes [4, 9, 2], and 16 tokens count as computed.
+        If another sequence of the request has already computed the prompt, the sequence shares the
+        blocks of the prompt. Otherwise, the sequence shares the blocks of its longest cached
+        prefix.
 
         Returns:
             Whether enough blocks were free. If False, nothing has changed.
@@ -93,23 +89,34 @@ class BlockTables:
         Mutates: the block tables of `sequence`, its number of computed tokens, and its snapshot.
             The call may add block copies, which the next call of `take_copies` returns.
         """
-        keeps_prompt = bool(request.block_tables)
-        if keeps_prompt and sequence in request.followers:
-            # Another sequence of the request has computed the prompt, so this sequence reuses the
-            # blocks of the prompt.
+        request_keeps_prompt = bool(request.block_tables)
+        if request_keeps_prompt and sequence in request.followers:
             return self._try_share_prompt(sequence, request)
-        tables = self._find_cached(sequence)  # one table for each group of layers
-        num_cached_blocks = len(tables[0])
+        return self._try_share_cached_prefix(sequence)
+
+    def _try_share_cached_prefix(self, sequence: Sequence) -> bool:
+        """Build a sequence's block tables from its longest cached prefix and from new blocks.
+
+        A sequence has one block table for each group of layers. Example with one group: block_size
+        is 16, and the sequence has 35 tokens. The cache contains the first block of the sequence as
+        block 4, and the pool allocates the blocks 9 and 2. The block table becomes [4, 9, 2], and
+        16 tokens count as computed.
+
+        Returns:
+            Whether enough blocks were free. If False, nothing has changed.
+        """
+        tables = self._find_cached(sequence)
+        num_cached_blocks = len(tables[0])  # All tables have the same length.
         num_cached_tokens = num_cached_blocks * self._block_size
         num_new_blocks = [
             self._num_entries_to_start(sequence, num_cached_tokens, window) - num_cached_blocks
             for window in self._windows
         ]
         shared_blocks = _without_null_blocks(tables, self._count_null_blocks(tables))
-        # `num_free` also counts cached blocks that no sequence uses. If this sequence reuses such
-        # blocks, they cannot be allocated as new blocks.
-        num_available = self._pool.num_free - self._pool.count_idle(shared_blocks)
-        if sum(num_new_blocks) > num_available:
+        # `num_free` includes the idle blocks: cached blocks that no sequence uses. If this sequence
+        # shares an idle block, the block cannot be allocated as a new block.
+        num_allocatable = self._pool.num_free - self._pool.count_idle(shared_blocks)
+        if sum(num_new_blocks) > num_allocatable:
             return False
         sequence.block_tables = self._complete_tables(tables, num_new_blocks)
         self._record_new_tables(sequence, num_cached_tokens)
@@ -159,10 +166,6 @@ class BlockTables:
         if self.cache is not None:
             self.cache.num_queried_tokens += len(sequence.token_ids)
             self.cache.num_hit_tokens += sequence.num_reused_tokens
-
-    def has_block(self, sequence: Sequence, position: int) -> bool:
-        """Return whether each block table has a block for the sequence's token at `position`."""
-        return position < sequence.num_tokens_with_blocks
 
     def num_blocks_to_start(self, sequence: Sequence) -> int:
         """Return how many blocks a sequence needs to start, assuming that no block is cached."""
@@ -244,7 +247,7 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, and set its number of computed tokens to 0."""
         if self.snapshots is not None:
-            self.snapshots.finish(sequence)
+            self.snapshots.close(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
             self.cache.retain(sequence)
         self._pool.release(_without_null_blocks(sequence.block_tables, sequence.num_null_blocks))

@@ -118,8 +118,9 @@ class PrefixCache:
 
         The result has one block table for each group of layers, and all tables have the same
         length. The last token is never part of the prefix, because sampling needs the logits of the
-        last token. In a group with an attention window, the null block (a placeholder) replaces the
-        blocks before the window.
+        last token. If the model has a recurrent state, the prefix ends at a saved copy of the state
+        (a snapshot). In a group with an attention window, the null block (a placeholder) replaces
+        the blocks before the window.
 
         Example with one group: the sequence has 48 tokens, and block_size is 16. The cache contains
         the first two blocks of the sequence as the blocks 7 and 2, so the result is [[7, 2]]. The
@@ -130,17 +131,15 @@ class PrefixCache:
         """
         hashes = self.prefix_hashes(sequence)
         if self._has_windows:
-            # Some groups of layers have an attention window. Blocks before this window may be
-            # missing in the cache. The cached blocks then have no single end position, so
-            # `end_of_cached_blocks` is not set.
             return self._find_with_windows(hashes)
-        block_table = self._leading_cached_blocks(hashes)
-        if self.snapshots is not None:
-            # Let this sequence save its recurrent state at the end of the cached blocks, so that
-            # the next request with this prefix can reuse all cached blocks.
-            sequence.end_of_cached_blocks = len(block_table) * self._block_size
-            block_table = block_table[: self._num_blocks_to_snapshot(hashes[: len(block_table)])]
-        return [block_table]
+        cached_blocks = self._leading_cached_blocks(hashes)
+        if self.snapshots is None:
+            return [cached_blocks]
+        # Let this sequence save its recurrent state at the end of the cached blocks, so that the
+        # next request with this prefix can reuse all cached blocks.
+        sequence.end_of_cached_blocks = len(cached_blocks) * self._block_size
+        num_reusable = self._num_blocks_to_snapshot(hashes[: len(cached_blocks)])
+        return [cached_blocks[:num_reusable]]
 
     def _num_blocks_to_snapshot(self, hashes: list[bytes]) -> int:
         """Return the number of blocks before the last snapshot, or 0 if there is no snapshot.
@@ -173,10 +172,9 @@ class PrefixCache:
     def start_recording_new_blocks(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Start to record which blocks are new, so that the caller can save these blocks on disk.
 
-        From now on, the hashes of new blocks are added to `disk_changes.unsaved`, and the hashes of
-        new snapshots of recurrent states are added to `snapshots.unsaved`. The caller saves these
-        blocks and snapshots, and removes their hashes. The model must have only one group of
-        layers.
+        From now on, the cache adds the hash of each new block to `disk_changes.unsaved`. If the
+        model has a recurrent state, `snapshots` records the new copies of the state, too. The
+        caller removes a hash when the block is saved. The model must have only one group of layers.
 
         Args:
             before_reuse: called with the hash and the id of an unsaved block before the content of
@@ -185,7 +183,7 @@ class PrefixCache:
         assert len(self._windows) == 1, "The cache on disk stores one block for each hash."
         self.disk_changes = DiskChanges(before_reuse)
         if self.snapshots is not None:
-            self.snapshots.unsaved = {}
+            self.snapshots.start_recording()
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all blocks before the block that contains the last token.
@@ -290,12 +288,9 @@ class PrefixCache:
         key = SessionKey(params.client_id, params.prompt_cache_key)
         self._pool.retain(self._blocks_last_first(sequence), key, params.retention_s)
         if self.snapshots is not None:
-            # A snapshot applies to all groups of layers, so it is retained if any group still has
-            # the block before the snapshot.
-            first_retained = min(sequence.num_null_blocks)
-            hashes = sequence.block_hashes[first_retained : sequence.num_blocks_in_cache]
-            # The first snapshot in the list is evicted first. The next request of the session
-            # probably continues after the last snapshot, and does not need the earlier ones.
+            # The first snapshot is evicted first. The next request of the session probably
+            # continues after the last snapshot, and does not need the earlier ones.
+            hashes = _hashes_of_used_blocks(sequence)
             self.snapshots.retain(hashes, key, params.retention_s)
 
     def _blocks_last_first(self, sequence: Sequence) -> list[int]:
@@ -419,6 +414,16 @@ class PrefixCache:
         images = sequence.images
         key = b"" if images is None or end <= images.first_token else images.digest
         return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=key).digest()
+
+
+def _hashes_of_used_blocks(sequence: Sequence) -> list[bytes]:
+    """Return the hashes of the cached blocks that a sequence has not freed in all groups of layers.
+
+    The first block comes first. Example: five blocks are cached. If one group has freed the first
+    two blocks, and another group has freed the first three, the last three hashes are returned.
+    """
+    num_freed_in_all_groups = min(sequence.num_null_blocks)
+    return sequence.block_hashes[num_freed_in_all_groups : sequence.num_blocks_in_cache]
 
 
 def _first_hash(sequence: Sequence) -> bytes:

@@ -111,6 +111,10 @@ class StateSnapshots:
         """Return the number of snapshots."""
         return len(self._ids)
 
+    def start_recording(self) -> None:
+        """Start to add the hashes of new snapshots to `unsaved`. The caller writes them to disk."""
+        self.unsaved = {}
+
     def start_from(self, sequence: Sequence, num_reused: int) -> None:
         """Let a sequence continue from the state that was saved after `num_reused` tokens.
 
@@ -129,26 +133,27 @@ class StateSnapshots:
     def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the length of a sequence's next chunk of tokens, at most `num_tokens`.
 
-        A snapshot of the recurrent state can be saved only after the tokens of a step (the chunk).
-        Therefore, the chunk ends at the first position at which a snapshot should be saved.
+        A snapshot of the recurrent state can be saved only after the last token of a chunk, and
+        only at the end of a block. Therefore, the chunk ends at the first position in the prompt at
+        which a snapshot should be saved. If the chunk contains no such position, the chunk ends at
+        the last end of a block, unless it reaches the last known token of the sequence.
 
-        Example: block_size is 16, the prompt has 1000 tokens (62 full blocks), and the first 512 of
-        them are computed. A snapshot should be saved at the end of the second-to-last full block,
-        after 61 * 16 = 976 tokens. `chunk_length(sequence, 488)` therefore returns 976 - 512 = 464.
+        Examples: block_size is 16, the prompt has 1000 tokens, the first 512 of them are computed,
+        and a snapshot should be saved after 976 tokens. For num_tokens=488, the chunk ends at 976,
+        so the length is 976 - 512 = 464. For num_tokens=100, the last end of a block is at 608, so
+        the length is 608 - 512 = 96.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
         snapshot_positions = self._snapshot_positions_in_prompt(sequence)
-        # If a position equals `end`, the chunk already ends at this position and need not be
-        # shortened.
         positions_in_chunk = [position for position in snapshot_positions if start < position < end]
         if positions_in_chunk:
             return min(positions_in_chunk) - start
-        is_last_chunk = end >= len(sequence.token_ids)
+        has_last_known_token = end >= len(sequence.token_ids)
         last_block_end = end // self._block_size * self._block_size
-        if is_last_chunk or last_block_end <= start:
+        contains_block_end = last_block_end > start
+        if has_last_known_token or not contains_block_end:
             return num_tokens
-        # End this chunk at the end of a block, because a snapshot can be saved only there.
         return last_block_end - start
 
     def prepare_step(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
@@ -212,7 +217,7 @@ class StateSnapshots:
         is_in_prompt = position <= sequence.num_prompt_tokens
         if is_in_prompt:
             # Snapshots of the answer are not marked for writing here, because newer snapshots will
-            # probably replace them soon. `finish` marks the last snapshot of the answer.
+            # probably replace them soon. `close` marks the last snapshot of the answer.
             self._write_to_disk_later(block_hash)
         self._delete_previous_answer_snapshot(sequence)
         sequence.num_snapshot_tokens = position
@@ -239,26 +244,27 @@ class StateSnapshots:
         if is_in_answer and was_saved_by_sequence:
             self.delete(self._hash_before(sequence, previous_position))
 
-    def finish(self, sequence: Sequence) -> None:
-        """Delete a sequence's unfinished snapshot. Mark the last finished one for writing to disk.
+    def close(self, sequence: Sequence) -> None:
+        """Delete a sequence's unsaved snapshot, and let the last saved snapshot be written to disk.
 
-        This method is called when the blocks of the sequence are released. A snapshot is a saved
-        copy of the recurrent state. It is unfinished while the step that saves it is running. The
-        last finished snapshot is marked only if it belongs to the answer, because `add` has already
-        marked the snapshots of the prompt.
+        This method is called when the blocks of the sequence are released. A snapshot is a copy of
+        the recurrent state. It is unsaved while the step that saves the state is running.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
         and the snapshot after 1184 tokens is written to disk.
         """
+        self._delete_unsaved(sequence)
+        last_saved_position = sequence.num_snapshot_tokens
+        is_in_answer = last_saved_position > sequence.num_prompt_tokens
+        if is_in_answer:  # `add` has already marked the snapshots of the prompt.
+            self._write_to_disk_later(self._hash_before(sequence, last_saved_position))
+
+    def _delete_unsaved(self, sequence: Sequence) -> None:
+        """Delete the snapshot that the running step saves for a sequence, if there is one."""
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
-        last_finished = sequence.num_snapshot_tokens
-        is_in_answer = last_finished > sequence.num_prompt_tokens
-        if is_in_answer:
-            # No further step will replace this snapshot, so it can be written to disk.
-            self._write_to_disk_later(self._hash_before(sequence, last_finished))
 
     def id_of(self, block_hash: bytes) -> int | None:
         """Return the id of a block's saved recurrent state; None if no such state was saved."""

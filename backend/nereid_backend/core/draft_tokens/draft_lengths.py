@@ -193,7 +193,7 @@ class DraftLengths:
         """Create an object without measurements.
 
         Args:
-            max_tokens: the largest number of draft tokens for one sequence in one step.
+            max_tokens: the largest number of draft tokens for one sequence in one step; at least 1.
         """
         self.max_tokens = max_tokens
         self.costs = StepCosts()
@@ -219,12 +219,15 @@ class DraftLengths:
             self._cost_ratio = self.costs.ratio(num_sequences)
             self._is_plain_step_due = self.costs.needs_plain_step(num_sequences)
 
-    def next_length(self, sequence: Sequence) -> int:
+    def take_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
         The length is 0 in a pause, which `record_draft` starts when drafts cost more time than they
-        save. Call this method once for each step of the sequence, because each call shortens a
-        pause by one step.
+        save. The length is also 0 if the next step must measure the time of a step without drafts.
+        Otherwise, the length is at least 1.
+
+        Mutates: a pause becomes one step shorter. Therefore, call this method once for each step of
+            the sequence.
         """
         history = self._history_of(sequence)
         if history.num_paused_steps > 0:
@@ -232,9 +235,9 @@ class DraftLengths:
             return 0
         if self._is_plain_step_due:
             return 0
+        profitable = _profitable_length(history.rate.value, self._cost_ratio, self.max_tokens)
         # After a pause, a draft of one token measures the acceptance rate again.
-        length = max(1, _profitable_length(history.rate.value, self._cost_ratio, self.max_tokens))
-        return min(self.max_tokens, length)
+        return max(1, profitable)
 
     def _history_of(self, sequence: Sequence) -> _History:
         """Return the record of a sequence's drafts. If no record exists, create and store one."""

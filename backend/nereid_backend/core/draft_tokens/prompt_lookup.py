@@ -80,8 +80,8 @@ class PromptLookup:
         """
         if sequence.images is not None and not self._accepts_images:
             return []
-        # `next_length` limits the draft to a length that probably saves time.
-        num_drafts = min(limit, self.lengths.next_length(sequence))
+        # `take_length` limits the draft to a length that probably saves time.
+        num_drafts = min(limit, self.lengths.take_length(sequence))
         token_ids = sequence.token_ids
         if num_drafts <= 0 or len(token_ids) <= _NGRAM:
             return []

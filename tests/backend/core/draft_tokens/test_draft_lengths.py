@@ -21,7 +21,7 @@ def run(lengths: DraftLengths, rate: float, num_steps: int, seed: int = 0) -> li
     chosen = []
     for _ in range(num_steps):
         lengths.begin_step(1)
-        length = lengths.next_length(sequence)
+        length = lengths.take_length(sequence)
         chosen.append(length)
         if length:
             num_accepted = 0
@@ -112,7 +112,7 @@ def test_steps_without_drafts_are_measured_again_and_again():
     num_plain = 0
     for _ in range(300):
         lengths.begin_step(1)
-        length = lengths.next_length(sequence)
+        length = lengths.take_length(sequence)
         num_plain += length == 0
         lengths.costs.add_step(1, length, 1.0 + 0.1 * length)
         if length:

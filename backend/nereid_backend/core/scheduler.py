@@ -406,7 +406,7 @@ class Scheduler:
     def _report(
         self, sequence: Sequence, sampled: Sampled, num_known: int, ending: Ending | None
     ) -> RequestUpdate:
-        """Return an update that reports the new tokens of a sequence. If `ending` is set, end it.
+        """Report the new tokens of a sequence in an update. If `ending` is set, end the sequence.
 
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token, so 5 and 2 were appended.
         The update reports the tokens [5, 2], and its finish_reason is "stop".

@@ -145,11 +145,17 @@ def _containers_in(values: list[object]) -> list[dict[str, object] | list[object
     return [value for value in values if isinstance(value, dict | list)]
 
 
-def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
-    """Raise a RequestError if xgrammar would take too long to compile a grammar.
+def compile_time_s(kind: str, source: str, vocab_size: int) -> float:
+    """Estimate how many seconds xgrammar takes to compile a grammar.
 
     The time is estimated from the limits on repetitions in the grammar, such as `{0,2000}` or
     `"maxLength": 2000`. Such a limit is called a bound.
+    """
+    return sum(bound.seconds(vocab_size) for bound in _bounds(kind, source))
+
+
+def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
+    """Raise a RequestError if xgrammar would take too long to compile a grammar.
 
     Args:
         kind: one of core.grammar.KINDS.
@@ -161,11 +167,10 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
         RequestError: if the estimate is above the limit. The message names the most expensive
             bound and the largest value that the limit allows.
     """
-    bounds = list(_bounds(kind, source))
-    total_s = sum(bound.seconds(vocab_size) for bound in bounds)
+    total_s = compile_time_s(kind, source, vocab_size)
     if total_s <= limit_s:
         return
-    worst = max(bounds, key=lambda bound: bound.seconds(vocab_size))
+    worst = max(_bounds(kind, source), key=lambda bound: bound.seconds(vocab_size))
     max_repetitions = int(limit_s / (worst.unit_s * vocab_size))
     raise RequestError(
         f"{kind}: the grammar would take about {total_s:.0f} s to compile, but the limit is "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
-from nereid_backend.grammar.compile_cost import check_cost, parse_json
+from nereid_backend.grammar.compile_cost import check_cost, compile_time_s, parse_json
 from nereid_backend.grammar.vocabulary import Vocabulary
 
 # An object in a structural tag can have these fields in addition to the field "json_schema". The
@@ -72,18 +72,18 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
         RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
             that cannot be enforced.
     """
-    if spec.kind == "structural_tag":
-        return _compile_tag(libraries, spec.source, limit_s)
-    # A grammar of the kind "ebnf" is a Lark grammar if it does not contain "::=". llguidance
-    # compiles Lark grammars.
-    is_lark = "::=" not in spec.source
-    if spec.kind == "ebnf" and not is_lark:
-        return _compile_ebnf(libraries, spec.source, limit_s)
-    if spec.kind in ("json_schema", "choice"):
-        # Raise a RequestError if the text is not JSON. The parsed value is not needed, because
-        # llguidance parses the text itself.
-        parse_json(spec.kind, spec.source)
-    return libraries.llguidance.compile(spec.kind, spec.source)
+    match spec.kind:
+        case "structural_tag":
+            return _compile_tag(libraries, spec.source, limit_s)
+        case "ebnf":
+            return _compile_ebnf(libraries, spec.source, limit_s)
+        case "json_schema" | "choice":
+            # Raise a RequestError if the text is not JSON. The parsed value is not needed, because
+            # llguidance parses the text itself.
+            parse_json(spec.kind, spec.source)
+            return libraries.llguidance.compile(spec.kind, spec.source)
+        case _:  # "regex"
+            return libraries.llguidance.compile(spec.kind, spec.source)
 
 
 def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
@@ -116,6 +116,8 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would be too slow.
 
+    A grammar without "::=" is a Lark grammar, which only llguidance can compile.
+
     Args:
         libraries: the grammar libraries and the vocabulary.
         source: the text of the grammar.
@@ -124,9 +126,8 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
     Raises:
         RequestError: if the grammar is invalid or not supported.
     """
-    try:
-        check_cost("ebnf", source, libraries.vocabulary.size, limit_s)
-    except RequestError:  # only if xgrammar would be too slow, because the check parses no grammar
+    is_lark = "::=" not in source
+    if is_lark or compile_time_s("ebnf", source, libraries.vocabulary.size) > limit_s:
         return libraries.llguidance.compile("ebnf", source)
     return libraries.xgrammar.compile("ebnf", source)
 

@@ -250,14 +250,14 @@ class Guides:
             compiled_spec: the compiled grammar; None if the request has only a thinking budget.
         """
         params = pending.params
-        marker = params.grammar.after if params.grammar is not None else ""
-        if compiled_spec is None:
-            matcher, special_ids = None, frozenset[int]()
-        else:
-            # Special tokens, such as "<tool_call>", are allowed only if the grammar contains them.
-            matcher, special_ids = compiled_spec.compiled.matcher(), compiled_spec.special_ids
+        # The grammar applies after this text, such as "</think>", or from the start if it is "".
+        marker = "" if params.grammar is None else params.grammar.after
+        # Special tokens, such as "<tool_call>", are allowed only if the grammar contains them.
+        special_ids = frozenset[int]() if compiled_spec is None else compiled_spec.special_ids
         rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
-        thinking = Thinking(params.thinking) if params.thinking is not None else None
+        # The matcher tracks the position of the answer in the grammar.
+        matcher = None if compiled_spec is None else compiled_spec.compiled.matcher()
+        thinking = None if params.thinking is None else Thinking(params.thinking)
         _set_guide(pending.future, TokenGuide(rules, matcher, thinking))
 
     def _cached_rules(

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from nereid_backend.grammar.vocabulary import TokenMask, Vocabulary, mask_of
@@ -37,7 +38,6 @@ class GuideRules:
             the marker, where the grammar does not apply yet.
         grammar_mask: the mask of the tokens that a grammar may allow. It excludes the stop tokens,
             the special tokens that the grammar does not contain, and ids without bytes.
-        grammar_bits: `grammar_mask` as bytes. Looking up one token is faster in bytes.
         white_space_mask: the mask of the tokens that are white space. They are allowed between the
             marker and the text of the grammar.
         marker: the bytes after which the grammar applies, without white space around them. The
@@ -52,10 +52,14 @@ class GuideRules:
     stop_mask: TokenMask
     free_mask: TokenMask
     grammar_mask: TokenMask
-    grammar_bits: bytes
     white_space_mask: TokenMask
     marker: bytes
     spanning: Mapping[bytes, list[SpanningToken]]
+
+    @cached_property
+    def grammar_bits(self) -> bytes:
+        """`grammar_mask` as bytes. Looking up one token is faster in bytes."""
+        return self.grammar_mask.tobytes()
 
 
 def rules_for(
@@ -78,9 +82,12 @@ def rules_for(
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
+    # Before the marker, every token except the stop tokens is allowed.
     free_mask = mask_of(range(size), size) & ~stop_mask
-    forbidden_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
-    grammar_mask = free_mask & ~mask_of(forbidden_ids | vocabulary.unusable_ids, size)
+    # In the text of the grammar, other special tokens and ids without bytes are not allowed either.
+    forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
+    forbidden_ids = forbidden_special_ids | vocabulary.unusable_ids
+    grammar_mask = free_mask & ~mask_of(forbidden_ids, size)
     # Models do not always generate the white space around the marker, so remove it from the marker.
     # Example: "</think>\n" becomes "</think>".
     marker_bytes = marker.strip().encode()
@@ -90,9 +97,9 @@ def rules_for(
         stop_mask=stop_mask,
         free_mask=free_mask,
         grammar_mask=grammar_mask,
-        grammar_bits=grammar_mask.tobytes(),
         white_space_mask=mask_of(vocabulary.white_space_ids - stop_ids, size),
         marker=marker_bytes,
+        # the tokens that contain the end of the marker and the beginning of the grammar's text
         spanning=_spanning_tokens(vocabulary, marker_bytes),
     )
 

@@ -88,10 +88,7 @@ class LLGuidanceBackend:
             if kind == "json_schema":
                 matcher = self._schema_matcher(source)
             else:
-                convert = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind]
-                matcher = self._matcher(convert(source))
-                if matcher.is_error():
-                    raise self._grammar_error(kind, source, matcher)
+                matcher = self._text_matcher(kind, source)
         except (ValueError, OverflowError) as error:
             # Examples of errors: the schema is not an object, a text contains half of a surrogate
             # pair, or a number is infinite.
@@ -125,6 +122,18 @@ class LLGuidanceBackend:
         matcher = self._matcher(_schema_grammar(schema))
         if matcher.is_error():
             raise self._schema_error(schema, _problem(matcher))
+        return matcher
+
+    def _text_matcher(self, kind: str, source: str) -> LLMatcher:
+        """Return llguidance's matcher for a regular expression, a choice or an EBNF grammar.
+
+        Raises:
+            RequestError: if the grammar is not valid.
+        """
+        convert = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind]
+        matcher = self._matcher(convert(source))
+        if matcher.is_error():
+            raise self._grammar_error(kind, source, matcher)
         return matcher
 
     def _matcher(self, grammar: str) -> LLMatcher:
@@ -237,11 +246,12 @@ class LLGuidanceMatcher:
     def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, row_indices: Sequence[int]) -> None:
         """Write the token mask of each matcher into a row of `rows`; see `Matcher.fill_all`.
 
-        The library writes each mask directly into the memory of its row. The rows must be
-        contiguous.
+        The library writes each mask directly to the memory address of its row. Therefore, the array
+        `rows` must be contiguous: row number i must begin i * row_bytes after the first row.
         """
         first_row_address = rows.ctypes.data
         row_bytes = rows.nbytes // len(rows)
+        # The caller passes only matchers of this class.
         own_matchers = cast(Sequence[LLGuidanceMatcher], matchers)
         for matcher, row_index in zip(own_matchers, row_indices, strict=True):
             if matcher._matcher.is_stopped():

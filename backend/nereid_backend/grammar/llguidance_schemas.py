@@ -121,13 +121,17 @@ def _allows_excluded_number(schema: Mapping[str, object], bound: _Bound, opposit
 
     Examples: {"exclusiveMinimum": 3, "maximum": 3.6} and {"exclusiveMaximum": -3, "minimum": -3.6}
     return True for the exclusive bound. {"exclusiveMinimum": 3, "maximum": 4} returns False.
+
+    `bound.direction` is 1 for a minimum and -1 for a maximum.
     """
     excluded = schema.get(bound.exclusive)
     opposite_numbers = _numbers(schema, opposite)
     if not _is_integer(excluded) or not opposite_numbers:
         return False
+    is_handled_correctly = bound.direction * excluded < 0
     size_of_range = bound.direction * (opposite.strictest(opposite_numbers) - excluded)
-    return bound.direction * excluded >= 0 and size_of_range < 1
+    is_narrow = size_of_range < 1
+    return is_narrow and not is_handled_correctly
 
 
 def _make_inclusive(schema: dict[str, Any], bound: _Bound) -> None:

@@ -92,17 +92,19 @@ class TokenGuide:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
                 this token.
         """
-        matcher = self._matcher
-        if matcher is None or self._thinking is not None:
-            for token_id in token_ids:
-                self._accept_token(token_id)
-            return
-        # `text_bits` contains neither stop tokens nor forbidden special tokens.
-        text_bits = self._rules.grammar_bits
+        has_only_grammar = self._thinking is None
+        matcher = self._matcher if has_only_grammar else None
+        # The tokens that a grammar may allow: no stop tokens, and no forbidden special tokens.
+        grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
-            if self._phase is Phase.GRAMMAR and _has_bit(text_bits, token_id):
-                # Most tokens are text that the grammar describes. For such a token, `_accept_token`
-                # would only do what the next two lines do, but would take twice the time.
+            if (
+                matcher is not None
+                and self._phase is Phase.GRAMMAR
+                and _has_bit(grammar_bits, token_id)
+            ):
+                # For such a token, `_accept_token` would only do what the next two lines do, but
+                # would take twice the time. Most tokens of an answer with a grammar are of this
+                # kind.
                 self._raise_if_forbidden(token_id, matcher.accept(token_id))
                 self._recent_ids.append(token_id)
             else:
@@ -153,18 +155,26 @@ class TokenGuide:
         if token_id in self._rules.stop_ids:
             return self._end_answer(matcher)  # allowed only if the grammar may end here
         match self._phase:
-            case Phase.ENDED:
-                return False
             case Phase.BEFORE_MARKER:
                 return self._advance_before_marker(matcher, data)
             case Phase.WHITE_SPACE:
-                is_white_space = bool(data) and not data.strip(WHITE_SPACE)
-                if is_white_space and self._allows_white_space_after_marker():
-                    self._num_white_space_after_marker += len(data)
-                    return True
-                self._phase = Phase.GRAMMAR
-        # In the phase GRAMMAR, the token must match the grammar.
-        return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
+                return self._advance_after_marker(matcher, token_id, data)
+            case Phase.GRAMMAR:
+                return _has_bit(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
+            case Phase.ENDED:
+                return False
+
+    def _advance_after_marker(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
+        """Process a token in the phase WHITE_SPACE, and return whether the token is allowed.
+
+        A token of white space may follow the marker. Any other token begins the phase GRAMMAR.
+        """
+        is_white_space = bool(data) and not data.strip(WHITE_SPACE)
+        if is_white_space and self._allows_white_space_after_marker():
+            self._num_white_space_after_marker += len(data)
+            return True
+        self._phase = Phase.GRAMMAR
+        return self._advance(matcher, token_id, data)
 
     def _end_answer(self, matcher: Matcher) -> bool:
         """Begin the phase ENDED if the answer may end here. Return whether the answer may end."""

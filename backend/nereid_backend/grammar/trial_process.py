@@ -27,6 +27,7 @@ from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from nereid_backend.errors import RequestError
 from nereid_backend.process_limits import limit_child
 
 # The number of grammars that are compiled at the same time, each in its own child process. The
@@ -210,17 +211,14 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         limit_child(_MAX_CHILD_BYTES, timeout_s)
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))  # the outcome, and no error text
+    except RequestError as error:
+        result.send((Outcome.REFUSED.value, str(error)))
     except MemoryError:
         # There may be too little memory to send a message. If a child ends without a message, the
         # parent process uses the outcome CRASHED.
         pass
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
-        # Compare only the name of the class, because importing the class would import the engine.
-        class_name = type(error).__name__
-        if class_name == "RequestError":
-            result.send((Outcome.REFUSED.value, str(error)))
-        else:
-            result.send((Outcome.CRASHED.value, f"{class_name}: {error}"))
+        result.send((Outcome.CRASHED.value, f"{type(error).__name__}: {error}"))
     finally:
         os._exit(0)  # The parent process ignores the exit status.
 

@@ -155,12 +155,15 @@ def _check_exclusive(
     `bound` is "minimum" or "maximum". jsonschema passes `validator`, `value` (the value of the
     keyword), `instance` (the value to check) and `schema` to each function that checks a keyword.
     """
-    if not isinstance(value, bool):
+    is_draft_4 = isinstance(value, bool)
+    if not is_draft_4:
         return _CURRENT_DRAFT.VALIDATORS[keyword](validator, value, instance, schema)
     if bound not in schema:
         return None
-    draft = jsonschema.Draft4Validator
-    return draft.VALIDATORS[bound](validator, schema[bound], instance, schema)
+    # The check of `minimum` in draft 4 reads the value of `exclusiveMinimum` from `schema`, so the
+    # check covers both keywords. The same applies to `maximum`.
+    check_bound = jsonschema.Draft4Validator.VALIDATORS[bound]
+    return check_bound(validator, schema[bound], instance, schema)
 
 
 def _limited(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,25 +194,34 @@ def _remaining_s() -> float:
     return remaining_s
 
 
-def _limit_jsonschema() -> None:
-    """Make jsonschema check the time limit before each keyword and in regular expressions.
+def _limit_keywords() -> None:
+    """Make every validator class of jsonschema check the time limit before each keyword.
 
-    The classes of jsonschema are changed instead of extended, because a part of a schema can select
-    another class with `$schema`. Several keywords, such as `pattern` and `additionalProperties`,
-    call `re.search`, so `re` is replaced in the modules of the keywords.
+    The classes are changed instead of extended, because a part of a schema can select another class
+    with `$schema`. The backend uses jsonschema only in this module.
     """
     for draft in ("3", "4", "6", "7", "201909", "202012"):
         checks = getattr(jsonschema, f"Draft{draft}Validator").VALIDATORS
         checks.update({name: _limited(check) for name, check in checks.items()})
+
+
+def _limit_regular_expressions() -> None:
+    """Make jsonschema search regular expressions with `_search`, which has a time limit.
+
+    Several keywords, such as `pattern` and `additionalProperties`, call `re.search`. Therefore, the
+    variable `re` in the modules of the keywords gets an object with another function `search`.
+    """
     limited_re = SimpleNamespace(**{**vars(re), "search": _search})
     for name in ("_keywords", "_legacy_keywords", "_utils"):
-        # A later version of jsonschema may rename these private modules.
+        # A later version of jsonschema may rename these private modules. Then the time limit is
+        # still checked before each keyword, but not during a search.
         module = getattr(jsonschema, name, None)
         if module is not None:
             module.re = limited_re
 
 
-_limit_jsonschema()
+_limit_keywords()
+_limit_regular_expressions()
 
 
 def _reject_constant(name: str) -> None:

@@ -65,27 +65,22 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Create the memory, with one slot for each of `num_slots` sequences.
-
-        The memory begins with a random key. The executor signs its messages with the key, and the
-        postprocessor reads the key to check the signatures.
-        """
-        # The name contains a random part, so that clients cannot guess the name. The kernel reports
-        # the real name of each open file in /proc. The postprocessor accepts only a file whose real
-        # name begins with `nereid-feedback-`.
-        name = f"nereid-feedback-{secrets.token_hex(16)}"
+        """Create the memory: a random key, and one slot for each of `num_slots` sequences."""
+        name = _new_memory_name()
         self._fd = os.memfd_create(name)
+        # Messages to the postprocessor contain this address, with which it maps the memory.
+        self.address = f"{os.getpid()}/{self._fd}/{name}"
         os.ftruncate(self._fd, _KEY_BYTES + num_slots * _BYTES_PER_SLOT)
         self._map = mmap.mmap(self._fd, 0)
-        self._key = secrets.token_bytes(_KEY_BYTES)
-        self._map[:_KEY_BYTES] = self._key
         # The memory as unsigned integers of 64 bits (words). Each slot consists of two words.
         self._words = memoryview(self._map).cast("Q")
+        # The executor signs its messages with this key, and the postprocessor checks them.
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._map[:_KEY_BYTES] = self._key
         # A queue of the numbers of the free slots. Slots are taken from the beginning of the queue,
         # and released slots are added at the end. So a released slot stays unused for as long as
         # possible.
         self._free = deque(range(num_slots))
-        self.address = f"{os.getpid()}/{self._fd}/{name}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
         """Reserve `count` free slots, and return their numbers.
@@ -223,6 +218,16 @@ class FeedbackWriter:
         """
         self.check_slot(slot)
         self._words[_KEY_WORDS + slot * _WORDS + 1] = serial << 32 | signal
+
+
+def _new_memory_name() -> str:
+    """Return the name of a new memory, such as "nereid-feedback-0f3c9a...".
+
+    The name contains a random part, so that clients cannot guess the name. The kernel reports the
+    real name of each open file in /proc. The postprocessor accepts only a file whose real name
+    begins with `nereid-feedback-`.
+    """
+    return f"nereid-feedback-{secrets.token_hex(16)}"
 
 
 def _map_memory(address: str) -> memoryview:

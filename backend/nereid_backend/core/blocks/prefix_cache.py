@@ -417,10 +417,11 @@ class PrefixCache:
 
 
 def _hashes_of_used_blocks(sequence: Sequence) -> list[bytes]:
-    """Return the hashes of the cached blocks that a sequence has not freed in all groups of layers.
+    """Return the hashes of the cached blocks that at least one group of layers still uses.
 
-    The first block comes first. Example: five blocks are cached. If one group has freed the first
-    two blocks, and another group has freed the first three, the last three hashes are returned.
+    The first block comes first. Example: five blocks of the sequence are cached. If one group has
+    freed the first two blocks, and another group has freed the first three, the result is the
+    hashes of the last three blocks.
     """
     num_freed_in_all_groups = min(sequence.num_null_blocks)
     return sequence.block_hashes[num_freed_in_all_groups : sequence.num_blocks_in_cache]

@@ -19,9 +19,10 @@ class Inbox:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # Each element is the list of messages that one call of `Channel.receive` has returned. None
-        # means that the other process has ended.
+        # Each element is the list of messages that one call of `Channel.receive` has returned. When
+        # the other process has ended, None is added as the last element.
         self._batches: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._is_closed = False  # whether the last element was taken from the queue
         threading.Thread(target=self._receive_all, name="inbox", daemon=True).start()
 
     def receive(self, timeout_s: float | None) -> list[Any]:
@@ -34,26 +35,26 @@ class Inbox:
             ChannelClosedError: the other end is closed, and all messages have already been
                 returned.
         """
-        # Another thread reads the channel, and puts lists of messages into `_batches`. None means
-        # that the channel is closed.
+        messages = [] if self._is_closed else self._take_messages(timeout_s)
+        if self._is_closed and not messages:
+            raise ChannelClosedError("the connection was closed")
+        return messages
+
+    def _take_messages(self, timeout_s: float | None) -> list[Any]:
+        """Remove all messages from the queue, and return them. Wait for the first message.
+
+        Mutates: `_is_closed`. It becomes True if the last element of the queue was removed.
+        """
         can_wait = timeout_s != 0
         try:
-            batch = self._batches.get(block=can_wait, timeout=timeout_s)
+            batches = [self._batches.get(block=can_wait, timeout=timeout_s)]
         except queue.Empty:
             return []
-        messages: list[Any] = []
-        while batch is not None:
-            messages += batch
-            if self._batches.empty():
-                return messages
-            # This call does not block, because only one thread calls `receive`.
-            batch = self._batches.get()
-        # The channel is closed. Put None back into the queue, so that the next call of this method
-        # also detects that the channel is closed.
-        self._batches.put(None)
-        if messages:
-            return messages
-        raise ChannelClosedError("the connection was closed")
+        while not self._batches.empty():
+            # This call does not block, because only one thread removes elements.
+            batches.append(self._batches.get())
+        self._is_closed = batches[-1] is None
+        return [message for batch in batches if batch is not None for message in batch]
 
     def _receive_all(self) -> None:
         """Receive messages until the other process has ended."""

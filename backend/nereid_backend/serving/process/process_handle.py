@@ -130,19 +130,19 @@ class ChildProcess:
         parent_end, child_end = socket.socketpair()
         with child_end:
             try:
-                running_process = start_process(program.module, child_end, program.title)
+                os_process = start_process(program.module, child_end, program.title)
             except OSError:
                 parent_end.close()
                 raise
-        process = cls(program, running_process, parent_end)
+        child = cls(program, os_process, parent_end)
         try:
             # The settings are the first message to the process. The process then loads its model.
-            process.send(program.settings)
-            process._await_ready(progress, while_loading)
-        except NereidError:
-            process.stop()
+            child.send(program.settings)
+            child._await_ready(progress, while_loading)
+        except NereidError:  # Loading has failed, or `while_loading` has ended the start.
+            child.stop()
             raise
-        return process
+        return child
 
     def send(self, message: object) -> None:
         """Queue a message to the process. If the process has ended, drop the message.

@@ -33,6 +33,8 @@ from nereid_backend.serving.tensors import Tensors
 # If Triton server is killed, its stub processes usually end by themselves within this number of
 # seconds, and delete their shared memory.
 _EXIT_GRACE_S = 5.0
+# `nereid serve` reads the log, and restarts the server after a line that begins with this text.
+_RESTART_PREFIX = "error: "
 
 RequestT = TypeVar("RequestT")
 ItemT = TypeVar("ItemT")
@@ -408,12 +410,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _report_failed_restart(self, process: SupervisedProcess) -> None:
         """Log that a process will not be restarted again.
 
-        If no process of the model is left, the line in the log begins with "error:". `nereid serve`
-        reads the log, and restarts the server after such a line.
+        If no process of the model is left, `nereid serve` restarts the server.
         """
         if all(other.has_given_up for other in self.processes):
             # `outage` is the error message that clients get from now on. It contains the reason.
-            tensors.progress(f"error: {self.log_prefix}{self.outage}")
+            tensors.progress(f"{_RESTART_PREFIX}{self.log_prefix}{self.outage}")
         else:
             tensors.progress(
                 f"the {process.title} is not restarted again. The server continues with fewer "

@@ -5,8 +5,8 @@ import threading
 from typing import Self
 
 from nereid_backend.errors import EngineError, NereidError
-from nereid_backend.serving import tensors
 from nereid_backend.serving.process.process_handle import ChildProcess, ChildProgram
+from nereid_backend.serving.tensors import log, progress
 
 # If the operating system refuses to create a process, the next attempt follows after this number of
 # seconds.
@@ -72,8 +72,8 @@ class SupervisedProcess:
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
-        # `tensors.progress` writes the progress of loading to the server's log.
-        child = ChildProcess.start(program, tensors.progress)
+        # `progress` writes the progress of loading to the server's log.
+        child = ChildProcess.start(program, progress)
         return cls(program, child, index, log_prefix)
 
     def restart(self, error: EngineError) -> None:
@@ -84,7 +84,7 @@ class SupervisedProcess:
         """
         self.is_running = False
         self.error = error
-        tensors.log.error("%s%s", self._log_prefix, error)
+        log.error("%s%s", self._log_prefix, error)
         self._restart_thread = threading.Thread(target=self._replace, name="restart")
         self._restart_thread.start()
 
@@ -126,7 +126,7 @@ class SupervisedProcess:
         limit = self._program.max_restarts.value
         while self.num_attempts < limit and not self._stopping.is_set():
             self.num_attempts += 1
-            tensors.progress(
+            progress(
                 f"restarting the {self._program.title} (attempt {self.num_attempts} of {limit}), "
                 f"because {self.error}"
             )
@@ -141,19 +141,21 @@ class SupervisedProcess:
         """
         try:
             self.child.stop()
-            return ChildProcess.start(self._program, tensors.progress, self._check_stopping)
+            return ChildProcess.start(self._program, progress, self._check_stopping)
         except _StoppedError:
-            return None  # The server is shutting down, so this failure needs no message.
-        except (NereidError, OSError) as failure:
-            tensors.log.error(
-                "%sthe %s could not be restarted: %s",
-                self._log_prefix,
-                self._program.title,
-                failure,
-            )
-            if isinstance(failure, OSError):  # too little memory, or too many processes
-                self._stopping.wait(_RETRY_AFTER_S)
-            return None
+            pass  # The server is shutting down, so this failure needs no message.
+        except NereidError as failure:  # The new process has failed, for example while loading.
+            self._log_failed_attempt(failure)
+        except OSError as failure:  # too little memory, or too many processes
+            self._log_failed_attempt(failure)
+            self._stopping.wait(_RETRY_AFTER_S)
+        return None
+
+    def _log_failed_attempt(self, failure: Exception) -> None:
+        """Log that an attempt to restart the process has failed."""
+        log.error(
+            "%sthe %s could not be restarted: %s", self._log_prefix, self._program.title, failure
+        )
 
     def _check_stopping(self) -> None:
         """Raise a _StoppedError if the server is shutting down."""

@@ -386,7 +386,6 @@ def _reason_against_forks() -> str | None:
     A forked process has only one thread. If another thread of its parent owns a lock during the
     fork, the forked process can wait for this lock forever.
     """
-    _end_openblas_threads()
     if len(os.listdir("/proc/self/task")) > 1:
         return "an imported library has started a thread"
     # A process cannot use CUDA if its parent has used CUDA before the fork.
@@ -427,6 +426,7 @@ def main(argv: list[str]) -> int:
         for module in argv[2:]:
             importlib.import_module(module)
     gc.disable()  # A garbage collection would copy memory pages that all processes share.
+    _end_openblas_threads()
     reason = _reason_against_forks()
     if reason is not None:
         log.warning("the fork server ends, because %s", reason)

@@ -81,10 +81,13 @@ class _EndReasons(NamedTuple):
     Attributes:
         finish_reason: such as "stop", "length" or "tool_calls".
         stop_reason: the stop token or the stop string that ended the choice; None for neither.
+        is_complete: whether the model itself has ended the message. A stop string or a length limit
+            ends a message early.
     """
 
     finish_reason: str
     stop_reason: int | str | None
+    is_complete: bool
 
 
 class Choice:
@@ -123,8 +126,9 @@ class Choice:
         self.context = context
         self._index = index
         self._token_texts = token_texts
-        # The seed tokens are the last tokens of a completion's prompt. The text of the first output
-        # token can depend on them.
+        # The following objects convert tokens to text, search the text for stop strings, and parse
+        # the text. The text of the first output token can depend on the seed tokens, which are the
+        # last tokens of a completion's prompt.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
@@ -132,16 +136,14 @@ class Choice:
         self._message_parser = message_parser
         # Collects the parsed message for `validate_message`.
         self._checked_message = CheckedMessage(validate_message) if validate_message else None
-        # The output since the last call of `take_output`.
+        # The output since the last call of `take_output`, and whether an earlier call has returned
+        # output. The totals also include the output that was already sent.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
-        # Counts the tokens of the whole choice, including the tokens that were already sent.
         self._totals = _Totals()
+        # How the choice has ended. The reasons are None until then.
         self.stop_string: str | None = None
-        # None until the choice has ended.
         self._end_reasons: _EndReasons | None = None
-        # Whether the choice ended because the model generated a stop token.
-        self._has_model_ended = False
         self.is_finished = False
 
     def add(self, delta: SequenceDelta) -> None:
@@ -183,41 +185,41 @@ class Choice:
             self._add_withheld_text()
 
     def take_output(self) -> ChoiceOutput | None:
-        """Return the output that was added since the last call, or None if there is no new output.
+        """Return the output that was added since the last call.
 
-        If the request is not streaming, return None until the choice has ended.
+        The result contains the output twice: as unparsed text, and as a delta with the parsed
+        message. Return None if no output must be sent now.
         """
-        if self.is_finished:  # The last output has already been returned.
-            return None
-        # None if the choice has not ended. Otherwise, this call returns the last output.
-        finish_reason = None if self._end_reasons is None else self._end_reasons.finish_reason
-        is_last = finish_reason is not None
-        # If the request is streaming, return new output at once. New output can be text,
-        # log-probabilities, or token ids that the client has requested.
-        can_stream = self.context.stream and self._has_unsent_output
-        if not is_last and not can_stream:
+        if not self._must_send:
             return None
         unsent = self._unsent
-        text = unsent.text
-        if not self._has_sent_output:
-            # `prepend` is the text of the prompt, if the client wants the prompt in the output.
-            text = self.context.prepend + text
+        end_reasons = self._end_reasons  # None if this is not the last output of the choice
+        # `prepend` is the text of the prompt, if the client wants the prompt in the output.
+        prefix = "" if self._has_sent_output else self.context.prepend
         output = ChoiceOutput(
-            text=text,
+            text=prefix + unsent.text,
             delta=self._take_delta(),
-            finish_reason=finish_reason,
+            finish_reason=None if end_reasons is None else end_reasons.finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
             num_output_tokens=len(unsent.token_ids),
             logprobs=tuple(unsent.logprobs),
         )
         self._unsent = _UnsentOutput()
         self._has_sent_output = True
-        self.is_finished = is_last
+        self.is_finished = end_reasons is not None
         return output
 
     @property
-    def _has_unsent_output(self) -> bool:
-        """Whether the next streamed response would contain text, log-probabilities or token ids."""
+    def _must_send(self) -> bool:
+        """Whether output of this choice must be sent now.
+
+        The last output is sent once, when the choice has ended. Before, output is sent only if the
+        request is streaming, and if there are new texts, log-probabilities or requested token ids.
+        """
+        if self._end_reasons is not None:
+            return not self.is_finished
+        if not self.context.stream:
+            return False
         if self._unsent.text or self._unsent.logprobs:
             return True
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
@@ -296,25 +298,14 @@ class Choice:
             self._unsent.logprobs += delta.logprobs[:num_output_tokens]
 
     def _finish(self, ending: Ending) -> None:
-        """End the parsed message, and set the finish reason and the stop reason of the choice.
+        """End the parsed message, and set the reasons why the choice has ended.
 
-        A stop string takes precedence over the engine's reasons, because the engine does not search
-        for stop strings. In the OpenAI API, the finish reason of a message with tool calls is
-        "tool_calls" instead of "stop".
-
-        Args:
-            ending: the reasons why the engine has ended the sequence.
+        `ending` contains the reasons why the engine has ended the sequence.
         """
         self._message_parser.finish()
-        if self.stop_string is None:
-            reasons = _EndReasons(ending.finish_reason, ending.stop_reason)
-        else:
-            reasons = _EndReasons("stop", self.stop_string)
-        has_stopped = reasons.finish_reason == "stop"
-        self._has_model_ended = has_stopped and self.stop_string is None
-        if has_stopped and self._message_parser.has_calls:
-            reasons = reasons._replace(finish_reason="tool_calls")
-        self._end_reasons = reasons
+        self._end_reasons = _choose_end_reasons(
+            ending, self.stop_string, has_calls=self._message_parser.has_calls
+        )
 
     def _take_delta(self) -> dict[str, Any]:
         """Return a delta: a JSON object with the output that has not been sent yet.
@@ -348,7 +339,7 @@ class Choice:
             # Store each part, because only the complete message can be validated. A message that
             # ends early, for example at a length limit, need not match the schema.
             self._checked_message.add(new_part)
-            if self._has_model_ended:
+            if self._end_reasons is not None and self._end_reasons.is_complete:
                 self._checked_message.validate()
         return new_part
 
@@ -385,6 +376,28 @@ class Choice:
         if self._index == 0 and not self._has_sent_output:
             fields["prompt_token_ids"] = list(prompt_token_ids)
         return fields
+
+
+def _choose_end_reasons(ending: Ending, stop_string: str | None, *, has_calls: bool) -> _EndReasons:
+    """Return the reasons why a choice has ended.
+
+    A stop string takes precedence over the engine's reasons, because the engine does not search for
+    stop strings. In the OpenAI API, the finish reason of a message with tool calls is "tool_calls"
+    instead of "stop".
+
+    Args:
+        ending: the reasons why the engine has ended the sequence.
+        stop_string: the stop string that ended the choice; None if no stop string was found.
+        has_calls: whether the message contains tool calls.
+    """
+    if stop_string is None:
+        is_complete = ending.finish_reason == "stop"
+        reasons = _EndReasons(ending.finish_reason, ending.stop_reason, is_complete)
+    else:
+        reasons = _EndReasons("stop", stop_string, is_complete=False)
+    if reasons.finish_reason == "stop" and has_calls:
+        return reasons._replace(finish_reason="tool_calls")
+    return reasons
 
 
 def _without_stop_token(token_ids: list[int], ending: Ending | None) -> list[int]:

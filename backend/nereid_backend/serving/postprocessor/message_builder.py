@@ -84,13 +84,7 @@ class ParsedMessage:
         # tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
-        # The marker that the parser copies from the end of the prompt to the beginning of the
-        # content; "" if the parser copies no marker. The parser copies the marker if the prompt
-        # opens the reasoning, and the reasoning stays in the content. Example: the prompt ends with
-        # "<think>", and the model generates "a</think>b". The parser returns "<think>a</think>b",
-        # so that the markers form a pair.
-        copies_marker = self.is_reasoning and not context.separate_reasoning
-        self._copied_marker = _opening_marker(adapted) if copies_marker else ""
+        self._copied_marker = _marker_to_copy(adapted, context, self._parser)
 
     @property
     def is_reasoning(self) -> bool:
@@ -179,6 +173,22 @@ def _has_reasoning(fmt: Format) -> bool:
     `Messages`, the reasoning is always a separate message.
     """
     return not isinstance(fmt.layout, Sections) or fmt.layout.reasoning is not None
+
+
+def _marker_to_copy(fmt: Format, context: StreamContext, parser: StreamParser) -> str:
+    """Return the marker that the parser copies from the end of the prompt to the content.
+
+    The parser copies the marker if the prompt opens the reasoning, and the reasoning stays in the
+    content. Example: the prompt ends with "<think>", and the model generates "a</think>b". The
+    parser returns "<think>a</think>b", so that the markers form a pair. In all other cases, the
+    result is "".
+
+    `parser` has not read any text after the prompt.
+    """
+    prompt_opens_reasoning = parser.stage is Stage.REASONING
+    if prompt_opens_reasoning and not context.separate_reasoning:
+        return _opening_marker(fmt)
+    return ""
 
 
 def _opening_marker(fmt: Format) -> str:

@@ -57,8 +57,8 @@ class OpenStreams:
         """Store the choices of a new stream. `assign_slot` must be called for the stream first."""
         self._streams[state.slot] = choices
 
-    def get(self, state: StepState) -> Choices | None:
-        """Return the open stream to which `state` belongs; None if this stream has ended."""
+    def choices_of(self, state: StepState) -> Choices | None:
+        """Return the choices of the stream to which `state` belongs; None if it is not open."""
         return self._streams.get(state.slot)
 
     def remove(self, state: StepState) -> None:

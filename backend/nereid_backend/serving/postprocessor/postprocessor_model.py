@@ -52,18 +52,21 @@ class PostprocessorModel:
             check_single_instance(args)
             settings, _ = read_settings(args)
             tokenizer = load_tokenizer(settings.model)
-            self._format = choose_format(settings)
-            self._keepalive_s = settings.keepalive_ms / 1000
+            chat_format = choose_format(settings)
         except NereidError as error:
             raise tensors.load_error(error) from error
+        self._format = chat_format
+        self._keepalive_s = settings.keepalive_ms / 1000
         self._decode_with_special_tokens = decoder(tokenizer, skip_special_tokens=False)
         self._decode_without_special_tokens = decoder(tokenizer, skip_special_tokens=True)
         # The texts of single tokens, for log-probabilities.
         self._texts = TokenText(tokenizer)
         self._tracing = Tracing("postprocessor")
-        # The executors that have sent steps, in the order of their last steps. The key is the
-        # address of the executor's shared memory.
+        # The open streams of each executor, in the order of the executors' last steps. The key is
+        # the address of the executor's shared memory.
         self._executors: OrderedDict[bytes, OpenStreams] = OrderedDict()
+        # The open streams of the current executor, which has sent the last step. `_executors` also
+        # contains this object, after an executor has sent a step.
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
@@ -93,21 +96,17 @@ class PostprocessorModel:
     def _process_step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Process one step, and return the response to the client; None if there is no output.
 
-        A stream belongs to one client request. While the stream is open, it owns a slot in the
-        shared memory in which this process sends reports and signals to the executor.
+        A step belongs to the stream of one client request. While the stream is open, it owns a slot
+        in the shared memory in which this process sends reports and signals to the executor.
         """
-        state = self._verify_step(request)
+        state = self._verify_step(request)  # the new tokens, and the slot of the stream
         if self._streams.is_late(state):
             return None  # The stream has ended, and another stream already uses its slot.
         # Report the step to the executor before the step is processed here. The executor can then
         # send the next step earlier, and the report is sent even if the processing fails.
         self._streams.feedback.report(state.slot, state.serial, state.step)
         try:
-            if self._streams.is_new(state):
-                self._open_stream(state)
-            choices = self._streams.get(state)
-            # If the stream has failed, there are no choices, and the client already has the error.
-            return None if choices is None else self._add_step(choices, state, request)
+            return self._add_step(state, request)
         except Exception:
             # The method `execute` sends the error to the client as the last response of the stream.
             self._streams.remove(state)
@@ -117,40 +116,49 @@ class PostprocessorModel:
     def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the message in `request`, and return the StepState.
 
-        The executor becomes the current executor. Only the last `_MAX_EXECUTORS` are stored.
+        Afterwards, `self._streams` contains the open streams of this executor.
 
         Raises:
             RequestError: the step was not signed by an executor.
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
-        address = message.partition(b"\n")[0]
+        address = message.partition(b"\n")[0]  # the address of the executor's shared memory
         streams = self._executors.get(address)
         if streams is None:
             streams = OpenStreams()
         packed_state = streams.feedback.attach_and_verify(message)
+        if streams is not self._streams:
+            self._switch_executor(address, streams)
+        return StepState.unpack(packed_state)
+
+    def _switch_executor(self, address: bytes, streams: OpenStreams) -> None:
+        """Make an executor the current executor. Store only the last `_MAX_EXECUTORS` executors.
+
+        `address` is the address of the executor's shared memory. `streams` are its open streams.
+        """
         self._streams = streams
         self._executors[address] = streams
         self._executors.move_to_end(address)
         if len(self._executors) > _MAX_EXECUTORS:
             # Remove the streams of an executor that has ended.
             self._executors.popitem(last=False)
-        return StepState.unpack(packed_state)
 
-    def _add_step(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
-        """Add the tokens in `state` to `choices`. Return the response; None if there is none.
+    def _add_step(self, state: StepState, request: Any) -> Any:  # noqa: ANN401
+        """Add the tokens of a step to its stream. Return the response; None if there is none.
 
-        `request` is the Triton request that contains `state`.
+        `request` is the Triton request that contains the step `state`.
         """
+        if self._streams.is_new(state):
+            self._open_stream(state)
+        choices = self._streams.choices_of(state)
+        if choices is None:
+            return None  # The stream has failed, and the client already has the error.
         choices.add(state)
         if state.is_last:
             self._streams.remove(state)
             self._record_span(choices)
         else:
-            # Signal to the executor which sequences need no more tokens.
-            self._check_cancel(choices, state, request)
-            if not choices.is_cancelled:  # Otherwise, the executor ends all sequences.
-                for slot in choices.stopped_slots():
-                    self._streams.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+            self._send_signals(choices, state, request)
         outputs = choices.take_outputs(is_last=state.is_last)
         if not outputs:
             return self._keepalive_response(choices)
@@ -190,18 +198,28 @@ class PostprocessorModel:
             }
         )
 
-    def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
-        """If a check is due, ask the server whether the client has cancelled the request.
+    def _send_signals(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
+        """Signal to the executor which sequences of a stream need no more tokens.
 
-        Triton server marks the later steps (`request`) of a disconnected client as cancelled. Each
-        check is a round trip to the server. Therefore the time between two checks of a stream grows
-        with the number of streams.
+        If the client has cancelled the request, these are all sequences. Otherwise, these are the
+        sequences that have reached a stop string.
         """
         now = time.monotonic()
+        # Each check for a cancelled request is a round trip to the server. Therefore, the time
+        # between two checks of a stream grows with the number of streams.
         interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
-        if now - choices.last_cancel_check_at <= interval_s:
-            return
-        choices.last_cancel_check_at = now
+        if now - choices.last_cancel_check_at > interval_s:
+            choices.last_cancel_check_at = now
+            self._check_cancel(choices, state, request)
+        if not choices.is_cancelled:
+            for slot in choices.stopped_slots():
+                self._streams.feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+
+    def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
+        """If the client has cancelled the request, signal to the executor to end all sequences.
+
+        Triton server marks the later steps (`request`) of a disconnected client as cancelled.
+        """
         if request.is_cancelled():
             choices.is_cancelled = True
             self._streams.feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)

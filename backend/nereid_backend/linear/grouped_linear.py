@@ -158,29 +158,28 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features, inputs_per_unit(bits))
-        # The kernel supports only small groups, so each group of the checkpoint is divided into
-        # `_num_subgroups` stored groups. Each stored group has the scale of the original group.
-        self._num_subgroups = _divide_up(min(group_size, in_features), self.group_size)
+        # A group of the checkpoint is stored as `_num_subgroups` smaller groups. The setting
+        # `group_size` can be larger than a row, but a group contains at most one row.
+        inputs_per_checkpoint_group = min(group_size, in_features)
+        self._num_subgroups = _divide_up(inputs_per_checkpoint_group, self.group_size)
         num_panels = _divide_up(self.out_features, LANES)  # a panel has LANES outputs
         num_groups = _divide_up(in_features, self.group_size)
-        # For each output, one read of the kernel loads four bytes (32 bits). `group_size` is a
-        # multiple of `inputs_per_unit`, so the number of bits in a group is a multiple of 32.
-        num_reads = num_groups * self.group_size * bits // 32
-        values = torch.empty(num_panels, num_reads, LANES, 4, dtype=torch.uint8)
+        # The integers of each output are divided into words of 32 bits (4 bytes).
+        num_words = num_groups * self.group_size * bits // 32
+        values = torch.empty(num_panels, num_words, LANES, 4, dtype=torch.uint8)
         scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
-        self.register_buffer("values", values, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
         zeros = None if zeros_dtype is None else torch.empty_like(scales, dtype=zeros_dtype)
-        self.register_buffer("zeros", zeros, persistent=False)
+        for name, tensor in (("values", values), ("scales", scales), ("zeros", zeros)):
+            self.register_buffer(name, tensor, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
         """Pack and store the integers, scales and zeros of several consecutive outputs (rows).
 
-        Mutates: the layer.
+        The kernels read blocks of LANES outputs, which are called panels. A call stores whole
+        panels, but the last panel of the layer may be incomplete. Mutates: the layer.
 
         Args:
-            start: the index of the first output. It must be a multiple of 16. The number of outputs
-                must also be a multiple of 16, unless the call stores the last outputs of the layer.
+            start: the index of the first output, a multiple of LANES.
             values: the integers, [num_rows, in_features], uint8 or int8.
             scales: the scale of each group of inputs, [num_rows, groups].
             zeros: the integer that represents the weight 0 in each group, [num_rows, groups]; None
@@ -188,6 +187,8 @@ class GroupedLinear(nn.Linear):
         """
         first_panel = start // LANES
         panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
+        # Signed integers and their zeros are shifted by `offset`, so that they become unsigned. The
+        # difference (integer - zero) stays the same.
         offset = _offset(values.dtype, self.bits)
         # `view` reads the same bytes as uint8, and uint8 sums are computed modulo 256. Example with
         # the offset 128: -3 is the byte 253, and (253 + 128) modulo 256 is 125, which is -3 + 128.
@@ -217,13 +218,16 @@ class GroupedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute the output [..., out_features] of the layer for an input [..., in_features]."""
-        weights = (self.values, self.scales, self.zeros)
-        return self.compute(input, weights, self.bias, self.out_features)
+        return self.compute(
+            input, self.values, self.scales, self.zeros, self.bias, self.out_features
+        )
 
     def compute(
         self,
         x: Tensor,
-        weights: tuple[Tensor, Tensor, Tensor | None],
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
         bias: Tensor | None,
         num_outputs: int,
     ) -> Tensor:
@@ -231,7 +235,9 @@ class GroupedLinear(nn.Linear):
 
         Args:
             x: [..., in_features].
-            weights: the values, the scales and the zeros; see the attributes of this class.
+            values: the integers; see the attributes of this class.
+            scales: see the attributes of this class.
+            zeros: see the attributes of this class.
             bias: [num_outputs], or None.
             num_outputs: the number of outputs, without the padding of the last panel.
 
@@ -242,12 +248,14 @@ class GroupedLinear(nn.Linear):
             bias = bias.to(x.dtype)
         if not is_available():
             # This processor has no kernel for integer weights, so torch computes the product.
-            dense = dequantise(*weights, self.bits, self.group_size)
+            dense = dequantise(values, scales, zeros, self.bits, self.group_size)
             return functional.linear(x, dense[:num_outputs, : x.shape[-1]].to(x.dtype), bias)
         # torch.export cannot trace `linear`, because `linear` calls a C function.
         is_exporting = torch.compiler.is_compiling()
-        compute = torch.ops.nereid.grouped_linear if is_exporting else linear
-        output: Tensor = compute(x, *weights, bias, self.bits, self.group_size, num_outputs)
+        operator = torch.ops.nereid.grouped_linear if is_exporting else linear
+        output: Tensor = operator(
+            x, values, scales, zeros, bias, self.bits, self.group_size, num_outputs
+        )
         return output
 
 

@@ -28,7 +28,7 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padded with zeros to whole groups. The shape of the result depends on `bits`:
 
         8 bits   [panels, inputs / 4, 16, 4]. Four inputs of one output are adjacent.
-        4 bits   [panels, inputs / 8, 16, 4]. Each byte contains two inputs; see `_pack_4_bits`.
+        4 bits   [panels, inputs / 8, 16, 4]. Each byte contains two inputs; see `_pack_bytes`.
         6 bits   [panels, 3 * inputs / 16, 16, 4]; see `_pack_6_bits`.
     """
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
@@ -38,35 +38,37 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     quadruples = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 8:
         return quadruples.contiguous()
-    return _pack_4_bits(quadruples) if bits == 4 else _pack_6_bits(quadruples)
+    return _pack_bytes(quadruples, bits) if bits == 4 else _pack_6_bits(quadruples)
 
 
-def _pack_4_bits(quadruples: Tensor) -> Tensor:
-    """Pack two integers of 4 bits into each byte.
+def _pack_bytes(quadruples: Tensor, bits: int) -> Tensor:
+    """Pack integers of 2 or 4 bits into bytes.
 
-    [panels, inputs / 4, 16, 4] becomes [panels, inputs / 8, 16, 4]. Of eight inputs, byte j
-    contains input j in its lower half and input j + 4 in its upper half. Example: the inputs
-    [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes [0x51, 0x62, 0x73, 0x84].
+    [panels, inputs / 4, 16, 4] becomes [panels, bytes / 4, 16, 4]. A byte contains four integers of
+    2 bits or two integers of 4 bits. Consecutive inputs of an output are in consecutive bytes: with
+    4 bits, byte j contains input j in its lower half and input j + 4 in its upper half. Example:
+    the inputs [1, 2, 3, 4, 5, 6, 7, 8] become the bytes [0x51, 0x62, 0x73, 0x84].
     """
-    return (quadruples[:, 0::2] | (quadruples[:, 1::2] << 4)).contiguous()
+    integers_per_byte = 8 // bits
+    packed = quadruples[:, 0::integers_per_byte].clone(memory_format=torch.contiguous_format)
+    for k in range(1, integers_per_byte):
+        packed |= quadruples[:, k::integers_per_byte] << (bits * k)
+    return packed
 
 
 def _pack_6_bits(quadruples: Tensor) -> Tensor:
     """Pack 16 integers of 6 bits into 12 bytes.
 
     [panels, inputs / 4, 16, 4] becomes [panels, 3 * inputs / 16, 16, 4]. Eight bytes contain the
-    lower four bits of the 16 inputs; see `_pack_4_bits`. Then follow four bytes with the upper two
-    bits: byte j contains the bits of the inputs j, j + 4, j + 8 and j + 12, from its lowest to its
-    highest bits. Example: the inputs [0, 1, 2, ..., 15] of one output become the bytes
-    [0x40, 0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
+    lower four bits of the 16 inputs, and the next four bytes contain the upper two bits; see
+    `_pack_bytes`. Example: the inputs [0, 1, 2, ..., 15] of one output, whose upper bits are 0,
+    become the bytes [0x40, 0x51, 0x62, 0x73], [0xc8, 0xd9, 0xea, 0xfb] and [0, 0, 0, 0].
     """
-    lower_bits = _pack_4_bits(quadruples & 15)
-    upper_bits = torch.zeros_like(quadruples[:, 0::4])
-    for k in range(4):
-        upper_bits |= (quadruples[:, k::4] >> 4) << (2 * k)
-    # [panels, inputs / 16, 3, 16, 4]
+    lower_bits = _pack_bytes(quadruples & 0b1111, 4)  # [panels, 2 * units, 16, 4]
+    upper_bits = _pack_bytes(quadruples >> 4, 2)  # [panels, units, 16, 4]
+    # A unit consists of 16 inputs. Put the bytes of each unit next to each other.
     parts = torch.stack((lower_bits[:, 0::2], lower_bits[:, 1::2], upper_bits), dim=2)
-    return parts.flatten(1, 2)
+    return parts.flatten(1, 2)  # [panels, 3 * units, 16, 4]
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:
@@ -89,38 +91,32 @@ def _unpack_rows(row_bytes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return row_bytes
-    return _unpack_4_bits(row_bytes) if bits == 4 else _unpack_6_bits(row_bytes)
+    return _unpack_bytes(row_bytes, bits) if bits == 4 else _unpack_6_bits(row_bytes)
 
 
-def _unpack_4_bits(row_bytes: Tensor) -> Tensor:
-    """Unpack integers of 4 bits: [..., inputs / 2] becomes [..., inputs].
+def _unpack_bytes(row_bytes: Tensor, bits: int) -> Tensor:
+    """Unpack integers of 2 or 4 bits from bytes: [..., bytes] becomes [..., inputs].
 
-    This function undoes `_pack_4_bits`. Example: [0x51, 0x62, 0x73, 0x84] becomes
-    [1, 2, 3, 4, 5, 6, 7, 8].
+    Four bytes contain the integers of 16 inputs (2 bits) or eight inputs (4 bits). The first four
+    inputs are in the lowest bits of the four bytes. Example with 4 bits: [0x51, 0x62, 0x73, 0x84]
+    becomes [1, 2, 3, 4, 5, 6, 7, 8].
     """
-    inputs = torch.arange(2 * row_bytes.shape[-1])
-    # Eight inputs have four bytes, and the inputs j and j + 4 have the same byte.
-    byte_of_input = inputs // 8 * 4 + inputs % 4
-    is_upper_half = inputs // 4 % 2
-    shift = (4 * is_upper_half).to(torch.uint8)
-    return (row_bytes[..., byte_of_input] >> shift) & 15
+    mask = 2**bits - 1
+    four_bytes = row_bytes.reshape(*row_bytes.shape[:-1], row_bytes.shape[-1] // 4, 4)
+    four_inputs = [(four_bytes >> shift) & mask for shift in range(0, 8, bits)]
+    return torch.stack(four_inputs, dim=-2).flatten(-3)
 
 
 def _unpack_6_bits(row_bytes: Tensor) -> Tensor:
     """Unpack integers of 6 bits: [..., 3 * inputs / 4] becomes [..., inputs].
 
-    This function undoes `_pack_6_bits`.
+    A unit of 12 bytes contains 16 integers. Its first eight bytes contain the lower four bits of
+    each integer, and its last four bytes contain the upper two bits; see `_unpack_bytes`.
     """
-    units = row_bytes.reshape(*row_bytes.shape[:-1], -1, 12)
-    lower_bits = _unpack_4_bits(units[..., :8].flatten(-2))
-    upper_bytes = units[..., 8:].flatten(-2)
-    inputs = torch.arange(lower_bits.shape[-1])
-    # 16 inputs have four bytes with upper bits. The inputs j, j + 4, j + 8 and j + 12 have the same
-    # byte.
-    byte_of_input = inputs // 16 * 4 + inputs % 4
-    shift = (2 * (inputs // 4 % 4)).to(torch.uint8)
-    upper_bits = (upper_bytes[..., byte_of_input] >> shift) & 3
-    return lower_bits | (upper_bits << 4)
+    units = row_bytes.reshape(*row_bytes.shape[:-1], row_bytes.shape[-1] // 12, 12)
+    lower_bits = _unpack_bytes(units[..., :8], 4)
+    upper_bits = _unpack_bytes(units[..., 8:], 2)
+    return (lower_bits | (upper_bits << 4)).flatten(-2)  # [..., units, 16] becomes [..., inputs]
 
 
 def dequantise_rows(

@@ -35,21 +35,22 @@ class JoinedGroup:
     Attributes:
         down: a layer whose weight contains the first matrices of all linear layers and adapters.
         ranks: one tuple for each linear layer. The tuple contains the rank of each joined adapter.
-        input: the last input of the linear layers in this step; None before the first call.
-        hidden: the masked output of `down` for `input`, [rows, sum of ranks].
+        stored_input: the input for which `stored_hidden` was computed in this step.
+        stored_hidden: the result of `masked_hidden` for `stored_input`; None if no result is
+            stored.
     """
 
     down: nn.Linear
     ranks: Ranks
-    input: Tensor | None = None
-    hidden: Tensor | None = None
+    stored_input: Tensor | None = None
+    stored_hidden: Tensor | None = None
 
     def masked_hidden(self, layer_input: Tensor, step: "AdapterStep") -> Tensor:
         """Multiply the input of the layers by their first matrices (lora_A).
 
-        The layers have the same input. Therefore, the product is computed only for the first layer,
-        and stored for the other layers. `LoraLayers` calls `clear` at the end of each step, so the
-        stored product always belongs to `step`.
+        Each layer of the group calls this method with the same tensor. Therefore, the product is
+        computed only in the first call, and stored for the other calls. The stored product always
+        belongs to `step`, because `clear` is called at the end of each step.
 
         Args:
             layer_input: [..., in_features].
@@ -58,20 +59,20 @@ class JoinedGroup:
         Returns:
             [num_rows, sum of ranks]. The columns of the adapters that a row does not use are 0.
         """
-        if self.input is layer_input and self.hidden is not None:
-            return self.hidden
+        if self.stored_hidden is not None and self.stored_input is layer_input:
+            return self.stored_hidden
         down = self.down
         hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
         # The masked numbers are replaced by 0 and not multiplied by 0, because NaN or infinity
         # times 0 is NaN.
         hidden.masked_fill_(step.unused_columns(self.ranks, len(hidden)), 0)
-        self.input = layer_input
-        self.hidden = hidden
+        self.stored_input = layer_input
+        self.stored_hidden = hidden
         return hidden
 
     def clear(self) -> None:
-        """Set `input` and `hidden` to None, so that the memory of the tensors is freed."""
-        self.input = self.hidden = None
+        """Forget the stored input and product, so that the memory of these tensors is freed."""
+        self.stored_input = self.stored_hidden = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class JoinedLayer:
 
     Attributes:
         group: the group of the linear layer.
-        columns: the columns of `JoinedGroup.hidden` that belong to the linear layer.
+        columns: the columns of `JoinedGroup.masked_hidden` that belong to the linear layer.
         up: a layer whose weight contains the second matrices of all adapters.
     """
 
@@ -142,6 +143,11 @@ def _linears_of_weights(weights: list[Tensor]) -> list[nn.Linear]:
 class AdapterStep:
     """Describes which LoRA adapter each input row and each sequence of a forward pass uses.
 
+    A chunk contains the rows of one sequence. Most layers compute one row for each token, and use
+    the adapters of the rows. A model that stores compressed keys and values has a layer that
+    expands the keys and values of all earlier tokens. This layer computes the same number of rows
+    for each chunk, and uses the adapters of the chunks.
+
     An adapter is represented by its index among the joined adapters. The number -1 represents a row
     or a chunk without an adapter.
     """
@@ -149,15 +155,13 @@ class AdapterStep:
     def __init__(self, row_adapters: Tensor, chunk_adapters: NDArray[np.int64]) -> None:
         """Create the description of a step.
 
-        A chunk contains the rows of one sequence. An adapter is represented by its index among the
-        adapters whose matrices are concatenated. -1 means that no adapter is used.
+        An adapter is represented by its index, and -1 means that no adapter is used.
 
         Args:
-            row_adapters: the adapter of each row, [num_rows] int64.
-            chunk_adapters: the adapter of each chunk, [num_chunks] int64. Some layers do not
-                compute one row for each token of the step. Example: a model stores compressed keys
-                and values, and a layer expands the keys and values of all earlier tokens. Such a
-                layer computes the same number of rows for each chunk.
+            row_adapters: the adapter of each row, int64 [num_rows]. A single number applies to all
+                rows. Layers that compute one row for each token need these numbers.
+            chunk_adapters: the adapter of each chunk (the rows of one sequence), int64
+                [num_chunks]. Layers that compute other rows need these numbers.
         """
         self._row_adapters = row_adapters
         self._chunk_adapters = chunk_adapters
@@ -168,7 +172,6 @@ class AdapterStep:
     @classmethod
     def for_all_rows(cls, device: torch.device) -> Self:
         """Return the description of a step in which all rows use the first joined adapter."""
-        # A tensor with a single number applies to all rows.
         return cls(torch.zeros(1, dtype=torch.int64, device=device), np.zeros(1, dtype=np.int64))
 
     def unused_columns(self, ranks: Ranks, num_rows: int) -> Tensor:
@@ -200,9 +203,8 @@ class AdapterStep:
     def _adapters_of_rows(self, num_rows: int) -> Tensor:
         """Return the adapter of each input row, for a layer whose input has `num_rows` rows.
 
-        Most layers compute one row for each token of the step. A model that stores compressed keys
-        and values has a layer that expands the keys and values of the whole context in every step.
-        This layer computes the same number of rows for each chunk.
+        Most layers compute one row for each token of the step. Any other layer computes the same
+        number of rows for each chunk.
         """
         if len(self._row_adapters) in (1, num_rows):
             return self._row_adapters

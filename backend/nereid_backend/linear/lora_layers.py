@@ -31,7 +31,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import numpy as np
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -46,9 +45,9 @@ from nereid_backend.linear.joined_adapters import (
 )
 from nereid_backend.linear.native_adapters import (
     AdapterWeights,
-    LayerPair,
     NativeAdapters,
     adapter_bytes,
+    adapter_indices,
 )
 
 # If torch computes a layer, the matrices of an adapter for this layer are in memory `_COPIES`
@@ -68,7 +67,7 @@ class _LoadedAdapter:
         weights: the matrices of the layers whose products torch adds. The matrices of the other
             layers are in `LoraLayers._native`.
         total_rank: the sum of the ranks in `weights`, which limits the concatenated matrices; see
-            `LoraLayers._ensure_joined`.
+            `LoraLayers._join_if_needed`.
         hooked_layers: the names of the layers that need a forward hook.
     """
 
@@ -123,26 +122,13 @@ class LoraLayers:
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
         """Store the matrices of an adapter, and register the forward hooks that apply the adapter.
 
-        The CPU kernels apply the adapter to most layers without a hook. A layer that the kernels do
-        not compute has a hook, which adds the adapter's product to the output of the layer.
-
         Args:
             adapter: the adapter.
             weights: the two matrices for each changed linear layer, by the name of the layer.
         """
-        for_kernels: dict[str, LayerPair] = {}
-        for_torch: dict[str, LayerPair] = {}
-        hooks: dict[str, Callable[..., None]] = {}  # the forward hooks, by layer name
-        for name, pair in weights.items():
-            if name not in self._native:
-                for_torch[name] = pair
-                hooks[name] = self._add_product
-                continue
-            for_kernels[name] = pair
-            # If the kernels compute the adapter's product but not the layer itself, a forward hook
-            # of the layer must call the kernels.
-            if self._native.needs_hook(name):
-                hooks[name] = self._native.adapt
+        for_kernels = {name: pair for name, pair in weights.items() if name in self._native}
+        for_torch = {name: pair for name, pair in weights.items() if name not in self._native}
+        hooks = self._choose_hooks(weights)
         self._native.add(adapter, for_kernels)
         self._loaded[adapter] = _LoadedAdapter(
             weights=for_torch,
@@ -152,6 +138,20 @@ class LoraLayers:
         for name in hooks.keys() - self._hooks.keys():
             layer = self._model.get_submodule(name)
             self._hooks[name] = layer.register_forward_hook(partial(hooks[name], name))
+
+    def _choose_hooks(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
+        """Return the forward hook of each layer in `names` that needs a hook, by layer name.
+
+        A hook adds the product of the adapter to the output of the layer. A layer that the CPU
+        kernels compute needs no hook, because the kernels also add the product.
+        """
+        hooks: dict[str, Callable[..., None]] = {}
+        for name in names:
+            if name not in self._native:
+                hooks[name] = self._add_product  # torch computes the product
+            elif self._native.needs_hook(name):
+                hooks[name] = self._native.adapt  # the kernels compute only the product
+        return hooks
 
     def remove(self, adapter: Adapter) -> None:
         """Free the matrices of an adapter. Remove the forward hooks that no other adapter needs."""
@@ -185,25 +185,29 @@ class LoraLayers:
     ) -> Iterator[bool]:
         """In the `with` block, apply the adapter of each chunk. At least one chunk has an adapter.
 
+        The CPU kernels add the products of an adapter to the outputs of most layers. For the other
+        layers, torch computes the products, and forward hooks add them. On a GPU, these are all
+        layers.
+
         Args:
             chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
             chunk_lengths: the number of rows of each chunk.
 
         Yields:
-            Whether forward hooks apply an adapter. If False, the CPU kernels add all products.
+            Whether the step needs forward hooks. If False, the CPU kernels add all products.
         """
         distinct = tuple(
             dict.fromkeys(adapter for adapter in chunk_adapters if adapter is not None)
         )
         loaded = [self._loaded[adapter] for adapter in distinct]
-        if any(adapter.weights for adapter in loaded):
-            # In some layers, torch multiplies the input by the concatenated matrices of all
-            # adapters in this step, and adds the product to the output.
-            self._ensure_joined(distinct)
-            self._step = self._make_step(chunk_adapters, chunk_lengths)
+        needs_torch = any(adapter.weights for adapter in loaded)
+        needs_hooks = any(adapter.hooked_layers for adapter in loaded)
         try:
+            if needs_torch:
+                self._join_if_needed(distinct)
+                self._step = self._make_step(chunk_adapters, chunk_lengths)
             with self._native.serving(chunk_adapters, chunk_lengths):
-                yield any(adapter.hooked_layers for adapter in loaded)
+                yield needs_hooks
         finally:
             self._end_step()
 
@@ -236,15 +240,13 @@ class LoraLayers:
             chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
             chunk_lengths: the number of rows of each chunk.
         """
-        indices: dict[Adapter | None, int] = {None: -1}
-        indices |= {adapter: index for index, adapter in enumerate(self._joined_adapters)}
-        chunk_indices = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
+        chunk_indices = adapter_indices(chunk_adapters, self._joined_adapters)
         row_indices = chunk_indices.repeat(chunk_lengths)
         # Almost all layers read only the adapter index of each row. Therefore, only these indices
         # are copied to the device.
         return AdapterStep(upload(row_indices, self._device), chunk_indices)
 
-    def _ensure_joined(self, adapters: tuple[Adapter, ...]) -> None:
+    def _join_if_needed(self, adapters: tuple[Adapter, ...]) -> None:
         """Concatenate the matrices of `adapters`, if the existing concatenation cannot be used."""
         if set(adapters) <= set(self._joined_adapters):
             needed_rank = sum(self._loaded[adapter].total_rank for adapter in adapters)

@@ -176,7 +176,9 @@ class MergedGroupedLinear(MergedLayer, GroupedLinear):
     def _merged_outputs(self, x: Tensor) -> Tensor:
         return self.compute(
             x,
-            (self.merged_values, self.merged_scales, self.merged_zeros),
+            self.merged_values,
+            self.merged_scales,
+            self.merged_zeros,
             self.merged_bias,
             self.group.num_outputs,
         )
@@ -229,14 +231,15 @@ def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
 def _merge(layers: list[nn.Linear]) -> None:
     """Merge the weights of layers with the same input, so that one product computes all layers.
 
-    Afterwards, the first layer contains the merged weights, and the weight of each layer is a view
-    into the merged weights. The first layer (position 0) computes the outputs of all layers and
-    stores the outputs in the shared object `group`, from which each layer takes its own output.
-    Mutates: the layers.
+    The layers remain the same objects, but their class changes to a subclass of `MergedLayer`. The
+    first layer gets the merged weights, and the weight of each layer becomes a view into the merged
+    weights. Mutates: the layers.
     """
     merged_class = _MERGED_CLASSES[type(layers[0])]
-    group = _MergedGroup([layer.out_features for layer in layers])
     merged_bias = _merged_bias(layers)
+    # The first layer stores the outputs of all layers in `group`, and each layer takes its own
+    # output from `group`.
+    group = _MergedGroup([layer.out_features for layer in layers])
     merged_layers = [change_class(layer, merged_class) for layer in layers]
     first = merged_layers[0]
     for position, layer in enumerate(merged_layers):
@@ -245,8 +248,8 @@ def _merge(layers: list[nn.Linear]) -> None:
     # The tensors are registered as buffers, so that torch.export treats them as part of the model.
     first.register_buffer("merged_bias", merged_bias, persistent=False)
     for name in merged_class.weight_names:
-        has_tensor = getattr(first, name) is not None  # integers can have no zeros
-        merged = _join(merged_layers, name) if has_tensor else None
+        is_missing = getattr(first, name) is None  # The tensor "zeros" of integers is optional.
+        merged = None if is_missing else _join(merged_layers, name)
         first.register_buffer(f"merged_{name}", merged, persistent=False)
 
 
@@ -256,14 +259,17 @@ def _join(layers: list[MergedLayer], name: str) -> Tensor:
 
     Mutates: the tensor of each layer becomes a view into the returned tensor.
     """
-    is_parameter = name == "weight"
     sizes = [len(getattr(layer, name)) for layer in layers]
     shape = (sum(sizes), *getattr(layers[0], name).shape[1:])
     merged: Tensor = getattr(layers[0], name).detach().new_empty(shape)
     for layer, view in zip(layers, torch.split(merged, sizes), strict=True):
-        view.copy_(getattr(layer, name))
-        # The original tensor of the layer is freed here, before the next one is copied.
+        tensor: Tensor = getattr(layer, name)
+        view.copy_(tensor)
+        # torch accepts only another parameter in place of a parameter. Buffers, such as packed
+        # weights, are plain tensors.
+        is_parameter = isinstance(tensor, nn.Parameter)
         setattr(layer, name, nn.Parameter(view, requires_grad=False) if is_parameter else view)
+        del tensor  # The original tensor is freed before the next tensor is copied.
     return merged
 
 

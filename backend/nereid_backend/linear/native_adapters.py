@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nereid_backend.attention.cpu.cpu_library import (
@@ -85,20 +86,11 @@ class NativeAdapters:
         """
         groups = _layers_by_product(model)
         layers = {name: layer for group in groups for name, layer in group.items()}
-        # Maps the name of each layer to its number, which is its index in all arrays that the
-        # kernels read. Layers that one matrix product computes have consecutive numbers.
+        # The number of a layer is its index in the arrays that the kernels read.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
-        sizes = [_num_outputs(layer) for layer in layers.values()]
-        self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
-        # The key of each layer that the kernels do not compute; see `_product_key`. The forward
-        # hook of such a layer passes the key to the kernels.
-        self._hook_keys = {
-            name: _product_key(layer)
-            for name, layer in layers.items()
-            if _weight_address(layer) is None
-        }
-        # The matrix products of the layers, sorted by key. The kernels read this array.
+        self._layer_outputs = (ctypes.c_int64 * len(layers))(*map(_num_outputs, layers.values()))
         self._products = _matrix_products(groups)
+        self._hook_keys = _hook_keys(layers)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # True if the matrices of the adapters are bfloat16, False if they are float32.
         self._is_bfloat16 = False
@@ -218,24 +210,22 @@ class NativeAdapters:
     ) -> _Step:
         """Build the C struct with which the kernels find the adapter of each row.
 
-        A chunk contains the rows of one sequence. Example: the chunks have the adapters [a, None,
-        b] and the lengths [1, 1, 2]. The distinct adapters are [a, b]. The struct contains the
-        indices [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
+        Example: the chunks have the adapters [a, None, b] and the lengths [1, 1, 2]. The struct
+        contains the adapter indices [0, -1, 1] for the chunks, and [0, -1, 1, 1] for the rows.
 
         Args:
-            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter.
+            chunk_adapters: the adapter of each chunk; None for a chunk without an adapter. A chunk
+                contains the rows of one sequence.
             chunk_lengths: the number of rows of each chunk.
         """
         distinct = [adapter for adapter in dict.fromkeys(chunk_adapters) if adapter is not None]
-        indices: dict[Adapter | None, int] = {None: -1}
-        indices |= {adapter: index for index, adapter in enumerate(distinct)}
-        chunk_indices = np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
+        chunk_indices = adapter_indices(chunk_adapters, distinct)
         row_indices = chunk_indices.repeat(chunk_lengths)
         addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in distinct]
         pointers = (ctypes.c_void_p * len(distinct))(*addresses)
-        # If a layer computes one row for each token, the kernels read the adapter index of each row
-        # from `owners`. Otherwise, the kernels divide the layer's rows equally among the chunks,
-        # and read the adapter index of each chunk from `chunk_owners`.
+        # Most layers compute one row for each token of the step. The kernels then read the adapter
+        # of each row from `owners`. The rows of any other layer are divided equally among the
+        # chunks, and the kernels read the adapter of each chunk from `chunk_owners`.
         struct = _Step(
             products=ctypes.addressof(self._products),  # which layers each matrix product computes
             num_products=len(self._products),
@@ -248,8 +238,21 @@ class NativeAdapters:
             num_tokens=len(row_indices),
             num_chunks=len(chunk_indices),
         )
+        # The struct contains only addresses, so the arrays must stay in memory.
         struct.arrays = (chunk_indices, row_indices, pointers)
         return struct
+
+
+def adapter_indices(
+    chunk_adapters: Sequence[Adapter | None], adapters: Sequence[Adapter]
+) -> NDArray[np.int64]:
+    """Return the index in `adapters` of each chunk's adapter; -1 for a chunk without an adapter.
+
+    Example: the chunk adapters [a, None, b] and the adapters [a, b] give [0, -1, 1].
+    """
+    indices: dict[Adapter | None, int] = {None: -1}
+    indices |= {adapter: index for index, adapter in enumerate(adapters)}
+    return np.array([indices[adapter] for adapter in chunk_adapters], dtype=np.int64)
 
 
 def adapter_bytes(pair: LayerPair) -> int:
@@ -302,6 +305,19 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
         key = layer.group if isinstance(layer, MergedLayer) else layer
         groups[key][name] = layer
     return [dict(sorted(group.items(), key=_merge_position)) for group in groups.values()]
+
+
+def _hook_keys(layers: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return the key (see `_product_key`) of each linear layer that the kernels do not compute.
+
+    Such a layer has a forward hook, which passes the key to the kernels. `layers` maps names to
+    layers.
+    """
+    return {
+        name: _product_key(layer)
+        for name, layer in layers.items()
+        if _weight_address(layer) is None
+    }
 
 
 def _merge_position(item: tuple[str, nn.Module]) -> int:

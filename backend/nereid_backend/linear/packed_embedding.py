@@ -10,7 +10,6 @@ is rounded to 8-bit integers, too.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -107,8 +106,7 @@ def pack_embedding(
     Args:
         model: the model. `prepack_linears` or `quantise_linears` has packed its linear layers.
             Mutated.
-        is_correct: runs the model, and returns whether the output contains no NaN. The weight of
-            the embedding is replaced by NaN, so code that still reads this weight gives NaN.
+        is_correct: runs the model, and returns whether the output contains no NaN.
         can_round: whether the weight of the embedding may be rounded.
 
     Returns:
@@ -121,21 +119,24 @@ def pack_embedding(
     layer = _packed_layer_for(model, embedding, can_round=can_round)
     if layer is None:
         return False
-    original_weight = embedding.weight
-    # When the `with` block ends without `pop_all`, the callbacks undo the change.
-    with ExitStack() as undo:
-        undo.callback(_restore_embedding, embedding, type(embedding), original_weight)
+    original_class, original_weight = type(embedding), embedding.weight
+    # A tied embedding shares its weight with the output layer. The memory of the unpacked weight is
+    # freed only if neither of them refers to the weight any more.
+    is_tied = layer is output_layer_of(model)
+    is_working = False
+    try:
         _read_rows_from(embedding, layer)
-        # A tied embedding shares its weight with the output layer. The memory of the unpacked
-        # weight is freed as soon as neither of them refers to the weight any more.
-        is_tied = layer is output_layer_of(model)
         if is_tied:
-            undo.callback(setattr, layer, "weight", original_weight)
             free_weight(layer)
-        if is_correct():
-            undo.pop_all()
-            return True
-    return False
+        # The attribute `weight` of the embedding now contains NaN. If code of the model still reads
+        # this attribute, the output of the model contains NaN.
+        is_working = is_correct()
+    finally:
+        if not is_working:  # undo the change
+            _restore_embedding(embedding, original_class, original_weight)
+            if is_tied:
+                layer.weight = original_weight
+    return is_working
 
 
 def _packed_layer_for(
@@ -188,14 +189,17 @@ def _packed_class(
     """Return a class that behaves like `original_class`, but reads its rows from packed weights.
 
     Example: `original_class.forward` multiplies the rows of `super().forward(ids)` by a factor. In
-    the new class, `super()` refers to `packed_class`, so the packed rows are multiplied.
+    the new class, the packed rows are multiplied.
     """
     if original_class is nn.Embedding:
         return packed_class
     name = f"{packed_class.__name__}Of{original_class.__name__}"
+    # The methods of the first base class are called. Its calls of `super()` refer to the second
+    # base class instead of nn.Embedding.
+    bases = (original_class, packed_class)
     # pickle cannot find this class by its name, so `_reduce` defines how to restore an object.
     members = {"__reduce__": _reduce}
-    return cast("type[_PackedEmbedding]", type(name, (original_class, packed_class), members))
+    return cast("type[_PackedEmbedding]", type(name, bases, members))
 
 
 def _reduce(embedding: _PackedEmbedding) -> tuple[Any, ...]:

@@ -203,7 +203,7 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
 
 def _decode_packed(
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
+    _dtype: torch.dtype,
     *,
     group_size: int | None,
     usual_bits: int,
@@ -216,7 +216,7 @@ def _decode_packed(
         tensors: the tensors of the weight, by suffix. weight_packed contains the integers, int32
             [rows, words], and weight_shape contains the number of rows and the number of inputs.
             If there is no weight_zero_point, all zeros are 0.
-        dtype: not used.
+        _dtype: not used, because the weight consists of integers.
         group_size: the number of inputs in a group with one scale, as in the settings; None if the
             settings contain several group sizes.
         usual_bits: the usual number of bits of an integer. A layer can have another number.
@@ -237,20 +237,22 @@ def _decode_packed(
     # packing, each word contains only whole integers, and the highest bits may be unused.
     is_dense = num_words == _num_dense_words(num_inputs, bits)
     unpack = unpack_integers if is_dense else _unpack_padded_words
-    values = _to_signed(unpack(packed, bits, num_inputs), bits)
-    zeros = tensors.get(".weight_zero_point")
-    if zeros is not None:
-        zeros = _signed_zeros(zeros, unpack, bits, num_rows)
+    packed_zeros = tensors.get(".weight_zero_point")
     return _create_integer_weight(
-        values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits
+        values=_to_signed(unpack(packed, bits, num_inputs), bits),
+        scales=tensors[".weight_scale"],
+        zeros=_signed_zeros(packed_zeros, unpack, bits, num_rows),
+        group_of_input=tensors.get(".weight_g_idx"),
+        usual_group_size=group_size,
+        bits=bits,
     )
 
 
 def _signed_zeros(
-    zeros: Tensor, unpack: Callable[[Tensor, int, int], Tensor], bits: int, num_rows: int
-) -> Tensor:
+    zeros: Tensor | None, unpack: Callable[[Tensor, int, int], Tensor], bits: int, num_rows: int
+) -> Tensor | None:
     """Return zeros as int8. If the zeros are packed into int32 words, unpack them with `unpack`."""
-    if zeros.dtype != torch.int32:
+    if zeros is None or zeros.dtype != torch.int32:
         return zeros
     # A word contains the zeros of several rows, so the shape is [words, groups]. The tensor is
     # transposed, because `unpack` expects the words in the last dimension.
@@ -260,16 +262,16 @@ def _signed_zeros(
 def _actual_bits(num_words: int, num_integers: int, usual_bits: int) -> int:
     """Return the number of bits of an integer in a row of 32-bit words.
 
-    If the row can contain integers of `usual_bits` bits, return `usual_bits`. Otherwise, compute
-    the number from the size of the row. Example: 4 words (128 bits) with 40 integers contain
-    integers of 3 bits, because 128 // 40 is 3.
+    If the size of the row fits integers of `usual_bits` bits, return `usual_bits`. Otherwise,
+    compute the number from the size of the row. Example: 4 words (128 bits) with 40 integers
+    contain integers of 3 bits. The last 8 bits are not used.
     """
     dense_words = _num_dense_words(num_integers, usual_bits)
     padded_words = _num_padded_words(num_integers, usual_bits)
     if num_words in (dense_words, padded_words):
         return usual_bits
-    # Unused bits at the end of the row do not change the rounded quotient, because the number of
-    # unused bits is smaller than the number of integers.
+    # The unused bits do not change the rounded quotient, because there are fewer unused bits than
+    # integers. In a damaged file, the number of integers can be 0.
     return num_words * 32 // max(1, num_integers)
 
 
@@ -301,28 +303,32 @@ def _unpack_padded_words(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def _decode_int8(
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
+    _dtype: torch.dtype,
     *,
     group_size: int | None,
 ) -> IntegerWeight:
     """Decode integers that are stored as int8: weight = (integer - zero) * scale.
 
     `tensors` contains the tensors of the weight by suffix, and `group_size` is the number of inputs
-    in a group with one scale. `dtype` is not used.
+    in a group with one scale. `_dtype` is not used, because the weight consists of integers.
     """
-    values = tensors[".weight"]
-    zeros = tensors.get(".weight_zero_point")  # None if all zeros are 0
     return _create_integer_weight(
-        values, tensors[".weight_scale"], zeros, tensors.get(".weight_g_idx"), group_size, bits=8
+        values=tensors[".weight"],
+        scales=tensors[".weight_scale"],
+        zeros=tensors.get(".weight_zero_point"),  # None if all zeros are 0
+        group_of_input=tensors.get(".weight_g_idx"),
+        usual_group_size=group_size,
+        bits=8,
     )
 
 
 def _create_integer_weight(
+    *,
     values: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
     group_of_input: Tensor | None,
-    group_size: int | None,
+    usual_group_size: int | None,
     bits: int,
 ) -> IntegerWeight:
     """Create a weight from signed integers: weight = (integer - zero) * scale.
@@ -333,38 +339,41 @@ def _create_integer_weight(
         values: the integers, int8 [out_features, in_features].
         scales: the scales, [out_features, groups], [out_features] or a single number.
         zeros: the zeros, in one of the shapes of `scales`; None if all zeros are 0.
-        group_of_input: [in_features], the index of each input's group; None if the inputs of each
-            group are consecutive.
-        group_size: the group size in the settings; None if the settings contain several group
-            sizes. If this number does not match the number of scales, the group size is computed
-            from the number of scales.
+        group_of_input: [in_features], the index of each input's group, as in the file; None if the
+            inputs of each group are consecutive.
+        usual_group_size: the group size in the settings; None if the settings contain several
+            sizes. Some layers can have another size.
         bits: the number of bits of an integer.
     """
     num_rows, num_inputs = values.shape
-    scales = by_row(scales, num_rows)  # [out_features, groups]
-    num_groups = scales.shape[1]
-    # The settings contain one group size, but some layers may have a different group size. The
-    # number of scales in the file determines the actual group size.
-    if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
+    group_scales = by_row(scales, num_rows)  # [out_features, groups]
+    num_groups = group_scales.shape[1]
+    # A zero of a whole row is repeated for each group of the row.
+    group_zeros = None if zeros is None else by_row(zeros, num_rows).expand(-1, num_groups)
+    # The number of scales in the file determines whether the layer has the usual group size.
+    if usual_group_size is not None and math.ceil(num_inputs / usual_group_size) == num_groups:
+        group_size = usual_group_size
+    else:
         group_size = math.ceil(num_inputs / num_groups)
-    if zeros is not None:
-        # The file may contain one zero point for a whole row. Repeat this zero point for each group
-        # of the row.
-        zeros = by_row(zeros, num_rows).expand(-1, num_groups)
-    if group_of_input is not None and bool((group_of_input == _UNKNOWN_GROUP).any()):
+    input_groups = _known_groups(group_of_input, num_groups)
+    return IntegerWeight(values, group_scales, group_zeros, group_size, bits, input_groups)
+
+
+def _known_groups(group_of_input: Tensor | None, num_groups: int) -> Tensor | None:
+    """Return the group of each input, int64; None if the inputs of each group are consecutive.
+
+    Raises:
+        ValueError: if an input belongs to a group that does not exist.
+    """
+    if group_of_input is None:
+        return None
+    if bool((group_of_input == _UNKNOWN_GROUP).any()):
         # The library did not compute the order of activations for this layer. Example: an expert
         # that got no tokens of the calibration data.
-        group_of_input = None
-    if group_of_input is not None:
-        _check_groups(group_of_input, num_groups)
-        group_of_input = group_of_input.long()
-    return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
-
-
-def _check_groups(group_of_input: Tensor, num_groups: int) -> None:
-    """Raise a ValueError if an input belongs to a group that does not exist."""
+        return None
     if int(group_of_input.min()) < 0 or int(group_of_input.max()) >= num_groups:
         raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")
+    return group_of_input.long()
 
 
 def _to_signed(values: Tensor, bits: int) -> Tensor:

@@ -329,11 +329,12 @@ def _fits_panels(weight: IntegerWeight) -> bool:
 
     The kernels read blocks of a weight matrix, the panels, whose scales and zeros are float16.
     """
-    # The kernels support only groups of consecutive inputs, so `input_groups` must be None. The
-    # group size is tested for panels of 8 bits, because 8-bit panels can store all integers.
+    # The widest integers of a panel (8 bits) can represent the integers of every weight.
+    widest_bits = max(_PANEL_BITS)
+    has_consecutive_groups = weight.input_groups is None  # the kernels support no other groups
     return (
-        weight.input_groups is None
-        and _supports_groups(weight, max(_PANEL_BITS))
+        has_consecutive_groups
+        and _supports_groups(weight, widest_bits)
         and (weight.zeros is None or _fits_half(weight.zeros))
         and _fits_half(weight.scales)
     )

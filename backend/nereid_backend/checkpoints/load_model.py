@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -37,6 +38,10 @@ from nereid_backend.loading_progress import report_items
 
 if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig
+
+
+# The exceptions that transformers raises if it does not support a model.
+_UNSUPPORTED_ERRORS = (ValueError, KeyError, ImportError)
 
 
 class _OwnAttentionError(Exception):
@@ -71,7 +76,13 @@ def _uses_registered_attention(model: PreTrainedModel, config: PretrainedConfig)
     # already checked the class. If the class is defined in a Python file of the checkpoint, the
     # class is checked here, because this check requires the loaded model.
     is_class_of_transformers = model_class(config) is not None
-    return is_class_of_transformers or model._can_set_attn_implementation()
+    return is_class_of_transformers or _has_attention_interface(model)
+
+
+def _has_attention_interface(model: Any) -> bool:  # noqa: ANN401 - transformers' are untyped
+    """Return whether a model, or a class of models, uses transformers' attention interface."""
+    has_interface: bool = model._can_set_attn_implementation()  # only this private method tells
+    return has_interface
 
 
 def load_model(  # noqa: PLR0913 - as `load_checkpoint`
@@ -107,7 +118,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         UnsupportedModelError: if transformers does not support the model.
     """
     generation_config = read_generation_config(folder)
-    arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
+    arguments = weight_arguments(folder, config, dtype, as_dict=rounded_bits is not None)
     # transformers reads the weights from the folder, or gets them in the dict "state_dict".
     reads_folder = "state_dict" not in arguments
     # A class that a Python file of the checkpoint defines can be used only if transformers itself
@@ -209,8 +220,12 @@ def _loading_error(
 ) -> Exception:
     """Convert an exception of transformers' `from_pretrained` to an exception of this package.
 
-    If the model's class refuses the attention implementation, the result is an _OwnAttentionError.
-    `load_with_attention` catches this error, and the model is loaded again with its own attention.
+    There are three cases:
+
+    - The model's class refuses the attention implementation: an _OwnAttentionError, after which the
+      model is loaded again with its own attention.
+    - transformers does not support the model: an UnsupportedModelError.
+    - A file is damaged or missing: a ModelError.
 
     Args:
         error: the exception of `from_pretrained`.
@@ -218,25 +233,30 @@ def _loading_error(
         config: the config of the checkpoint.
         attention: the name of the attention implementation.
     """
-    if not isinstance(error, ValueError | KeyError | ImportError):
-        # A file is damaged or missing. A damaged file can cause many kinds of exceptions, and a
-        # missing file causes an OSError.
-        wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
-        return ModelError(
-            wrong_shape
-            or f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). "
-            "Download the checkpoint again."
-        )
-    # If a class does not use the attention interface, transformers raises a general exception, such
-    # as a ValueError. The message of this exception contains the name of the refused
-    # implementation, such as "nereid_paged_0". This package has generated the name, so no other
-    # message contains the name.
-    has_refused_attention = attention in str(error)
-    if has_refused_attention:
+    if _refuses_attention(error, attention):
         return _OwnAttentionError()
-    return UnsupportedModelError(
-        f"the model type {config.model_type} is not supported: {_unsupported_reason(error, folder)}"
+    if isinstance(error, _UNSUPPORTED_ERRORS):
+        reason = _unsupported_reason(error, folder)
+        return UnsupportedModelError(
+            f"the model type {config.model_type} is not supported: {reason}"
+        )
+    # A damaged file can cause many kinds of exceptions, and a missing file causes an OSError.
+    wrong_shape = describe_wrong_shape(error, folder, config, model_class(config))
+    return ModelError(
+        wrong_shape
+        or f"the weights in {_weights_path(folder)} cannot be read ({first_line(error)}). "
+        "Download the checkpoint again."
     )
+
+
+def _refuses_attention(error: Exception, attention: str) -> bool:
+    """Return whether transformers raised `error` because a class has no attention interface.
+
+    transformers has no exception class for this case. The message contains the name of the refused
+    implementation, such as "nereid_paged_0". This package has generated the name, so no other
+    message contains the name.
+    """
+    return isinstance(error, _UNSUPPORTED_ERRORS) and attention in str(error)
 
 
 def _unsupported_reason(error: Exception, folder: Path) -> str:
@@ -310,7 +330,7 @@ def describe_wrong_shape(
     config: PretrainedConfig,
     loading_class: Any,  # noqa: ANN401 - transformers' are untyped
 ) -> str | None:
-    """Return a message about a weight whose shape differs from the shape that config.json requires.
+    """Return a message about the weight whose wrong shape caused an exception of transformers.
 
     transformers only logs the names of such weights. The result is None if `error` has another
     cause, or if the weight has one name in the file and another name in the model.
@@ -321,24 +341,35 @@ def describe_wrong_shape(
         config: the config of the checkpoint.
         loading_class: the class of the model; None if transformers has no class for the model.
     """
-    # If a shape differs, the message of transformers contains the argument's name
+    # transformers has no exception class for this case. Its message recommends the argument
     # `ignore_mismatched_sizes`.
-    if loading_class is None or "ignore_mismatched_sizes" not in str(error):
+    is_about_shape = "ignore_mismatched_sizes" in str(error)
+    if loading_class is None or not is_about_shape:
         return None
     # The tensors of a quantised checkpoint do not have the shapes of the model's weights.
     is_gguf = (folder / GGUF_LINK).is_file()
     if is_gguf or quantisation_settings(config) is not None:
         return None
-    with torch.device("meta"):
-        weights = loading_class(config).state_dict()
+    needed_shapes = _shapes_of_weights(loading_class, config)
     for name, tensor in open_tensors(folder, for_reading=False).items():
-        if name in weights and tensor.shape != tuple(weights[name].shape):
+        needed_shape = needed_shapes.get(name)
+        if needed_shape is not None and tensor.shape != needed_shape:
             return (
                 f"the tensor {name} in {tensor.file} has the shape {tensor.shape}, but "
-                f"{folder}/config.json requires the shape {tuple(weights[name].shape)}. Download "
-                "the checkpoint again."
+                f"{folder}/config.json requires the shape {needed_shape}. Download the checkpoint "
+                "again."
             )
     return None
+
+
+def _shapes_of_weights(
+    loading_class: Callable[[PretrainedConfig], nn.Module], config: PretrainedConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight that a model with this class and this config has, by name."""
+    # On the device "meta", the weights of a model take no memory.
+    with torch.device("meta"):
+        weights = loading_class(config).state_dict()
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
@@ -368,10 +399,11 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
 
 
 def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
-    """Return whether the class of a model accepts the name of an attention function.
+    """Return whether a model can be loaded with the name of a registered attention function.
 
-    transformers calls the attention function that is registered under this name, if the class uses
-    transformers' attention interface. Any other class ignores the name or raises an error.
+    The class of the model must use transformers' attention interface. Any other class ignores the
+    name or raises an error. If transformers has no class for the model, the result is True, because
+    only `from_pretrained` can tell.
 
     Args:
         config: the config of the model.
@@ -381,13 +413,10 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
     if not classes:
-        # transformers has no class for the model. Return True, so that the caller calls
-        # `from_pretrained`, which raises an error that contains the reason.
         return True
-    # `classes` contains the class of the whole model and the class of its decoder. At least one of
-    # them must use the attention interface. In a model with images, the class of the decoder is
-    # sufficient, because only the attention of the decoder is replaced.
-    return any(candidate._can_set_attn_implementation() for candidate in classes)
+    # In a model with images, the class of the decoder is sufficient, because only the attention of
+    # the decoder is replaced.
+    return any(map(_has_attention_interface, classes))
 
 
 @contextmanager

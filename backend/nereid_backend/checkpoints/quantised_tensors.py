@@ -242,24 +242,34 @@ def _choose_format(settings: Settings) -> Format:
             are damaged.
     """
     try:
-        method = _quantisation_method(settings)
-        if method not in FORMATS:
-            raise UnsupportedModelError(
-                f"the weights are quantised with the method {method!r} (quantization_config of "
-                "config.json), which is not supported. The supported methods are "
-                f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of these "
-                "methods, or a checkpoint that is not quantised."
-            )
-        return FORMATS[method](settings)
+        create_format = _format_creator(_quantisation_method(settings))
+        return create_format(settings)
     except UnknownVariantError as error:
         raise UnsupportedModelError(
             f"the weights cannot be read, because {error}. Use another checkpoint of the model."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
+        # `create_format` expects values of the right types, and does not check the types itself.
         raise UnsupportedModelError(
             "the weights cannot be read, because quantization_config of config.json has a value of "
             f"a wrong type ({error}). Download config.json again."
         ) from error
+
+
+def _format_creator(method: str) -> Callable[[Settings], Format]:
+    """Return the function that creates the Format object of a quantisation method.
+
+    Raises:
+        UnsupportedModelError: if the method is not supported.
+    """
+    if method not in FORMATS:
+        raise UnsupportedModelError(
+            f"the weights are quantised with the method {method!r} (quantization_config of "
+            "config.json), which is not supported. The supported methods are "
+            f"{', '.join(FORMATS)}. Use a checkpoint that is quantised with one of these methods, "
+            "or a checkpoint that is not quantised."
+        )
+    return FORMATS[method]
 
 
 def _quantisation_method(settings: Settings) -> str:
@@ -275,22 +285,21 @@ def _quantisation_method(settings: Settings) -> str:
     Raises:
         UnknownVariantError: if the settings contain no name.
     """
-    method = settings.get("quant_method")
-    # Old checkpoints of bitsandbytes do not contain the name of the method.
-    has_bitsandbytes_field = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-    if method is None and has_bitsandbytes_field:
-        return "bitsandbytes"
     packing = str(settings.get("packing_format", ""))
     for other_method in ("gptq", "awq"):
         if packing.endswith(other_method):
             return other_method
-    if method is None:
-        raise UnknownVariantError(
-            "quantization_config of config.json has no field quant_method, which names the layout "
-            "of the weights. Checkpoints of MLX, which are not supported, lack this field"
-        )
-    # The name is a text, or a member of an enum of transformers.
-    return str(getattr(method, "value", method))
+    method = settings.get("quant_method")
+    if method is not None:
+        # The name is a text, or a member of an enum of transformers.
+        return str(getattr(method, "value", method))
+    # Old checkpoints of bitsandbytes do not contain the name of the method.
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    raise UnknownVariantError(  # The message is a part of a sentence; see UnknownVariantError.
+        "quantization_config of config.json has no field quant_method, which names the layout of "
+        "the weights. Checkpoints of MLX, which are not supported, lack this field"
+    )
 
 
 def _find_layout(

@@ -108,16 +108,7 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
     framework = "pt" if for_reading else "numpy"
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
-        for name, tensor in _open_file(path, framework).items():
-            indexed_file = file_of_tensor.get(name)
-            if name in tensors and indexed_file is None:
-                raise ModelError(
-                    f"{tensors[name].file} and {path} both contain the tensor {name}. Remove the "
-                    "file that does not belong to the checkpoint."
-                )
-            # If several files contain the tensor, use the file that the index names.
-            if name not in tensors or path.name == indexed_file:
-                tensors[name] = tensor
+        _add_tensors(tensors, _open_file(path, framework), file_of_tensor)
     for name, file in file_of_tensor.items():
         if name not in tensors:
             raise ModelError(
@@ -125,6 +116,34 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
                 "two files again."
             )
     return tensors
+
+
+def _add_tensors(
+    tensors: dict[str, StoredTensor],
+    new_tensors: dict[str, StoredTensor],
+    file_of_tensor: dict[str, str],
+) -> None:
+    """Add the tensors of one file to the tensors of other files. Mutates: `tensors`.
+
+    If several files contain a tensor, the tensor of the file that the index names is used.
+
+    Args:
+        tensors: the tensors of other files by name.
+        new_tensors: the tensors of the file by name.
+        file_of_tensor: the index, which maps the name of each tensor to the name of its file.
+
+    Raises:
+        ModelError: if two files contain a tensor that is not in the index.
+    """
+    for name, tensor in new_tensors.items():
+        indexed_file = file_of_tensor.get(name)
+        if name in tensors and indexed_file is None:
+            raise ModelError(
+                f"{tensors[name].file} and {tensor.file} both contain the tensor {name}. Remove "
+                "the file that does not belong to the checkpoint."
+            )
+        if name not in tensors or tensor.file.name == indexed_file:
+            tensors[name] = tensor
 
 
 def check_read_permission(path: Path) -> None:

@@ -20,27 +20,21 @@ from nereid_backend.errors import ModelError, first_line
 
 
 def weight_arguments(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, is_lazy: bool = False
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, as_dict: bool = False
 ) -> dict[str, Any]:
     """Return the arguments with which transformers' from_pretrained loads a checkpoint's weights.
 
-    There are three cases:
-
-    - GGUF file (llama.cpp's format): the arguments contain a dict of weights. Each weight is read
-      and dequantised when transformers needs it.
-    - Unquantised checkpoint: the arguments contain its folder, and transformers reads the files. If
-      the files have unusual names, the arguments are the same as for a quantised checkpoint.
-    - Quantised checkpoint: the arguments contain a dict of weights, and a config without the field
-      quantization_config. With this field, transformers would create the layers of a quantisation
-      library.
+    For an unquantised checkpoint whose files have the usual names, the arguments contain the
+    folder, and transformers reads the files. In all other cases, the arguments contain a dict of
+    weights ("state_dict"). Each weight in the dict is read and dequantised when transformers needs
+    it.
 
     Args:
         folder: the folder of the checkpoint.
         config: the config of the checkpoint.
         dtype: the data type of the weights in the model.
-        is_lazy: whether the arguments for an unquantised checkpoint are the same as for a quantised
-            checkpoint. The caller can then replace weights in the dict, for example by rounded
-            weights.
+        as_dict: whether the arguments must contain a dict. The caller can replace weights in the
+            dict, for example by rounded weights.
 
     Raises:
         ModelError: if the weights are missing or damaged.
@@ -52,7 +46,7 @@ def weight_arguments(
     settings = quantisation_settings(config)
     # transformers reads a folder only if its files have the usual names.
     has_usual_files = (folder / INDEX).is_file() or (folder / USUAL_FILE).is_file()
-    if settings is None and not is_lazy and has_usual_files:
+    if settings is None and has_usual_files and not as_dict:
         return {
             "pretrained_model_name_or_path": folder,
             "config": config,
@@ -101,7 +95,10 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a config without the field quantization_config."""
+    """Return a copy of a config without the field quantization_config.
+
+    With this field, transformers would create the layers of a quantisation library.
+    """
     config = copy.deepcopy(config)
     for owner in (config, config.get_text_config(decoder=True)):
         if hasattr(owner, "quantization_config"):

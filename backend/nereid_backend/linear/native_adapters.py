@@ -84,12 +84,13 @@ class NativeAdapters:
         The memory addresses of the model's weights must not change afterwards. If the model is not
         on a CPU, or if this CPU has no kernels, the object contains no layers.
         """
-        groups = _layers_by_product(model)
+        groups = _layers_by_product(model)  # The layers of a group are computed by one product.
         layers = {name: layer for group in groups for name, layer in group.items()}
         # The number of a layer is its index in the arrays that the kernels read.
         self._layer_numbers = {name: number for number, name in enumerate(layers)}
         self._layer_outputs = (ctypes.c_int64 * len(layers))(*map(_num_outputs, layers.values()))
         self._products = _matrix_products(groups)
+        # The kernels do not compute these layers. Their forward hooks pass the keys to the kernels.
         self._hook_keys = _hook_keys(layers)
         self._stored: dict[Adapter, _StoredAdapter] = {}
         # True if the matrices of the adapters are bfloat16, False if they are float32.
@@ -310,8 +311,7 @@ def _layers_by_product(model: nn.Module) -> list[dict[str, nn.Module]]:
 def _hook_keys(layers: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return the key (see `_product_key`) of each linear layer that the kernels do not compute.
 
-    Such a layer has a forward hook, which passes the key to the kernels. `layers` maps names to
-    layers.
+    Both `layers` and the result have the names of the layers as keys.
     """
     return {
         name: _product_key(layer)

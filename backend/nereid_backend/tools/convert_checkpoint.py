@@ -64,7 +64,7 @@ def convert(source: str, target: str, dtype: Target) -> None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
     bits = _BITS.get(dtype)  # None if no weight becomes integers
     float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
-    arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
+    arguments = weight_arguments(folder, config, float_dtype, as_dict=True)
     weights = arguments["state_dict"]  # Each weight is read only when it is used.
     integer_names: set[str] = set()
     quantization_config = None

@@ -69,6 +69,11 @@ class Architecture:
         """Whether the models have several experts in place of one MLP."""
         return self.more_fields is _EXPERTS
 
+    @property
+    def has_attention_scale(self) -> bool:
+        """Whether every config contains the number s in the attention scale 1 / sqrt(s)."""
+        return self.num_layers_with_other_scale > 0
+
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
@@ -189,9 +194,7 @@ def _fields_of_architecture(
         values: the metadata of the architecture, such as {"rope.freq_base_swa": 10000}.
     """
     fields: dict[str, Any] = {}
-    # In these architectures, the config of every model contains query_pre_attn_scalar, the number s
-    # in the attention scale 1 / sqrt(s). In most of the models, s is head_dim.
-    if architecture.num_layers_with_other_scale:
+    if architecture.has_attention_scale:
         fields["query_pre_attn_scalar"] = _query_pre_attn_scalar(architecture, config)
     if architecture.has_local_rope:
         # Layers with a sliding window and layers with full attention use different rotary

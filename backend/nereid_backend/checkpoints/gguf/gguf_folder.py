@@ -166,27 +166,43 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     # and only GGUF files need the modules.
     from transformers import PreTrainedTokenizerFast
 
-    chat_template = file.metadata.get("tokenizer.chat_template")
-    if not isinstance(chat_template, str | None):
-        raise ModelError(
-            f"{file.path}: tokenizer.chat_template must be a text, but it is {chat_template!r}. "
-            "Download the file again."
-        )
+    chat_template = _chat_template(file)
     values = _tokenizer_values(file)
     _check_pre_tokenizer(file, values)
-    fast_tokenizer = _create_fast_tokenizer(file, values)
-    # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
-    # vocabularies, and False for other vocabularies.
-    is_sentencepiece = values["tokenizer_type"] == "llama"
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=fast_tokenizer,
-        add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", is_sentencepiece)),
-        add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
+        tokenizer_object=_create_fast_tokenizer(file, values),
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
+        **_bos_and_eos_settings(file, values["tokenizer_type"]),
         **_special_tokens(file, values["tokens"]),
     )
     tokenizer.save_pretrained(folder)
+
+
+def _chat_template(file: GgufFile) -> str | None:
+    """Return the chat template of a GGUF file; None if the file has no chat template.
+
+    Raises:
+        ModelError: if the template is not a text.
+    """
+    template = file.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ModelError(
+            f"{file.path}: tokenizer.chat_template must be a text, but it is {template!r}. "
+            "Download the file again."
+        )
+    return template
+
+
+def _bos_and_eos_settings(file: GgufFile, tokenizer_type: str) -> dict[str, bool]:
+    """Return whether the tokenizer adds a BOS token and an EOS token to each text."""
+    # llama.cpp adds a BOS token by default only if the vocabulary is a sentencepiece vocabulary,
+    # which has the type "llama".
+    adds_bos_by_default = tokenizer_type == "llama"
+    return {
+        "add_bos_token": bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", adds_bos_by_default)),
+        "add_eos_token": bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
+    }
 
 
 def _tokenizer_values(file: GgufFile) -> dict[str, Any]:

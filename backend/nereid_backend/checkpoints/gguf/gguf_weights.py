@@ -63,7 +63,7 @@ class GgufWeight:
         path: the path of the file.
         tensor: the description of the tensor that contains the weight.
         dtype: the data type of the dequantised weight.
-        num_heads: the number of heads if the rows of each head must be reordered (see
+        num_reordered_heads: the number of heads if the rows of each head must be reordered (see
             `_row_order`); None if the rows are in the right order.
         offset: a number that must be subtracted from each element.
         expert: the index of the expert in the first dimension of the tensor; None if the weight is
@@ -73,7 +73,7 @@ class GgufWeight:
     path: Path
     tensor: GgufTensor
     dtype: torch.dtype
-    num_heads: int | None = None
+    num_reordered_heads: int | None = None
     offset: float = 0.0
     expert: int | None = None
 
@@ -91,22 +91,20 @@ class GgufWeight:
         In some weights, llama.cpp stores the rows of each attention head in another order than
         transformers. The rows of such a weight are reordered.
 
-        The result is an IntegerWeight (integers with scales) if `has_integers` is true. Otherwise,
-        the result is a tensor.
+        If the file contains integers with scales, the result is an IntegerWeight. Otherwise, the
+        result is a tensor.
         """
         # A bias or the weight of a norm has the shape [columns] and is treated as one row.
         num_rows = self.shape[-2] if len(self.shape) > 1 else 1
         blocks = self._read_blocks()
-        weight: Tensor | IntegerWeight
-        if self.has_integers:
-            weight = BLOCK_TYPES[self.tensor.kind.name].decode(blocks, num_rows)
-        else:
-            weight = self._decode_floats(blocks, num_rows, self.shape[-1]).view(self.shape)
-        if self.num_heads is None:  # llama.cpp and transformers store the rows in the same order.
-            return weight
         # The first dimension is reordered: the rows of a weight, or the numbers of a bias.
-        order = _row_order(self.shape[0], self.num_heads)
-        return weight.reordered(order) if isinstance(weight, IntegerWeight) else weight[order]
+        num_heads = self.num_reordered_heads
+        row_order = None if num_heads is None else _row_order(self.shape[0], num_heads)
+        if self.has_integers:
+            integers = BLOCK_TYPES[self.tensor.kind.name].decode(blocks, num_rows)
+            return integers if row_order is None else integers.reordered(row_order)
+        numbers = self._decode_floats(blocks, num_rows, self.shape[-1]).view(self.shape)
+        return numbers if row_order is None else numbers[row_order]
 
     @property
     def origin(self) -> str:
@@ -191,7 +189,6 @@ def gguf_weights(
         UnsupportedModelError: if the name of a tensor is unknown.
     """
     weights: dict[str, GgufWeight] = {}
-    num_heads_of_reordered = _heads_of_reordered_weights(file, num_heads, num_kv_heads)
     for tensor in file.tensors.values():
         if tensor.name in _CONFIG_TENSORS:
             continue  # The tensor is part of the model's config, and not a weight.
@@ -199,30 +196,30 @@ def gguf_weights(
         if _ANY_EXPERT in name:  # the tensor contains the weights of several experts
             weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
-        layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(
             file.path,
             tensor,
             dtype,
-            num_heads=num_heads_of_reordered.get(layer_part),
+            num_reordered_heads=_num_reordered_heads(tensor.name, file, num_heads, num_kv_heads),
             offset=_offset(name, file),
         )
     return weights
 
 
-def _heads_of_reordered_weights(
-    file: GgufFile, num_heads: int, num_kv_heads: int
-) -> dict[str, int]:
-    """Return the weights whose rows must be reordered, with the number of heads in each weight.
+def _num_reordered_heads(
+    tensor_name: str, file: GgufFile, num_heads: int, num_kv_heads: int
+) -> int | None:
+    """Return the number of heads whose rows must be reordered; None if the order is right.
 
-    Example: `{"attn_q": 32, "attn_k": 8}`. Rotary embeddings rotate pairs of numbers within a head.
-    In some architectures, llama.cpp stores the two rows of a pair next to each other, but
-    transformers stores these rows half a head apart. In these architectures, the rows of the query
-    and key weights must be reordered. For all other architectures, the result is empty.
+    Rotary embeddings rotate pairs of numbers within a head. In some architectures, llama.cpp stores
+    the two rows of a pair next to each other, but transformers stores these rows half a head apart.
+    In these architectures, the rows of the query and key weights must be reordered. Example:
+    "blk.3.attn_q.weight" gives `num_heads`, and "blk.3.attn_v.weight" gives None.
     """
-    if ARCHITECTURES[file.architecture].has_rotated_pairs:
-        return {"attn_q": num_heads, "attn_k": num_kv_heads}
-    return {}
+    if not ARCHITECTURES[file.architecture].has_rotated_pairs:
+        return None
+    layer_part = tensor_name.split(".")[-2]  # such as "attn_q"
+    return {"attn_q": num_heads, "attn_k": num_kv_heads}.get(layer_part)
 
 
 def _offset(name: str, file: GgufFile) -> float:

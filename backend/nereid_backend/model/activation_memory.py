@@ -15,7 +15,6 @@ from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
-from nereid_backend.step_runner import ForwardPath
 
 # On a CPU, the memory is measured in a forward pass over at most `_CPU_TOKENS` tokens. More tokens
 # would take seconds in a large model.
@@ -47,44 +46,51 @@ def measure_activations(
         The number of bytes, or None if the memory cannot be measured. On a CPU, the memory can be
         measured only if the operating system is Linux.
     """
-    measure: Callable[[ForwardPath, StepPlan], int | None]
     if checkpoint.device.type == "cuda":
-        num_measured_tokens = num_tokens
-        measure = partial(_measure_on_gpu, device=checkpoint.device)
+        run_step = _prepare_step(checkpoint, spec, num_tokens, block_size)
+        step_bytes = _measure_on_gpu(run_step, checkpoint.device)
     else:
+        # The memory that a forward pass needs is proportional to the number of tokens.
         num_measured_tokens = min(num_tokens, _CPU_TOKENS)
-        measure = _measure_on_cpu
-    num_blocks = math.ceil(num_measured_tokens / block_size)
-    sizes = Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_measured_tokens)
-    path = spec.build(sizes)
-    plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured_tokens, num_blocks)
-    measured_bytes = measure(path, plan)
-    if measured_bytes is None:
-        return None
-    # The memory that a forward pass needs is proportional to the number of tokens. On a GPU, all
-    # `num_tokens` tokens were measured, so the factor is 1.
-    step_bytes = measured_bytes * num_tokens // num_measured_tokens
+        run_step = _prepare_step(checkpoint, spec, num_measured_tokens, block_size)
+        measured_bytes = _measure_on_cpu(run_step)
+        if measured_bytes is None:
+            return None
+        step_bytes = measured_bytes * num_tokens // num_measured_tokens
     # The measured forward pass computed the logits of only one token. The memory for the logits of
     # all sequences is added here.
     logits_bytes = num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
     return step_bytes + logits_bytes
 
 
-def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> int:
-    """Run a forward pass, and return the GPU memory in bytes that the forward pass needed."""
+def _prepare_step(
+    checkpoint: Checkpoint, spec: PathSpec, num_tokens: int, block_size: int
+) -> Callable[[], object]:
+    """Return a function that runs a forward pass over a prompt of `num_tokens` tokens.
+
+    `spec` describes the forward path of the model, and a block contains `block_size` tokens.
+    """
+    num_blocks = math.ceil(num_tokens / block_size)
+    path = spec.build(Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_tokens))
+    plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_tokens, num_blocks)
+    return partial(path.forward, plan)
+
+
+def _measure_on_gpu(run_step: Callable[[], object], device: torch.device) -> int:
+    """Call `run_step`, and return the GPU memory in bytes that the call needed."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    path.forward(plan)
+    run_step()
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
-    """Run a forward pass, and return the main memory in bytes that it needed; None if unknown."""
+def _measure_on_cpu(run_step: Callable[[], object]) -> int | None:
+    """Call `run_step`, and return the main memory that it needed in bytes; None if unknown."""
     bytes_before = _reset_peak()
     if bytes_before is None:
         return None
-    path.forward(plan)
+    run_step()
     peak_bytes = _status_bytes("VmHWM") or 0
     return max(0, peak_bytes - bytes_before)
 

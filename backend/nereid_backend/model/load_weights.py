@@ -122,10 +122,9 @@ def _load_prepacked(
     """
     checkpoint = _read_checkpoint(config, device, hook, progress)
     if device.type == "cpu":
-        try:
-            _prepack(checkpoint, progress)
-        except _LogitsChangedError:
-            # Prepacking has replaced the original weights, so read the original weights again.
+        has_same_logits = _prepack(checkpoint, progress)
+        if not has_same_logits:
+            # Prepacking cannot be undone, so read the original weights again.
             progress(
                 "prepack: the weights of linear layers are not rearranged, because the model's "
                 "code reads them directly"
@@ -176,32 +175,32 @@ def _read_checkpoint(
     )
 
 
-class _LogitsChangedError(Exception):
-    """Raised if a model with rearranged weights computes other logits than before."""
-
-
-def _prepack(checkpoint: Checkpoint, progress: Progress) -> None:
+def _prepack(checkpoint: Checkpoint, progress: Progress) -> bool:
     """Rearrange the weights of linear layers, so that the CPU multiplies them faster.
+
+    No weight is rearranged if the model cannot be called for a test of the logits.
 
     Args:
         checkpoint: the model. Mutated.
         progress: called with one line every few seconds.
 
-    Raises:
-        _LogitsChangedError: the model must be loaded again, because prepacking cannot be undone.
+    Returns:
+        Whether the model computes the same logits as before. If False, the model must be loaded
+        again.
     """
     original_logits = _logits_of_test_tokens(checkpoint)
     if original_logits is None:
-        return  # No weight is rearranged, because the model cannot be called for the test.
-    # If the output layer shares its weight with the embedding, the output layer gets a rearranged
-    # copy. Afterwards, `_pack_embedding` lets the embedding read the copy, too, so that the weight
-    # is in memory only once.
+        return True
+    # An output layer can share its weight with the embedding. Such an output layer gets a copy of
+    # the weight, and only the copy is rearranged.
     num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
     if num_packed == 0:
-        return  # No weight was rearranged, because the kernels support no layer.
+        return True  # No weight was rearranged, because the kernels support no layer.
     if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
-        raise _LogitsChangedError
+        return False
+    # Let the embedding read the copy, too, so that the memory of the original weight is freed.
     _pack_embedding(checkpoint, can_round=False)
+    return True
 
 
 def _merge(checkpoint: Checkpoint) -> None:
@@ -209,16 +208,15 @@ def _merge(checkpoint: Checkpoint) -> None:
 
     One matrix product then computes all merged layers. Mutates: the checkpoint.
     """
-    original_logits: Tensor | None = None
-
-    def run() -> None:
-        nonlocal original_logits
-        original_logits = _logits_of_test_tokens(checkpoint)
-
-    merge_linears(checkpoint.model, run)  # calls `run` once, before it merges layers
-    if original_logits is None or not _are_equal(
-        original_logits, _logits_of_test_tokens(checkpoint)
-    ):
+    recorded_logits: list[Tensor | None] = []
+    # `merge_linears` runs the model once before the merging, to find the layers with the same
+    # input. This run also computes the logits of the unchanged model.
+    merge_linears(
+        checkpoint.model,
+        run=lambda: recorded_logits.append(_logits_of_test_tokens(checkpoint)),
+    )
+    [original_logits] = recorded_logits
+    if not _are_equal(original_logits, _logits_of_test_tokens(checkpoint)):
         separate_linears(checkpoint.model)
 
 
@@ -231,9 +229,12 @@ def _pack_embedding(checkpoint: Checkpoint, *, can_round: bool) -> None:
     )
 
 
-def _are_equal(before: Tensor, after: Tensor | None) -> bool:
-    """Return whether two tensors of logits differ only by rounding."""
-    if after is None:
+def _are_equal(before: Tensor | None, after: Tensor | None) -> bool:
+    """Return whether two tensors of logits differ only by rounding. False if a tensor is missing.
+
+    `before` and `after` are the logits before and after a change of the model.
+    """
+    if before is None or after is None:
         return False
     return bool((after - before).abs().max() <= _LAYOUT_TOLERANCE * before.std())
 
@@ -261,20 +262,11 @@ def _load_quantised(
             f"but {checkpoint.architecture} does not. Set weight_dtype=auto."
         )
     num_layers = _round_weights(checkpoint, weight_dtype, progress)
-    has_integers = any(type(layer) is GroupedLinear for layer in checkpoint.model.modules())
-    if num_layers == 0 and has_integers:
-        raise ConfigError(
-            f"weight_dtype: the value {weight_dtype} has no effect, because all linear layers of "
-            "the checkpoint already store integers. Set weight_dtype=auto."
-        )
-    after = _logits_of_test_tokens(checkpoint)
     # `after` is None if the model fails with rounded weights. Example: the model's own code reads
     # the weights of its linear layers.
-    if num_layers == 0 or after is None:
-        raise ConfigError(
-            f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
-            f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
-        )
+    after = _logits_of_test_tokens(checkpoint) if num_layers > 0 else None
+    if after is None:
+        raise ConfigError(_why_not_rounded(checkpoint, weight_dtype, num_layers))
     root_mean_square = (after - before).square().mean().sqrt()
     relative_difference = (root_mean_square / before.std()).item()
     warning = "" if weight_dtype == "fp8" else slow_integers_warning()
@@ -283,6 +275,23 @@ def _load_quantised(
         f"the logits by {relative_difference:.2g} of their standard deviation{warning}"
     )
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+
+
+def _why_not_rounded(checkpoint: Checkpoint, weight_dtype: str, num_layers: int) -> str:
+    """Return the error message for a model whose linear layers cannot be rounded.
+
+    `num_layers` is the number of rounded layers. If it is not 0, the model fails with these layers.
+    """
+    has_integers = any(type(layer) is GroupedLinear for layer in checkpoint.model.modules())
+    if num_layers == 0 and has_integers:
+        return (
+            f"weight_dtype: the value {weight_dtype} has no effect, because all linear layers of "
+            "the checkpoint already store integers. Set weight_dtype=auto."
+        )
+    return (
+        f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
+        f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
+    )
 
 
 def _round_weights(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> int:

@@ -198,20 +198,24 @@ def _longest_request(
     configured_len = _checked_max_model_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    # If max_model_len is not set, any length is accepted, but the memory must be enough for one
-    # block of tokens (or for the model's limit, if it is shorter).
-    required_len = configured_len or min(config.block_size, limit.num_tokens)
+    if configured_len is not None:
+        required_len = longest_len = configured_len
+    else:
+        # Any length is accepted, but the memory must be enough for one block of tokens (or for the
+        # model's limit, if it is shorter).
+        required_len = min(config.block_size, limit.num_tokens)
+        longest_len = min(limit.num_tokens, fitting_len)
     if fitting_len < required_len:
         # One additional block is allocated for the padding tokens in the inputs of a step.
         num_needed_blocks = block.num_sequence_blocks(required_len) + 1
         needed_bytes = num_needed_blocks * block.num_bytes
-        alternative = " or lower max_model_len" if configured_len else ""
+        alternative = "" if configured_len is None else " or lower max_model_len"
         raise ConfigError(
             f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
             f"max_model_len of {required_len} needs "
             f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
         )
-    return configured_len or min(limit.num_tokens, fitting_len)
+    return longest_len
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
@@ -303,7 +307,7 @@ def describe_memory(
     return f"{line} {windows_sentence}" if windows_sentence else line
 
 
-def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
+def kv_cache_budget(config: EngineConfig, device: torch.device, step_bytes: int = 0) -> int:
     """Return the number of bytes for the KV cache: the setting kv_cache_memory or a default.
 
     On a CPU, the default is a share of the free memory. On a GPU, it depends on
@@ -317,7 +321,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     Args:
         config: the settings.
         device: the device of the cache.
-        activations: the memory of one step in bytes.
+        step_bytes: the memory of one step.
 
     Raises:
         ConfigError: if kv_cache_memory is larger than the free memory.
@@ -333,7 +337,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
             )
         return configured_bytes
     if is_gpu:
-        return max(0, _default_gpu_bytes(config, device, free_bytes, activations))
+        return max(0, _default_gpu_bytes(config, device, free_bytes, step_bytes))
     shared_bytes = min(int(free_bytes * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
     # With data parallelism, several engine processes share the memory equally.
     return shared_bytes // config.data_parallel_size
@@ -348,12 +352,12 @@ def _free_gpu_memory(device: torch.device) -> int:
 
 
 def _default_gpu_bytes(
-    config: EngineConfig, device: torch.device, free_bytes: int, activations: int
+    config: EngineConfig, device: torch.device, free_bytes: int, step_bytes: int
 ) -> int:
     """Return the number of bytes that the KV cache gets on a GPU by default. It can be negative.
 
     gpu_memory_utilization limits the memory of this process. The KV cache gets what remains after
-    the weights, one step (`activations` bytes) and the LoRA adapters. `free_bytes` is the memory
+    the weights, one step (`step_bytes`) and the LoRA adapters. `free_bytes` is the memory
     that no process uses.
     """
     _, total_bytes = torch.cuda.mem_get_info(device)  # the caller has already read the free memory
@@ -365,4 +369,4 @@ def _default_gpu_bytes(
     # If the settings contain no adapters, adapters are rarely loaded later, so no memory is
     # reserved for adapters.
     adapter_bytes = config.lora_memory if config.lora_adapters else 0
-    return available_bytes - activations - adapter_bytes
+    return available_bytes - step_bytes - adapter_bytes

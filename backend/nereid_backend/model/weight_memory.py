@@ -2,6 +2,7 @@
 """Refuses a checkpoint if its weights do not fit into the free memory. The weights are not read."""
 
 import json
+from collections.abc import Iterator
 from enum import Enum, auto
 from pathlib import Path
 
@@ -45,15 +46,14 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
     if not (folder / "config.json").is_file():
         return WeightForm.UNROUNDED  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    # If prepack is on, the CPU kernels compute directly with the integers of a quantised
-    # checkpoint. Otherwise, the integers are converted to floating-point numbers.
-    keeps_integers = config.prepack and device.type == "cpu"
     number_bytes = _bytes_per_number(folder, config.dtype, device)
-    needed_bytes = _weight_bytes(counts, number_bytes, keeps_integers=keeps_integers)
+    unrounded_bytes = _weight_bytes(
+        counts, number_bytes, keeps_integers=_keeps_integers(config, device)
+    )
     # The main memory is checked even if the model runs on a GPU, because the weights are first read
     # into the main memory.
     free_bytes = available_memory()
-    if needed_bytes <= free_bytes:
+    if unrounded_bytes <= free_bytes:
         return WeightForm.UNROUNDED
     can_round = device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES
     if can_round and _rounded_bytes(counts, config.weight_dtype, number_bytes) <= free_bytes:
@@ -61,7 +61,7 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
     dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
     remedy = _remedy(config, counts, number_bytes, free_bytes, device)
     raise ConfigError(
-        f"model: the weights need {format_bytes(needed_bytes)} as {dtype_name}, but only "
+        f"model: the weights need {format_bytes(unrounded_bytes)} as {dtype_name}, but only "
         f"{format_bytes(free_bytes)} are free. {remedy}"
     )
 
@@ -75,8 +75,9 @@ def _remedy(
 ) -> str:
     """Return a sentence that recommends a setting with which the weights fit into the memory.
 
-    Example: "With dtype=bfloat16, they need 64.0 GiB." The sentence follows a sentence about the
-    weights. If there is no such setting, the sentence recommends another checkpoint.
+    Example: "With dtype=bfloat16, they need 64.0 GiB." The word "they" means the weights, which the
+    previous sentence of the message names. If there is no such setting, the sentence recommends
+    another checkpoint.
 
     Args:
         config: the settings.
@@ -85,24 +86,38 @@ def _remedy(
         free_bytes: the free memory.
         device: the device of the model.
     """
-    is_on_cpu = device.type == "cpu"
-    # The keys are settings that may reduce the memory of the weights. Each value is the number of
-    # bytes that the weights need with the setting.
-    needed_bytes: dict[str, int] = {}
-    if number_bytes > _HALF_BYTES:
-        needed_bytes["dtype=bfloat16"] = _weight_bytes(
-            counts, _HALF_BYTES, keeps_integers=config.prepack and is_on_cpu
-        )
-    if is_on_cpu and counts.num_quantised_linear > 0:  # only the CPU kernels compute with integers
-        needed_bytes["prepack=true"] = _weight_bytes(counts, number_bytes, keeps_integers=True)
-    if is_on_cpu:  # weight_dtype=int8 and weight_dtype=int4 require a CPU
-        for weight_dtype in _ROUNDED_BYTES:
-            size = _rounded_bytes(counts, weight_dtype, number_bytes)
-            needed_bytes[f"weight_dtype={weight_dtype}"] = size
-    for setting, num_bytes in needed_bytes.items():
+    for setting, num_bytes in _smaller_settings(config, counts, number_bytes, device):
         if num_bytes <= free_bytes:
             return f"With {setting}, they need {format_bytes(num_bytes)}."
     return "Use a quantised checkpoint of the model, or a smaller model."
+
+
+def _smaller_settings(
+    config: EngineConfig, counts: WeightCounts, number_bytes: int, device: torch.device
+) -> Iterator[tuple[str, int]]:
+    """Yield settings that may reduce the memory of the weights, and the bytes that they then need.
+
+    Example of an item: ("dtype=bfloat16", 2000000). The arguments are those of `_remedy`.
+    """
+    if number_bytes > _HALF_BYTES:
+        keeps_integers = _keeps_integers(config, device)
+        yield "dtype=bfloat16", _weight_bytes(counts, _HALF_BYTES, keeps_integers=keeps_integers)
+    if device.type != "cpu":
+        return  # The other settings require a CPU.
+    if counts.num_quantised_linear > 0:
+        yield "prepack=true", _weight_bytes(counts, number_bytes, keeps_integers=True)
+    for weight_dtype in _ROUNDED_BYTES:
+        size = _rounded_bytes(counts, weight_dtype, number_bytes)
+        yield f"weight_dtype={weight_dtype}", size
+
+
+def _keeps_integers(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether the weights of a quantised checkpoint stay integers in memory.
+
+    With prepack, the CPU kernels compute directly with the integers. Otherwise, the integers are
+    converted to floating-point numbers.
+    """
+    return config.prepack and device.type == "cpu"
 
 
 def memory_by_setting(counts: WeightCounts) -> dict[str, int]:

@@ -102,6 +102,23 @@ def check_checkpoint(config: EngineConfig) -> None:
     folder = Path(checkpoint_folder(config.model))
     check_files(folder)
     model_config = read_config(folder, config.trust_remote_code)
+    _check_is_unquantised(folder, model_config, size)
+    empty_model = model_without_weights(model_config)
+    if empty_model is None or not (plan := tensor_parallel_plan(empty_model)):
+        raise _unsupported_error(model_config, size, problem="no plan")
+    unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
+    if unknown_styles:
+        problem = f"a plan with the unknown styles {unknown_styles}"
+        raise _unsupported_error(model_config, size, problem)
+    _check_heads(model_config.get_text_config(decoder=True), plan, size)
+    _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
+
+
+def _check_is_unquantised(folder: Path, model_config: PretrainedConfig, size: int) -> None:
+    """Raise an UnsupportedModelError if the weights of the checkpoint in `folder` are quantised.
+
+    `size` is the number of ranks, for the message.
+    """
     # The weights of a GGUF file count as quantised. Other checkpoints with quantised weights
     # contain the settings of the quantisation in config.json.
     is_gguf = (folder / GGUF_LINK).is_file()
@@ -110,30 +127,18 @@ def check_checkpoint(config: EngineConfig) -> None:
             f"quantised weights cannot be combined with tensor_parallel_size={size}. Use a "
             "checkpoint that is not quantised, or set tensor_parallel_size=1."
         )
-    empty_model = model_without_weights(model_config)  # None if transformers has no suitable class
-    plan = tensor_parallel_plan(empty_model)
-    problem = _plan_problem(plan)
-    if empty_model is None or problem is not None:
-        raise UnsupportedModelError(
-            f"{_architecture(model_config)} cannot be combined with tensor_parallel_size={size}, "
-            f"because transformers {transformers.__version__} has {problem} for dividing this "
-            "architecture (base_model_tp_plan). Set tensor_parallel_size=1."
-        )
-    _check_heads(model_config.get_text_config(decoder=True), plan, size)
-    _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
 
 
-def _plan_problem(plan: dict[str, str]) -> str | None:
-    """Return the reason why a tensor parallel plan cannot be used; None if it can be used.
+def _unsupported_error(config: PretrainedConfig, size: int, problem: str) -> UnsupportedModelError:
+    """Return the error for a model that transformers cannot divide among `size` ranks.
 
-    The reason completes the sentence "transformers has ... for dividing this architecture".
+    `problem` completes the sentence "transformers has ... for dividing this architecture".
     """
-    if not plan:
-        return "no plan"
-    unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
-    if unknown_styles:
-        return f"a plan with the unknown styles {unknown_styles}"
-    return None
+    return UnsupportedModelError(
+        f"{_architecture(config)} cannot be combined with tensor_parallel_size={size}, "
+        f"because transformers {transformers.__version__} has {problem} for dividing this "
+        "architecture (base_model_tp_plan). Set tensor_parallel_size=1."
+    )
 
 
 def _architecture(config: PretrainedConfig) -> str:
@@ -152,15 +157,13 @@ def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
     return model
 
 
-def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
+def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the plan that transformers uses to divide a model among the ranks.
 
     The plan maps the names of layers and weights to styles of division. Example: the name
-    "model.layers.*.self_attn.q_proj" has the style "colwise". If transformers has no plan or no
-    class for the model, the result is empty.
+    "model.layers.*.self_attn.q_proj" has the style "colwise". If transformers has no plan for the
+    model, the result is empty.
     """
-    if model is None:
-        return {}
     plan: dict[str, str] = model.tp_plan
     # The plan of every architecture contains the output layer lm_head. If the plan contains only
     # lm_head, transformers cannot divide the model.
@@ -182,21 +185,23 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
         size: the number of ranks, which compute the model together.
     """
     divided_layers = _layers_with_divided_outputs(plan)
-    # Maps each number of heads to the layers that divide these heads among the ranks.
-    layers_of_fields = {
-        "num_attention_heads": _LAYERS_OF_HEADS,
-        "num_key_value_heads": _FUSED_LAYERS,
-    }
-    divided_fields = [name for name, layers in layers_of_fields.items() if divided_layers & layers]
-    for field in divided_fields:
-        # `num_heads` is None if the config does not contain the field, or if the field has a
-        # separate value for each layer.
-        num_heads = number_of_heads(config, field)
-        if num_heads is not None and num_heads % size != 0:
-            raise ConfigError(
-                f"tensor_parallel_size: the value must divide the model's {field}, which is "
-                f"{num_heads}, but it is {size}. Each GPU computes an equal number of heads."
-            )
+    if divided_layers & _LAYERS_OF_HEADS:
+        _check_number_of_heads(config, "num_attention_heads", size)
+    if divided_layers & _FUSED_LAYERS:
+        _check_number_of_heads(config, "num_key_value_heads", size)
+
+
+def _check_number_of_heads(config: PretrainedConfig, field: str, size: int) -> None:
+    """Raise a ConfigError if the number of heads in a field of `config` is no multiple of `size`.
+
+    Nothing is checked if the field is missing, or if it has a separate value for each layer.
+    """
+    num_heads = number_of_heads(config, field)
+    if num_heads is not None and num_heads % size != 0:
+        raise ConfigError(
+            f"tensor_parallel_size: the value must divide the model's {field}, which is "
+            f"{num_heads}, but it is {size}. Each GPU computes an equal number of heads."
+        )
 
 
 def _layers_with_divided_outputs(plan: dict[str, str]) -> set[str]:

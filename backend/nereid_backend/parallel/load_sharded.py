@@ -25,7 +25,6 @@ from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
-from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.memory_plan import kv_cache_budget
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
@@ -167,7 +166,7 @@ def _open_sharded(
             shard.checkpoint.model.config,
             f"images cannot be combined with tensor_parallel_size={ranks.rank.size}.",
         ),
-        cache_budget=partial(_smallest_budget, ranks, config),
+        cache_budget=partial(_agree_on_budget, ranks, config),
     )
 
 
@@ -195,7 +194,7 @@ def _check_logits(
     try:
         # Load the undivided model for a short time, and compute the expected logits with it.
         trials = _undivided_trials(config, hook, shard)
-        measured_spec, difference = check_variant(checkpoint, spec, trials)
+        chosen = check_variant(checkpoint, spec, trials)
     except UnfitError as error:
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
@@ -203,8 +202,7 @@ def _check_logits(
             f"{first_line(error)}. Set tensor_parallel_size=1."
         ) from error
     progress(f"path: {spec.name}, divided over {ranks.rank.size} processes.")
-    trial = trials.get_for(spec)  # `trials` has cached the test sequences and logits of the check.
-    return ChosenPath(measured_spec, difference, model_limit(checkpoint.text_config), trial)
+    return chosen
 
 
 def _sharded_spec(shard: Shard, ranks: Ranks) -> PathSpec:
@@ -220,15 +218,18 @@ def _sharded_spec(shard: Shard, ranks: Ranks) -> PathSpec:
 def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
     """Compute the logits of test sequences with the undivided model on the CPU.
 
-    Return a `Trials` object that has cached the logits, with which the logits of the divided model
-    are compared. `shard` is the part of the divided model that this process computes.
+    The logits of the divided model are later compared with these logits. `shard` is the part of the
+    divided model that this process computes.
+
+    Returns:
+        The object that has cached the test sequences and their logits.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
     """
     undivided = load_checkpoint(
         config.model,
-        dtype=str(shard.checkpoint.model.dtype).removeprefix("torch."),
+        dtype=str(shard.checkpoint.model.dtype).removeprefix("torch."),  # such as "float32"
         device=torch.device("cpu"),
         attention=hook.name,
         progress=lambda _line: None,
@@ -236,7 +237,9 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
     )
     trials = Trials(undivided, config)
     with _more_threads():
-        trials.get_for(shard.spec)  # `trials` caches the test sequences and the logits.
+        # Compute the logits now, while the other ranks are idle. Later calls of `get_for` return
+        # the same logits from the cache of `trials`.
+        trials.get_for(shard.spec)
     return trials
 
 
@@ -254,26 +257,26 @@ def _more_threads() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:
-    """Return the size in bytes that the KV cache has on each rank.
+def _agree_on_budget(ranks: Ranks, config: EngineConfig, step_bytes: int) -> int:
+    """Let all ranks compute the size of their KV caches, and return the size for every rank.
 
     A rank is one of the processes that compute the model together. All ranks need the same number
-    of blocks, so the rank with the least free memory determines the size.
+    of blocks, so the rank with the least free memory determines the size. All sizes are in bytes.
 
     Args:
-        ranks: the other ranks. Each of them receives a message, and computes its own budget.
+        ranks: the other ranks, which receive the message "budget".
         config: the settings of a rank.
-        activations: the memory that one step needs, in bytes.
+        step_bytes: the memory that one step needs.
     """
     own_rank = ranks.rank
     # After this message, the other ranks compute their budgets and call `smallest`, too. The method
     # `smallest` exchanges the budgets of all ranks.
-    ranks.send("budget", activations)
-    budget = own_rank.smallest(kv_cache_budget(config, own_rank.device, activations))
+    ranks.send("budget", step_bytes)
+    smallest = own_rank.smallest(kv_cache_budget(config, own_rank.device, step_bytes))
     if own_rank.device.type == "cpu" and config.kv_cache_bytes is None:
         # The budget is a share of the free main memory, which all ranks use together.
-        budget //= own_rank.size
-    return budget
+        return smallest // own_rank.size
+    return smallest
 
 
 def _describe_heads(shard: Shard, size: int) -> str:

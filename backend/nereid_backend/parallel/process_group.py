@@ -17,6 +17,8 @@ import torch.distributed as dist
 from transformers.integrations import accelerate
 from transformers.utils import logging as transformers_logging
 
+from nereid_backend.errors import NereidError
+
 # The longest time that a rank waits for the other ranks. The ranks read different parts of the
 # weights, so one rank can take minutes longer than another rank.
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -24,8 +26,15 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 STARTED = "started"
 """The message that a rank sends to rank 0 when its process has started."""
 
-FAILED = "failed"
-"""The first word of the message that a rank sends to rank 0 if the rank fails."""
+
+def describe_failure(error: Exception) -> str:
+    """Return the message that a rank sends to rank 0 if it fails.
+
+    Example: "failed: ValueError: a tensor is missing". The errors of the project itself are written
+    for users, so their class is left out.
+    """
+    is_own_error = isinstance(error, NereidError)
+    return f"failed: {error}" if is_own_error else f"failed: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +95,9 @@ class Rank:
         """
         with (
             _without_warnings(),
-            # With tensor parallelism, transformers creates a device map, which contains only the
-            # device of this rank. If the library accelerate is not installed, transformers refuses
-            # every device map. However, a map with a single device does not need accelerate.
-            # Therefore, make transformers treat accelerate as installed.
+            # transformers uses a device map that contains only the device of this rank. Such a map
+            # does not need the library accelerate, but without this library, transformers refuses
+            # every device map. Therefore, make transformers treat accelerate as installed.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             # transformers reads the number of the rank from this environment variable.
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),

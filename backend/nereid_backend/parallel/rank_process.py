@@ -23,10 +23,9 @@ with importing():
 
     from nereid_backend.attention.transformers_hook import AttentionHook
     from nereid_backend.config import EngineConfig
-    from nereid_backend.errors import NereidError
     from nereid_backend.model.memory_plan import kv_cache_budget
     from nereid_backend.parallel.plan_messages import PlanDecoder, StepMessage, empty_sequence
-    from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
+    from nereid_backend.parallel.process_group import STARTED, Rank, describe_failure
     from nereid_backend.parallel.shard import Shard, load_shard
     from nereid_backend.paths.model_call import Sizes
     from nereid_backend.step_runner import ForwardPath
@@ -73,12 +72,12 @@ class RankService:
         self._path = self._shard.spec.build(sizes)
         self._decoder = PlanDecoder()
 
-    def _send_budget(self, activations: int) -> None:
+    def _send_budget(self, step_bytes: int) -> None:
         """Compute the size of this rank's KV cache, and send the size to all ranks.
 
-        `activations` is the memory that one step needs, in bytes.
+        `step_bytes` is the memory that one step needs, in bytes.
         """
-        self._rank.smallest(kv_cache_budget(self._config, self._rank.device, activations))
+        self._rank.smallest(kv_cache_budget(self._config, self._rank.device, step_bytes))
 
     def _compute(self, message: StepMessage) -> None:
         """Compute this rank's part of a step."""
@@ -114,9 +113,7 @@ def main() -> NoReturn:
         connection.send(STARTED)
         _serve(config, rank, messages)
     except Exception as error:  # noqa: BLE001 - the process ends here, and rank 0 logs the reason
-        is_own_error = isinstance(error, NereidError)
-        reason = str(error) if is_own_error else f"{type(error).__name__}: {error}"
-        connection.send(f"{FAILED}: {reason}")
+        connection.send(describe_failure(error))
     # os._exit ends the process without Python's cleanup, which would wait for the other ranks.
     os._exit(1)
 
@@ -139,21 +136,22 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoRe
     This function runs in a separate thread, so that the process can exit while the main thread
     waits for another rank. `os._exit` is used, because `sys.exit` would end only this thread.
     """
+    first_message = _next_message(connection)
+    if first_message != _STOP:
+        _config, rank = first_message
+        messages.put(first_message)
+        while (message := _next_message(connection)) != _STOP:
+            messages.put(message)
+        rank.remove_store()  # the folder through which the ranks find each other
+    os._exit(0)
+
+
+def _next_message(connection: Connection) -> Any:  # noqa: ANN401 - depends on the message
+    """Wait for the next message of rank 0, and return it. Return `_STOP` if rank 0 has ended."""
     try:
-        first_message = connection.recv()  # the settings and the description of this rank
+        return connection.recv()
     except (EOFError, OSError):
-        os._exit(0)  # Rank 0 has ended.
-    _config, rank = first_message
-    messages.put(first_message)
-    while True:
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            message = _STOP  # Rank 0 has ended.
-        if message == _STOP:
-            rank.remove_store()  # the folder through which the ranks find each other
-            os._exit(0)
-        messages.put(message)
+        return _STOP
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Rank 0 is the engine process. It runs the scheduler and the sampler. The other r
 forward passes (rank_process.py). The ranks send these messages:
 
     rank 0 -> rank n    (config, rank), then ("build", sizes), ("step", message), ("clear", blocks),
-                        ("budget", activations), ("stop",)
+                        ("budget", step_bytes), ("stop",)
     rank n -> rank 0    "started"; if the rank fails, also "failed: " and the reason
 
 If a rank ends, the other ranks cannot continue, because each layer needs the results of all ranks.
@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, EngineError, LostRankError
-from nereid_backend.parallel.process_group import STARTED, Rank
+from nereid_backend.parallel.process_group import STARTED, Rank, describe_failure
 
 _MODULE = "nereid_backend.parallel.rank_process"
 _EXIT_TIMEOUT_S = 5.0
@@ -191,8 +191,7 @@ class Ranks:
         if not dist.is_initialized():
             return
         if self._failure:
-            # `destroy_process_group` would wait for the failed rank.
-            distributed_c10d._abort_process_group()
+            _abort_group()  # `destroy_process_group` would wait for the failed rank
         else:
             dist.destroy_process_group()
 
@@ -244,10 +243,9 @@ class Ranks:
     def _report_failure(self) -> None:
         """Store a description of the failure of another rank in `_failure`."""
         # If a rank ends unexpectedly, the other ranks lose their connections to it and fail
-        # shortly afterwards. Wait for these failures, so that `_describe_failures` can ignore them
-        # and report only the cause.
+        # shortly afterwards. Wait for these failures, so that `_take_failures` can ignore them.
         time.sleep(_FOLLOWING_ERRORS_S)
-        self._failure = self._describe_failures()
+        self._failure = self._take_failures()
         # Remove the folder of the store before `_has_failed` is set, because this process may end
         # at any time after `_has_failed` is set.
         self.rank.remove_store()
@@ -255,27 +253,26 @@ class Ranks:
         if self.rank.device_type == "cuda":
             # NCCL would wait forever for a rank that has ended, so the process group is aborted.
             # gloo raises an error instead of waiting.
-            distributed_c10d._abort_process_group()
+            _abort_group()
 
-    def _describe_failures(self) -> str:
-        """Describe the ranks that died without a message or, if there are none, the failed ranks.
+    def _take_failures(self) -> str:
+        """Receive the error messages of the ranks, and return a description of the failure.
 
         A failed rank has sent an error message before its process ended. A dead rank has ended
-        without a message, for example after a signal. Examples: "rank 1 of the model failed: out of
-        memory" and "rank 2 of the model ended (signal 9)".
+        without a message, for example after a signal, and has caused the failures of other ranks.
+        Therefore, only the dead ranks are described, if there are any. Examples: "rank 1 of the
+        model failed: out of memory" and "rank 2 of the model ended (signal 9)".
         """
         failures: list[str] = []
         deaths: list[str] = []
         for number, connection in enumerate(self._connections, 1):
-            # `poll` returns True if the rank has sent an error message or has ended.
-            is_running = not connection.poll()
-            if is_running:
+            has_ended_or_failed = connection.poll()
+            if not has_ended_or_failed:
                 continue
             try:
                 failures.append(f"rank {number} of the model {connection.recv()}")
-            except (EOFError, OSError):
+            except (EOFError, OSError):  # There is no message.
                 deaths.append(f"rank {number} of the model {self._describe_death(number)}")
-        # If a rank has ended without a message, it has caused the failures of the other ranks.
         return "; ".join(deaths or failures)
 
     def _describe_death(self, number: int) -> str:
@@ -285,6 +282,11 @@ class Ranks:
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
+
+
+def _abort_group() -> None:
+    """Remove this process from its group of torch.distributed without waiting for other ranks."""
+    distributed_c10d._abort_process_group()
 
 
 def _is_same_error(failure: str, error: Exception) -> bool:
@@ -297,6 +299,5 @@ def _is_same_error(failure: str, error: Exception) -> bool:
         failure: the description of the failure of the other rank.
         error: the error of rank 0.
     """
-    # A description ends with the message of the error. If the message is empty, the description
-    # ends with the class of the error, such as "MemoryError: ".
-    return failure.endswith(str(error) or f"{type(error).__name__}: ")
+    # `describe_failure` has also written the failure of the other rank.
+    return failure.endswith(describe_failure(error))

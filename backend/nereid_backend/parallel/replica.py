@@ -39,13 +39,14 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     if num_engines == 1:
         return config
     _restrict_gpus(config, index)
-    # Each process gets an equal part of the disk cache: at least 1 byte, because the setting must
-    # not be 0. `prefix_cache_disk_size` is the setting as a number of bytes.
-    disk_bytes = max(1, config.prefix_cache_disk_size // num_engines)
+    # The setting prefix_cache_disk_bytes can be a text, such as "10GiB". The property
+    # `prefix_cache_disk_size` is the same setting as a number.
+    total_disk_bytes = config.prefix_cache_disk_size
+    own_disk_bytes = max(1, total_disk_bytes // num_engines)  # The setting must not be 0.
     return replace(
         config,
         num_threads=config.num_threads or _default_num_threads(config),
-        prefix_cache_disk_bytes=disk_bytes,
+        prefix_cache_disk_bytes=own_disk_bytes,
         seed=config.seed + index,
     )
 

@@ -49,9 +49,9 @@ def test_a_share_of_a_gpu_limits_this_process_alone(monkeypatch, used_by_others,
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: weights + sum(kept_by_torch))
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     config = EngineConfig("somewhere", gpu_memory_utilization=0.5)
-    assert memory_plan.kv_cache_budget(config, torch.device("cuda"), activations=GIB) == expected
+    assert memory_plan.kv_cache_budget(config, torch.device("cuda"), step_bytes=GIB) == expected
     config.lora_adapters["name"] = "/folder"
-    with_adapters = memory_plan.kv_cache_budget(config, torch.device("cuda"), activations=GIB)
+    with_adapters = memory_plan.kv_cache_budget(config, torch.device("cuda"), step_bytes=GIB)
     assert with_adapters == expected - config.lora_memory
 
 

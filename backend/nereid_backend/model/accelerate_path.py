@@ -6,7 +6,8 @@ from the logits of the unmodified model, or if the acceleration fails, the path 
 acceleration.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,12 +18,82 @@ from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.fused_norms import fuse_norms
 from nereid_backend.model.self_check import check_path
 from nereid_backend.paths.compiled_forward.load_library import CompiledForward, compile_forward
-from nereid_backend.paths.cuda_graphs.cuda_capture import Capture, GraphCapture, capture_on, is_lost
+from nereid_backend.paths.cuda_graphs.cuda_capture import GraphCapture, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
-from nereid_backend.paths.cuda_graphs.piecewise_graphs import TOKEN_COUNTS
+from nereid_backend.paths.cuda_graphs.piecewise_graphs import TOKEN_COUNTS, PiecewiseGraphs
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.step_runner import ForwardPath
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSetup:
+    """The model whose steps are captured as CUDA graphs, and the data for the check of the graphs.
+
+    Attributes:
+        checkpoint: the model.
+        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
+            model for these sequences.
+        compiled: the compiled forward pass that the path uses; None if it uses none.
+        sizes: the sizes of the engine's KV cache, and the limits of a step.
+    """
+
+    checkpoint: Checkpoint
+    chosen: ChosenPath
+    compiled: CompiledForward | None
+    sizes: Sizes
+
+    @property
+    def test_sizes(self) -> Sizes:
+        """The sizes of a test path: a small KV cache with the data type of the engine's cache."""
+        return replace(self.chosen.trial.sizes, kv_cache_dtype=self.sizes.kv_cache_dtype)
+
+    def build_test_path(self) -> PackedPath:
+        """Return a new forward path that runs the same code as the engine's path.
+
+        Raises:
+            UnfitError: if the steps of the path cannot be captured.
+        """
+        path = self.chosen.spec.build(self.test_sizes)
+        if not isinstance(path, PackedPath) or not path.has_kernels:
+            raise UnfitError(
+                'CUDA graphs require the forward path "packed" and the GPU kernels for attention'
+            )
+        if self.compiled is not None:
+            path.use_compiled(self.compiled)
+        return path
+
+    def check(self, test_path: PackedPath) -> None:
+        """Let a test path compute the test sequences, and check its logits.
+
+        Raises:
+            UnfitError: if the logits differ from the logits of the unmodified model.
+        """
+        # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger
+        # differences.
+        is_rounded = self.sizes.kv_cache_dtype != "auto"
+        check_path(test_path, self.chosen.trial, self.checkpoint.model.dtype, is_rounded=is_rounded)
+
+
+def compile_or_fuse_norms(
+    path: ForwardPath,
+    checkpoint: Checkpoint,
+    hook: AttentionHook,
+    chosen: ChosenPath,
+    progress: Progress,
+) -> CompiledForward | None:
+    """Compile the forward pass of a model. On a GPU, use torch's fused norms if this fails.
+
+    `path` is the engine's forward path, `hook` is Nereid's attention function, and `chosen` has the
+    test sequences. Return None if the forward pass cannot be compiled. The exceptions are those of
+    `use_compiled_forward`.
+    """
+    compiled = use_compiled_forward(path, checkpoint, hook, chosen, progress)
+    # torch.compile also fuses the operations of an RMSNorm. Without the compiled forward pass, each
+    # norm would need several GPU kernels.
+    if compiled is None and checkpoint.device.type == "cuda":
+        use_fused_norms(checkpoint, chosen, progress)
+    return compiled
 
 
 def use_compiled_forward(
@@ -35,10 +106,9 @@ def use_compiled_forward(
     """Compile the forward pass of a model. Use the compiled forward pass if its logits are correct.
 
     If the compilation fails or the logits are wrong, the path continues with the model's own code.
-    On a GPU, torch's fused function then replaces the RMSNorm modules of the model.
 
     Args:
-        path: the engine's forward path. Mutated.
+        path: the engine's forward path. Mutated only if the logits are correct.
         checkpoint: the model.
         hook: Nereid's attention function, which transformers calls in each layer.
         chosen: the chosen forward path, with the test sequences and the logits of the unmodified
@@ -52,17 +122,12 @@ def use_compiled_forward(
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
-        # If this call raises an error, `path` has not been changed.
         compiled = _compile_and_check(path, checkpoint, hook, chosen, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
         _raise_if_device_is_lost(
             checkpoint.device, error, "compile_forward", "the compiled forward pass failed"
         )
         progress(f"the forward pass is not compiled: {first_line(error)}")
-        # torch.compile also fuses the operations of an RMSNorm. Without the compiled forward pass,
-        # each norm would need several GPU kernels.
-        if checkpoint.device.type == "cuda":
-            use_fused_norms(checkpoint, chosen, progress)
         return None
     progress("the forward pass is compiled")
     return compiled
@@ -97,20 +162,18 @@ def _compile_and_check(
     # If CPU kernels compute the attention (`is_native`), the compiled code calls these kernels
     # directly, not through Python.
     compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
-    test_path = path_for_check(chosen, compiled, chosen.trial.sizes)
-    check_path(test_path, chosen.trial, checkpoint.model.dtype)
+    check_path(compiled_test_path(chosen, compiled), chosen.trial, checkpoint.model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
     path.use_compiled(compiled)
     return compiled
 
 
-def path_for_check(chosen: ChosenPath, compiled: CompiledForward, sizes: Sizes) -> PackedPath:
-    """Return a new forward path for the check of the compiled code `compiled`.
+def compiled_test_path(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
+    """Return a new forward path that runs the compiled code `compiled`, for a check of this code.
 
-    `chosen` must describe the forward path `packed`. `sizes` are the sizes of the KV cache, and the
-    limits of a step.
+    `chosen` contains the test sequences for the check, and must describe the forward path `packed`.
     """
-    path = chosen.spec.build(sizes)
+    path = chosen.spec.build(chosen.trial.sizes)
     assert isinstance(path, PackedPath)
     path.use_compiled(compiled)
     return path
@@ -141,14 +204,8 @@ def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progre
     progress("torch's fused function computes the RMSNorm modules")
 
 
-def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of loading
-    path: ForwardPath,
-    checkpoint: Checkpoint,
-    chosen: ChosenPath,
-    compiled: CompiledForward | None,
-    sizes: Sizes,
-    activation_bytes: int,
-    progress: Progress,
+def use_decode_graphs(
+    path: ForwardPath, setup: GraphSetup, activation_bytes: int, progress: Progress
 ) -> None:
     """Capture decode steps as CUDA graphs, and use the graphs if their logits are correct.
 
@@ -156,11 +213,7 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
 
     Args:
         path: the engine's forward path. Mutated.
-        checkpoint: the model.
-        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
-            model for these sequences.
-        compiled: the compiled forward pass that the path uses; None if it uses none.
-        sizes: the sizes of the path.
+        setup: the model, the test sequences, and the sizes of the engine's path.
         activation_bytes: the memory that the largest step needs. The graphs must leave this memory
             free.
         progress: called with one line about the result.
@@ -168,67 +221,80 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     Raises:
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
-    device = checkpoint.device
+    device = setup.checkpoint.device
     capture = capture_on(device, activation_bytes)
     if capture is None:
         return
     try:
-        test_capture = capture_on(device)
-        _check_graphs(checkpoint, chosen, compiled, sizes, test_capture)
+        _check_graphs(setup)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
         _raise_if_device_is_lost(device, error, "cuda_graphs", "replaying a captured step failed")
         progress(f"decode steps are not replayed from captured graphs: {first_line(error)}")
         return
     assert isinstance(path, PackedPath)
-    path.graphs = DecodeGraphs(path.run, capture, sizes, device)
+    path.graphs = DecodeGraphs(path.run, capture, setup.sizes, device)
     path.graphs.capture_all()
     if path.graphs.failure is not None:
         progress(f"decode steps are not replayed from captured graphs: {path.graphs.failure}")
         return
     progress("decode steps are replayed from captured graphs")
-    if compiled is not None:
-        use_piecewise_graphs(path, checkpoint, chosen, compiled, sizes, capture, progress)
+    if setup.compiled is not None:
+        use_piecewise_graphs(path, setup, capture, progress)
 
 
-def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages of loading
-    path: PackedPath,
-    checkpoint: Checkpoint,
-    chosen: ChosenPath,
-    compiled: CompiledForward,
-    sizes: Sizes,
-    capture: GraphCapture,
-    progress: Progress,
+def use_piecewise_graphs(
+    path: PackedPath, setup: GraphSetup, capture: GraphCapture, progress: Progress
 ) -> None:
     """Capture steps with prefills as CUDA graphs, and use the graphs if their logits are correct.
 
-    A step with prefills computes tokens of prompts. Its work between two attention calls is one
-    graph, so a step is replayed from several graphs (pieces).
+    A step with prefills computes tokens of prompts.
 
     Args:
-        path: the engine's forward path. Mutated.
-        checkpoint: the model.
-        chosen: the test sequences, and the logits of the unmodified model for these sequences.
-        compiled: the compiled forward pass that the path uses.
-        sizes: the sizes of the engine's KV cache, and the limits of a step.
+        path: the engine's forward path, which uses a compiled forward pass. Mutated.
+        setup: the model, the test sequences, and the sizes of the engine's path.
         capture: captures the graphs on the GPU.
         progress: called with one line about the result.
     """
-    # The check captures and replays the graphs of a separate test path, not of `path`.
     try:
-        _check_piecewise_graphs(checkpoint, chosen, compiled, sizes, capture)
+        _check_piecewise_graphs(setup, capture)
     except Exception as error:  # noqa: BLE001 - capturing a model's code can raise any exception
         _raise_if_device_is_lost(
-            checkpoint.device, error, "cuda_graphs", "replaying a captured part of a step failed"
+            setup.checkpoint.device,
+            error,
+            "cuda_graphs",
+            "replaying a captured part of a step failed",
         )
         progress(f"steps with prefills are not replayed from captured graphs: {first_line(error)}")
         return
-    # `capture_pieces` captures one call of a function as several CUDA graphs.
-    path.pieces = path.piecewise_graphs(capture.capture_pieces, sizes, progress)
-    # If a capture fails, `capture_all` reports the reason and deletes all graphs. No step is then
-    # replayed.
-    path.pieces.capture_all()
-    if path.pieces.failure is None:
+    # After a failed capture, the path replays no step, and `progress` has received the reason.
+    graphs = _capture_pieces(path, capture, setup.sizes, progress)
+    if graphs.failure is None:
         progress("the parts of steps with prefills are replayed from captured graphs")
+
+
+def _capture_pieces(
+    path: PackedPath,
+    capture: GraphCapture,
+    sizes: Sizes,
+    report: Callable[[str], None],
+    token_counts: Sequence[int] = TOKEN_COUNTS,
+) -> PiecewiseGraphs:
+    """Let a path replay its steps with prefills from CUDA graphs, and return the graphs.
+
+    The work of a step between two attention calls is one graph (a piece). If a capture fails, all
+    graphs are deleted, and the path computes its steps without graphs.
+
+    Args:
+        path: the path. Mutated.
+        capture: captures the graphs on the GPU.
+        sizes: the sizes of the path's KV cache, and the limits of a step.
+        report: called with a line of text if steps are not replayed.
+        token_counts: the step sizes in tokens for which graphs are captured.
+    """
+    graphs = path.piecewise_graphs(capture.capture_pieces, sizes, report)
+    path.pieces = graphs
+    graphs.capture_all(token_counts)
+    return graphs
 
 
 def _raise_if_device_is_lost(
@@ -257,10 +323,10 @@ def use_fastest_attention(
 ) -> None:
     """For each layer, use an external attention library if it is faster than Nereid's attention.
 
-    Do nothing if no GPU kernel is used. First, a test path measures and chooses the libraries, and
-    computes the test sequences. If the logits are correct, the engine's path uses the libraries
-    that the test path has chosen. If the engine's KV cache stores 8-bit numbers, the engine's path
-    uses no library, because the libraries do not support 8-bit numbers.
+    Do nothing if no GPU kernel is used, or if no library is faster. The libraries are used only if
+    a separate test path, which uses the same libraries, computes correct logits. If the engine's KV
+    cache stores 8-bit numbers, the engine's path uses no library, because the libraries do not
+    support 8-bit numbers.
 
     Args:
         path: the engine's forward path. Mutated.
@@ -268,102 +334,73 @@ def use_fastest_attention(
         chosen: the chosen forward path, with the test sequences and the expected logits.
         progress: called with one line about the result.
     """
-    test_path = chosen.spec.build(chosen.trial.sizes)
-    if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
+    if not isinstance(path, PackedPath):
         return
-    # `choose_attention` measures the libraries for each pair of a layer kind and a step kind, such
-    # as layers with a sliding window in decode steps. It returns the number of pairs for which a
-    # library is faster.
-    if test_path.choose_attention() == 0:
+    test_path = chosen.spec.build(chosen.trial.sizes)
+    assert isinstance(test_path, PackedPath)
+    # `choose_attention` chooses a library for each pair of a layer kind and a step kind, such as
+    # layers with a sliding window in decode steps. It returns the number of pairs for which a
+    # library is faster. The first call measures the libraries, and later calls use these
+    # measurements.
+    num_faster_libraries = test_path.choose_attention()
+    if num_faster_libraries == 0:
         return
     try:
         check_path(test_path, chosen.trial, checkpoint.model.dtype)
     except Exception as error:  # noqa: BLE001 - a library can raise any exception
         progress(f"attention libraries are not used: {first_line(error)}")
         return
-    # This call is fast, because the measurements of the first call are cached.
     num_uses = path.choose_attention()
     progress(f"attention libraries compute {num_uses} pairs of a layer kind and a kind of step")
 
 
-def _check_piecewise_graphs(
-    checkpoint: Checkpoint,
-    chosen: ChosenPath,
-    compiled: CompiledForward,
-    sizes: Sizes,
-    capture: GraphCapture,
-) -> None:
+def _check_piecewise_graphs(setup: GraphSetup, capture: GraphCapture) -> None:
     """Check that prefill steps in CUDA graphs give the same logits as the unmodified model.
 
-    A prefill step computes tokens of prompts. The step is replayed from several graphs (pieces).
+    A prefill step computes tokens of prompts. A separate test path captures and replays the graphs.
 
     Args:
-        checkpoint: the model.
-        chosen: the test sequences, and the logits of the unmodified model for these sequences.
-        compiled: the compiled forward pass that the engine's path uses.
-        sizes: the sizes of the engine's path. The check uses the same data type of the KV cache.
+        setup: the model, the test sequences, and the sizes of the engine's path.
         capture: captures the graphs on the GPU.
 
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
     """
-    # The test path has small caches and block tables, but stores keys and values in the engine's
-    # data type.
-    test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
-    test_path = path_for_check(chosen, compiled, test_sizes)
-    problems: list[str] = []  # the messages about failed captures
-    graphs = test_path.piecewise_graphs(capture.capture_pieces, test_sizes, problems.append)
-    test_path.pieces = graphs  # The test path now replays its steps with prefills.
+    test_path = setup.build_test_path()
     # The steps of the check have so few tokens that the smallest step size is enough.
     smallest_count = TOKEN_COUNTS[:1]
-    graphs.capture_all(smallest_count)
-    # With an 8-bit KV cache, rounding changes the logits, so the check accepts larger differences.
-    is_rounded = sizes.kv_cache_dtype != "auto"
-    check_path(test_path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
+    problems: list[str] = []  # the messages about failed captures
+    graphs = _capture_pieces(
+        test_path, capture, setup.test_sizes, problems.append, token_counts=smallest_count
+    )
+    setup.check(test_path)
     if graphs.num_replays == 0:
         raise UnfitError(problems[0] if problems else "the check had no step with prefills")
 
 
-def _check_graphs(
-    checkpoint: Checkpoint,
-    chosen: ChosenPath,
-    compiled: CompiledForward | None,
-    sizes: Sizes,
-    capture: Capture | None,
-) -> None:
+def _check_graphs(setup: GraphSetup) -> None:
     """Check that decode steps in CUDA graphs give the same logits as the unmodified model.
 
-    The check builds a separate path for the test sequences, and captures and replays its steps.
-
-    Args:
-        checkpoint: the model.
-        chosen: the chosen forward path, with the test sequences and the expected logits.
-        compiled: the compiled forward pass that the path uses; None if it uses none.
-        sizes: the sizes of the engine's path. The check uses the same data type of the KV cache.
-        capture: captures graphs on the device; None if the device is not a GPU.
+    A separate test path captures and replays the graphs. `setup` contains the model, the test
+    sequences, and the sizes of the engine's path.
 
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.
     """
-    test_sizes = replace(chosen.trial.sizes, kv_cache_dtype=sizes.kv_cache_dtype)
-    path = chosen.spec.build(test_sizes)
-    if not isinstance(path, PackedPath) or not path.has_kernels or capture is None:
-        raise UnfitError(
-            'CUDA graphs require the forward path "packed" and the GPU kernels for attention'
-        )
-    if compiled is not None:
-        path.use_compiled(compiled)
+    device = setup.checkpoint.device
+    capture = capture_on(device)
+    assert capture is not None, "the caller has checked that the device is a GPU"
+    test_path = setup.build_test_path()
     messages: list[str] = []  # the messages about failed captures
-    graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, messages.append)
-    path.graphs = graphs
+    graphs = DecodeGraphs(test_path.run, capture, setup.test_sizes, device, messages.append)
+    test_path.graphs = graphs
     # In the first round, each step is captured as a graph, and also computed without the graph. The
     # keys and values that are computed without the graph are correct, so they could hide an error
     # of the graph. Therefore, the second round starts with an empty cache, and only replays the
     # graphs.
-    is_rounded = sizes.kv_cache_dtype != "auto"
     for _ in range(2):
-        path.empty()
-        check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
+        test_path.empty()
+        setup.check(test_path)
     if messages:
         raise UnfitError(graphs.failure or messages[0])
     # Right after its capture, each graph is replayed once, for the captured step. More replays than

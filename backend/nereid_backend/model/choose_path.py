@@ -34,6 +34,7 @@ from nereid_backend.model.trials import Trial, make_generated_trial, make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
+from nereid_backend.step_runner import ForwardPath
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,10 @@ class ChosenPath:
     """The way in which the engine runs the forward passes of a model.
 
     Attributes:
-        spec: the forward path.
-        difference: the relative difference between the logits of the path and the logits of the
-            unmodified model.
+        spec: the forward path, with measured values.
+        difference: the difference from the logits of the unmodified model, relative to the standard
+            deviation of the logits. Example: 0.02. With an 8-bit KV cache, rounded keys and values
+            cause this difference.
         limit: the largest length of a sequence for which the logits of the path are correct.
         trial: the test sequences, and the logits of the unmodified model for these sequences.
     """
@@ -62,11 +64,11 @@ def choose_path(
     """Choose the fastest forward path whose logits equal the logits of the unmodified model.
 
     A forward path is a way to run the forward passes of a model, such as one row with the tokens
-    of all sequences. Faster paths are tried first. The attention of the model is set to the
-    attention that the chosen path needs.
+    of all sequences. Faster paths are tried first.
 
     Args:
-        checkpoint: a loaded model.
+        checkpoint: a loaded model. Its attention is set to the attention that the chosen path
+            needs.
         hook: Nereid's attention function, which transformers calls in each layer.
         config: the settings. max_model_len, block_size and kv_cache_dtype are used.
         progress: called with one line about the choice.
@@ -80,19 +82,12 @@ def choose_path(
     reasons: list[str] = []
     for name, variants in path_variants(checkpoint, hook, config.max_model_len):
         try:
-            # This call also selects the attention function that the model uses.
-            spec, difference = try_variants(checkpoint, variants, trials)
+            chosen = try_variants(checkpoint, variants, trials)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             reasons.append(f"{name}: {_reason(error)}")
             continue
-        progress(_describe_choice(spec, reasons))
-        # Some models have a lower length limit for batches, because their code is wrong for longer
-        # sequences in a batch.
-        limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
-        # `try_variants` has already computed the test sequences and the expected logits, so this
-        # call returns them from a cache.
-        trial = trials.get_for(spec)
-        return ChosenPath(spec, difference, limit, trial)
+        progress(_describe_choice(chosen.spec, reasons))
+        return chosen
     _check_weights_are_finite(checkpoint, config.model)
     raise UnsupportedModelError(
         f"{checkpoint.architecture} is not supported, because none of the forward paths computes "
@@ -134,9 +129,10 @@ class Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # Maps each value of `is_generated` to the result of `get`. The result is a trial, or the
-        # message of the UnfitError that `get` raises.
-        self._results: dict[bool, Trial | str] = {}
+        # The cached trials and the cached messages of UnfitErrors. The keys are the values of the
+        # argument `is_generated` of `get`.
+        self._trials: dict[bool, Trial] = {}
+        self._refusals: dict[bool, str] = {}
 
     def get_for(self, spec: PathSpec) -> Trial:
         """Return the test sequences and the expected logits for the path that `spec` describes."""
@@ -158,27 +154,28 @@ class Trials:
             UnfitError: if the logits of one forward pass over a sequence differ from the logits of
                 token-by-token generation.
         """
-        if is_generated not in self._results:
-            set_attention(self._checkpoint, None)
-            try:
-                if is_generated:
-                    trial = make_generated_trial(self._checkpoint, self._max_len, self._block_size)
-                else:
-                    trial = self._one_pass_trial(layers)
-                self._results[is_generated] = trial
-            except UnfitError as error:
-                self._results[is_generated] = str(error)
-        result = self._results[is_generated]
-        if isinstance(result, str):
-            raise UnfitError(result)
-        return result
+        if is_generated in self._refusals:
+            raise UnfitError(self._refusals[is_generated])
+        if is_generated in self._trials:
+            return self._trials[is_generated]
+        set_attention(self._checkpoint, None)
+        try:
+            if is_generated:
+                trial = make_generated_trial(self._checkpoint, self._max_len, self._block_size)
+            else:
+                trial = self._one_pass_trial(layers)
+        except UnfitError as error:
+            self._refusals[is_generated] = str(error)
+            raise
+        self._trials[is_generated] = trial
+        return trial
 
     def _one_pass_trial(self, layers: list[LayerSpec]) -> Trial:
         """Return test sequences, and the logits of one forward pass over each whole sequence.
 
         One test sequence is longer than the windows of the attention layers `layers`. The logits
-        are compared with the logits of token-by-token generation. The comparison is skipped if the
-        model cannot generate token by token.
+        are compared with the logits of token-by-token generation. If the model's code fails during
+        the generation, the error is logged, and nothing is compared.
 
         Raises:
             UnfitError: if one forward pass gives other logits than token-by-token generation.
@@ -186,21 +183,19 @@ class Trials:
         trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
         try:
             check_generation(self._checkpoint, trial)
-        except UnfitError:
+        except UnfitError:  # The logits differ, so one pass gives wrong logits.
             raise
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-            # The model cannot generate token by token.
             log.info("Token-by-token generation is not checked: %s", first_line(error))
         return trial
 
 
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
-) -> tuple[PathSpec, float]:
-    """Return the first variant with correct logits, and the difference from the expected logits.
+) -> ChosenPath:
+    """Return the first variant of a forward path that computes correct logits.
 
-    A forward path is a way to run a model. The difference 0.02 means that the logits differ from
-    the logits of the unmodified model by 2 % of the standard deviation of the logits.
+    A forward path is a way to run a model. Its variants differ in speed.
 
     Args:
         checkpoint: the model. Its attention is set to the attention that the variant needs.
@@ -219,18 +214,13 @@ def try_variants(
     raise last_error
 
 
-def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tuple[PathSpec, float]:
-    """Check whether a model computes correct logits if the engine runs it as `spec` describes.
+def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> ChosenPath:
+    """Check that a model computes correct logits if the engine runs it as `spec` describes.
 
     Args:
         checkpoint: the model. Its attention is set to the attention that `spec` needs.
-        spec: describes a way to run the model (a forward path).
+        spec: describes a way to run the model (a variant of a forward path).
         trials: the test sequences, and the logits of the unmodified model.
-
-    Returns:
-        A copy of `spec` with measured values, such as the size of a recurrent state. The second
-        item is the difference of the logits, relative to the standard deviation of the logits. With
-        an 8-bit KV cache, rounded keys and values cause this difference.
 
     Raises:
         Exception: of any class, if the logits are wrong, or if the model's code fails.
@@ -239,18 +229,41 @@ def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tup
     set_attention(checkpoint, spec.hook)
     path = spec.build(trial.sizes)
     dtype = checkpoint.model.dtype
-    difference = unrounded_difference = check_path(path, trial, dtype)
+    unrounded_difference = check_path(path, trial, dtype)
+    difference = unrounded_difference
     if trials.kv_cache_dtype != "auto" and spec.layers:
         # The check above used unrounded keys and values. Check the model again with the 8-bit KV
         # cache, which rounds keys and values.
         rounded_path = spec.build(replace(trial.sizes, kv_cache_dtype=trials.kv_cache_dtype))
         difference = check_path(rounded_path, trial, dtype, is_rounded=True)
+    measured_spec = _with_measurements(spec, path, trial, unrounded_difference, dtype)
+    # Some models have a lower length limit for batches, because their code is wrong for longer
+    # sequences in a batch.
+    limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
+    return ChosenPath(measured_spec, difference, limit, trial)
+
+
+def _with_measurements(
+    spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
+) -> PathSpec:
+    """Measure the data that a path stores outside of blocks. Return `spec` with the results.
+
+    If the path stores no such data, return `spec` unchanged.
+
+    Args:
+        spec: the description of the path.
+        path: the path, which has computed the test sequences of `trial`.
+        trial: the test sequences.
+        difference: the relative difference of the logits of `path`.
+        dtype: the data type of the model.
+    """
     match path:
         case SinglePath():
-            spec = replace(spec, bytes_per_token=_bytes_per_token(path, trial))
+            return replace(spec, bytes_per_token=_bytes_per_token(path, trial))
         case RowsPath():
-            spec = _with_state_measurements(spec, path, trial, unrounded_difference, dtype)
-    return spec, difference
+            return _with_state_measurements(spec, path, trial, difference, dtype)
+        case _:
+            return spec
 
 
 def _bytes_per_token(path: SinglePath, trial: Trial) -> int:
@@ -268,24 +281,22 @@ def _with_state_measurements(
     """Measure the recurrent states of a path. Return a copy of `spec` that contains the results.
 
     The results are the size of a state, and whether snapshots work. A snapshot is a copy of the
-    recurrent state, from which a sequence can continue.
+    recurrent state, from which a sequence can continue. If snapshots do not work, the result also
+    has another `detail` for the log.
 
-    Args:
-        spec: the description of the path.
-        path: the path, which has computed the test sequences of `trial`.
-        trial: the test sequences.
-        difference: the relative difference of the logits of `path`.
-        dtype: the data type of the model.
+    `path` has computed the test sequences of `trial`. `difference` is the relative difference of
+    its logits, and `dtype` is the data type of the model.
     """
-    spec = replace(spec, bytes_per_sequence=path.state_bytes())
+    measured_spec = replace(spec, bytes_per_sequence=path.state_bytes())
     if spec.whole_prefill:
-        return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.
+        # A prompt is computed in one pass, so it cannot continue from a snapshot.
+        return measured_spec
     if has_exact_snapshots(path, trial, difference, dtype):
-        return replace(spec, has_snapshots=True)
+        return replace(measured_spec, has_snapshots=True)
     # Without snapshots, there is no prefix cache. Users must learn this from the log line about the
     # path. The line contains only one detail, so replace the present, less important detail (such
     # as "keys and values are copied").
-    return replace(spec, detail=NO_SNAPSHOTS)
+    return replace(measured_spec, detail=NO_SNAPSHOTS)
 
 
 def _reason(error: Exception) -> str:

@@ -16,8 +16,8 @@ of the engine loads the library.
 
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,9 +27,9 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.main_memory import available_memory, format_bytes
-from nereid_backend.model.accelerate_path import path_for_check, use_compiled_forward
+from nereid_backend.model.accelerate_path import compiled_test_path, use_compiled_forward
 from nereid_backend.model.choose_path import ChosenPath
-from nereid_backend.model.self_check import check_in_steps
+from nereid_backend.model.self_check import PathCheck
 from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
 from nereid_backend.paths.compiled_forward.library_files import (
     has_library,
@@ -50,8 +50,18 @@ MIN_WEIGHTS_BYTES = 64 * 2**20
 # A compilation may need this amount of memory in bytes. If less memory is free, no compilation is
 # started.
 _MIN_FREE_BYTES = 3 * 2**30
-# The result of `next` after the last forward pass of the check.
-_END_OF_CHECK = object()
+
+
+class _Candidate(NamedTuple):
+    """A compiled forward pass that is loaded, but not used yet.
+
+    Attributes:
+        compiled: the compiled forward pass.
+        check: computes test sequences with the compiled forward pass, and checks the logits.
+    """
+
+    compiled: CompiledForward
+    check: PathCheck
 
 
 class ForwardSwap:
@@ -95,8 +105,7 @@ class ForwardSwap:
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
-        self._compiled: CompiledForward | None = None  # None until the library is loaded
-        self._check_steps: Iterator[None] = iter(())  # runs the check's forward passes one by one
+        self._candidate: _Candidate | None = None  # None until the library is loaded
         self.is_done = False
 
     @property
@@ -108,16 +117,19 @@ class ForwardSwap:
         """Load the compiled forward pass, or run the next forward pass of the check.
 
         The engine calls this method between two steps. Do nothing while the compilation runs. The
-        last call makes the engine's path use the compiled forward pass. A failure is logged once
-        and never affects the requests.
+        last call compares the logits, and makes the engine's path use the compiled forward pass. A
+        failure is logged once and never affects the requests.
         """
         if not self.is_ready:
             return
         try:
-            if self._compiled is None:
-                self._load()
-            elif next(self._check_steps, _END_OF_CHECK) is _END_OF_CHECK:
-                self._use(self._compiled)
+            if self._candidate is None:
+                self._candidate = self._load()
+            elif not self._candidate.check.has_all_logits:
+                self._candidate.check.run_pass()
+            else:
+                self._candidate.check.compare()  # raises an UnfitError if the logits are wrong
+                self._use(self._candidate.compiled)
         except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
             self.is_done = True
             log.warning(
@@ -130,7 +142,7 @@ class ForwardSwap:
         """End the compilation if it is running."""
         self._compilation.close()
 
-    def _load(self) -> None:
+    def _load(self) -> _Candidate:
         """Load the compiled forward pass, and prepare the check of its logits.
 
         Raises:
@@ -139,10 +151,10 @@ class ForwardSwap:
         failure_reason = self._compilation.outcome  # "" if the compilation was successful
         if failure_reason:
             raise RuntimeError(failure_reason)
-        self._compiled = load_library(self._checkpoint.model, self._compilation.folder)
-        trial = self._chosen.trial
-        path = path_for_check(self._chosen, self._compiled, trial.sizes)
-        self._check_steps = check_in_steps(path, trial, self._checkpoint.model.dtype)
+        compiled = load_library(self._checkpoint.model, self._compilation.folder)
+        test_path = compiled_test_path(self._chosen, compiled)
+        check = PathCheck(test_path, self._chosen.trial, self._checkpoint.model.dtype)
+        return _Candidate(compiled, check)
 
     def _use(self, compiled: CompiledForward) -> None:
         """Use the compiled forward pass in all later steps of the engine.
@@ -196,8 +208,8 @@ def use_fast_forward(
     """Use the compiled forward pass if it is stored on disk. Otherwise, start to compile it.
 
     The compilation runs in another process, and the engine uses the model's own code until it ends.
-    Do nothing for models on GPUs, for models in several processes (tensor parallelism), for small
-    models, and for all forward paths except `packed` (one row with the tokens of all sequences).
+    Nothing is compiled if the forward path is not `packed` (one row with the tokens of all
+    sequences), if a GPU or several processes compute the model, or if the model is small.
 
     Args:
         config: the settings.

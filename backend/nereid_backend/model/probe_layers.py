@@ -25,7 +25,8 @@ class _AttentionRecorder:
 
     Attributes:
         layers: the recorded layers, in the order of their calls.
-        unsupported: the reason why a call is not supported; None if all calls are supported.
+        unsupported: the reason why the last unsupported call is not supported; None if all calls
+            are supported.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -60,12 +61,9 @@ class _AttentionRecorder:
         Returns:
             The result, [1, 1, num_heads, value_dim].
         """
-        if kwargs.get("position_bias") is not None:
-            self.unsupported = "its attention adds a position bias"
-        batch_size = query.shape[0]  # also the batch size of `key`
-        num_key_tokens = key.shape[2]
-        if batch_size != 1 or num_key_tokens != 1:
-            self.unsupported = f"it calls attention with keys of shape {tuple(key.shape)}"
+        reason = _why_unsupported(key, kwargs)
+        if reason is not None:
+            self.unsupported = reason
         spec = self._layer_spec(query, key, value, kwargs)
         self.layers.append(spec)
         num_heads_per_value = spec.num_heads // spec.num_kv_heads
@@ -113,6 +111,20 @@ class _AttentionRecorder:
         if self.unsupported:
             raise UnfitError(self.unsupported)
         return self.layers
+
+
+def _why_unsupported(key: Tensor, kwargs: dict[str, object]) -> str | None:
+    """Return the reason why Nereid does not support a call of attention; None if it is supported.
+
+    `key` are the keys of a pass over one token, [1, num_kv_heads, 1, key_dim]. `kwargs` contains
+    transformers' other arguments of the call.
+    """
+    batch_size, num_tokens = key.shape[0], key.shape[2]
+    if batch_size != 1 or num_tokens != 1:
+        return f"it calls attention with keys of shape {tuple(key.shape)}"
+    if kwargs.get("position_bias") is not None:
+        return "its attention adds a position bias"
+    return None
 
 
 @torch.inference_mode()

@@ -8,7 +8,6 @@ logits is never used.
 """
 
 import random
-from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -116,53 +115,82 @@ def check_path(
     Raises:
         UnfitError: if the difference is larger than rounding can explain.
     """
-    return _result(check_in_steps(path, trial, dtype, is_rounded=is_rounded))
+    check = PathCheck(path, trial, dtype, is_rounded=is_rounded)
+    while not check.has_all_logits:
+        check.run_pass()
+    return check.compare()
 
 
-def _result(steps: Generator[None, None, float]) -> float:
-    """Run a generator to its end, and return the value of its `return` statement."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: float = end.value
-            return result
+class PathCheck:
+    """Compares the engine's logits for test sequences with the logits of the unmodified model.
 
-
-@torch.inference_mode()
-def check_in_steps(
-    path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
-) -> Generator[None, None, float]:
-    """Compare the engine's logits for test sequences with the logits of the unmodified model.
-
-    This generator yields after each forward pass of the check, so that the engine can compute a
-    step for requests. `check_path` describes the arguments.
-
-    Returns:
-        The largest root mean square difference of a row, relative to the standard deviation of the
-        logits. Without float32 numbers, this is the largest median of a sequence instead.
-
-    Raises:
-        UnfitError: if the difference is larger than rounding can explain.
+    The caller runs the forward passes one by one, so the engine can compute steps for requests
+    between two passes. As in the engine, the prompts are computed first, and then one token of each
+    sequence in each pass. However, the next token is not sampled, but is the next token of the test
+    sequence.
     """
-    logits = yield from _logits_in_steps(path, trial)
-    if logits.shape != trial.expected.shape:
-        raise UnfitError(
-            f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
-            f"{tuple(trial.expected.shape)}"
-        )
-    # Rounding can make a mixture-of-experts model choose different experts for a few tokens, whose
-    # logits then differ greatly.
-    ignores_outliers = dtype != torch.float32 or is_rounded
-    largest_difference = _largest_difference(logits, trial, ignores_outliers=ignores_outliers)
-    tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
-    # `not <=` also refuses NaN.
-    if not largest_difference <= tolerance:
-        raise UnfitError(
-            "its logits differ from the logits of the unmodified model; the largest difference is "
-            f"{largest_difference:.2g} times the standard deviation of the logits"
-        )
-    return largest_difference
+
+    def __init__(
+        self, path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
+    ) -> None:
+        """Prepare the check. `check_path` describes the arguments."""
+        self._path = path
+        self._trial = trial
+        self._dtype = dtype
+        self._is_rounded = is_rounded
+        self._budget = _step_budget(trial)
+        self._sequences = _prompt_sequences(trial)
+        # The logits that were computed until now: for each sequence, one row for each token.
+        self._logits: dict[Sequence, list[Tensor]] = {each: [] for each in self._sequences}
+        self._test_sequences = dict(zip(self._sequences, trial.sequences, strict=True))
+
+    @property
+    def has_all_logits(self) -> bool:
+        """Whether all tokens of the test sequences are computed."""
+        return all(each.num_computed_tokens == len(each.token_ids) for each in self._sequences)
+
+    @torch.inference_mode()
+    def run_pass(self) -> None:
+        """Run the next forward pass, and store its logits."""
+        chunks = _next_chunks(self._sequences, self._budget)
+        logits = self._path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
+        sampling_chunks = [chunk for chunk in chunks if chunk.samples]
+        for chunk, chunk_logits in zip(sampling_chunks, logits, strict=True):
+            self._logits[chunk.sequence].append(chunk_logits.float())
+            _append_next_token(chunk, self._test_sequences[chunk.sequence].token_ids)
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+
+    @torch.inference_mode()
+    def compare(self) -> float:
+        """Compare the logits of all passes with the logits of the unmodified model.
+
+        Returns:
+            The largest root mean square difference of a row, relative to the standard deviation of
+            the logits. Without float32 numbers, this is the largest median of a sequence instead.
+
+        Raises:
+            UnfitError: if the difference is larger than rounding can explain.
+        """
+        logits = torch.cat([torch.stack(rows) for rows in self._logits.values()])
+        expected_shape = self._trial.expected.shape
+        if logits.shape != expected_shape:
+            raise UnfitError(
+                f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
+                f"{tuple(expected_shape)}"
+            )
+        # Rounding can make a mixture-of-experts model choose different experts for a few tokens,
+        # whose logits then differ greatly.
+        ignores_outliers = self._dtype != torch.float32 or self._is_rounded
+        difference = _largest_difference(logits, self._trial, ignores_outliers=ignores_outliers)
+        tolerance = max(_TOLERANCE[self._dtype], _ROUNDED_TOLERANCE if self._is_rounded else 0.0)
+        # `not <=` also refuses NaN.
+        if not difference <= tolerance:
+            raise UnfitError(
+                "its logits differ from the logits of the unmodified model; the largest difference "
+                f"is {difference:.2g} times the standard deviation of the logits"
+            )
+        return difference
 
 
 def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool) -> float:
@@ -177,31 +205,6 @@ def _largest_difference(logits: Tensor, trial: Trial, *, ignores_outliers: bool)
     if ignores_outliers:
         differences = differences.view(len(trial.sequences), -1).median(dim=1).values
     return differences.max().item()
-
-
-def _logits_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
-    """Compute the logits of test sequences in several forward passes, and yield after each pass.
-
-    First the prompts are computed, and then one token of each sequence in each pass, as in the
-    engine. However, the next token is not sampled, but is the next token of the test sequence.
-
-    Returns:
-        The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].
-    """
-    sequences = _prompt_sequences(trial)
-    logits_of: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
-    test_sequence_of = dict(zip(sequences, trial.sequences, strict=True))
-    budget = _step_budget(trial)
-    while chunks := _next_chunks(sequences, budget):
-        logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
-        sampling_chunks = [chunk for chunk in chunks if chunk.samples]
-        for chunk, chunk_logits in zip(sampling_chunks, logits, strict=True):
-            logits_of[chunk.sequence].append(chunk_logits.float())
-            _append_next_token(chunk, test_sequence_of[chunk.sequence].token_ids)
-        for chunk in chunks:
-            chunk.sequence.num_computed_tokens += chunk.num_tokens
-        yield
-    return torch.cat([torch.stack(rows) for rows in logits_of.values()])
 
 
 def _step_budget(trial: Trial) -> int:

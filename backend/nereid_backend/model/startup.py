@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,8 @@ from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.accelerate_path import (
-    use_compiled_forward,
+    GraphSetup,
+    compile_or_fuse_norms,
     use_decode_graphs,
     use_fastest_attention,
 )
@@ -44,6 +46,7 @@ from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_mtp import open_mtp
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.memory_plan import (
+    BlockShape,
     MemoryPlan,
     describe_memory,
     kv_cache_budget,
@@ -231,13 +234,11 @@ def load(
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, opened.chosen, progress)
-    swap = _compile_in_background(config, path, opened, hook, progress)
-    compiled = _compile_now(config, path, opened, hook, progress)
+    compilation = _compile_forward(config, path, opened, hook, progress)
     clock.end("compile")
     if config.cuda_graphs:
-        use_decode_graphs(
-            path, checkpoint, opened.chosen, compiled, sizes, plan.step_bytes, progress
-        )
+        setup = GraphSetup(checkpoint, opened.chosen, compilation.compiled, sizes)
+        use_decode_graphs(path, setup, plan.step_bytes, progress)
     clock.end("graphs")
     dtype = checkpoint.model.dtype
     make_adapter_store = partial(
@@ -257,7 +258,7 @@ def load(
         make_adapter_store=make_adapter_store,
         images=opened.images,
         place_images=partial(place_images, device=device, dtype=dtype),
-        swap=swap,
+        swap=compilation.swap,
         draft=draft,
     )
 
@@ -269,20 +270,22 @@ class _CachePlan:
     Attributes:
         memory: the size of the KV cache, and the limits that follow from this size.
         groups: the groups of the attention layers.
+        block: the memory of a block, and the blocks that a sequence needs.
+        windows_sentence: a sentence about the attention windows for the log; "" if there are none.
         step_bytes: the memory of the largest step in bytes; 0 if it is unknown.
     """
 
     memory: MemoryPlan
     groups: LayerGroups
+    block: BlockShape
+    windows_sentence: str
     step_bytes: int
 
 
 def _plan_cache(
     config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
 ) -> _CachePlan:
-    """Measure the memory that a forward pass needs, and determine the number of KV cache blocks.
-
-    The memory of the KV cache is what remains after the weights and one forward pass.
+    """Measure the memory of a forward pass, divide the remaining memory into blocks, and report.
 
     Args:
         config: the settings.
@@ -291,8 +294,35 @@ def _plan_cache(
         draft_bytes: the memory of one token in the cache of the draft model.
         progress: called with one line about the memory.
     """
+    measured_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
+    plan = _divide_memory(config, opened, num_tokens, draft_bytes, step_bytes=measured_bytes or 0)
+    report = describe_memory(
+        plan.memory,
+        plan.block,
+        weights_bytes=opened.checkpoint.weights_bytes,
+        step_bytes=measured_bytes,
+        max_step_tokens=num_tokens,
+        windows_sentence=plan.windows_sentence,
+    )
+    progress(report)
+    return plan
+
+
+def _divide_memory(
+    config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, *, step_bytes: int
+) -> _CachePlan:
+    """Determine the number of KV cache blocks that fit into the memory.
+
+    The KV cache gets the memory that remains after the weights and one forward pass.
+
+    Args:
+        config: the settings.
+        opened: the model and its forward path.
+        num_tokens: the largest number of tokens in one step.
+        draft_bytes: the memory of one token in the cache of the draft model.
+        step_bytes: the memory of the largest step; 0 if it is unknown.
+    """
     checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
-    step_bytes = _measure_step(config, opened, num_tokens)  # None if it cannot be measured
     # The size of the KV cache is not known yet, so only the settings and the model limit requests.
     max_model_len = config.max_model_len or limit.num_tokens
     groups, reason_for_one_group = choose_layer_groups(
@@ -304,62 +334,52 @@ def _plan_cache(
         block,
         bytes_per_sequence=spec.bytes_per_sequence,
         limit=limit,
-        num_bytes=opened.cache_budget(step_bytes or 0),
+        num_bytes=opened.cache_budget(step_bytes),
         has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
     )
-    report = describe_memory(
-        memory,
-        block,
-        weights_bytes=checkpoint.weights_bytes,
-        step_bytes=step_bytes,
-        max_step_tokens=num_tokens,
-        windows_sentence=describe_windows(spec.layers, groups, reason_for_one_group),
-    )
-    progress(report)
-    return _CachePlan(memory, groups, step_bytes or 0)
+    windows_sentence = describe_windows(spec.layers, groups, reason_for_one_group)
+    return _CachePlan(memory, groups, block, windows_sentence, step_bytes)
 
 
-def _compile_in_background(
+class _Compilation(NamedTuple):
+    """The result of the setting compile_forward.
+
+    Attributes:
+        compiled: the compiled forward pass that CUDA graphs can capture; None if there is none.
+        swap: the compilation that runs in the background; None if there is none.
+    """
+
+    compiled: CompiledForward | None = None
+    swap: ForwardSwap | None = None
+
+
+def _compile_forward(
     config: EngineConfig,
     path: ForwardPath,
     opened: OpenedModel,
     hook: AttentionHook,
     progress: Progress,
-) -> ForwardSwap | None:
-    """Start to compile the forward pass if the setting compile_forward is "auto".
+) -> _Compilation:
+    """Compile the forward pass of a model as the setting compile_forward requires.
 
-    If an earlier process has stored the compiled forward pass on disk, use it at once.
+    If the setting is true, compile the forward pass now. If it is "auto", start to compile the
+    forward pass in the background, or use the result of an earlier compilation on disk.
 
     Args:
         config: the settings.
-        path: the engine's forward path. Mutated if the compiled forward pass is on disk.
+        path: the engine's forward path. Mutated if it can use a compiled forward pass now.
         opened: the model and its forward path.
         hook: Nereid's attention function, which transformers calls in each layer.
         progress: called with one line about the result.
-
-    Returns:
-        The compilation that runs in the background; None if no compilation was started.
     """
-    if config.compile_forward != "auto":
-        return None
-    return use_fast_forward(config, path, opened.checkpoint, hook, opened.chosen, progress)
-
-
-def _compile_now(
-    config: EngineConfig,
-    path: ForwardPath,
-    opened: OpenedModel,
-    hook: AttentionHook,
-    progress: Progress,
-) -> CompiledForward | None:
-    """Compile the forward pass if the setting compile_forward is true.
-
-    The arguments are those of `_compile_in_background`. Return None if the engine's path uses no
-    compiled forward pass.
-    """
-    if config.compile_forward is not True:
-        return None
-    return use_compiled_forward(path, opened.checkpoint, hook, opened.chosen, progress)
+    checkpoint, chosen = opened.checkpoint, opened.chosen
+    if config.compile_forward == "auto":
+        swap = use_fast_forward(config, path, checkpoint, hook, chosen, progress)
+        return _Compilation(swap=swap)
+    if config.compile_forward:
+        compiled = compile_or_fuse_norms(path, checkpoint, hook, chosen, progress)
+        return _Compilation(compiled=compiled)
+    return _Compilation()
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:

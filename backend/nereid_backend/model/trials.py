@@ -119,19 +119,18 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
     This trial is for models that cannot compute a whole sequence in one pass, or that compute other
     logits in one pass than in token-by-token generation. The prompts are random.
 
-    If `generate` raises an error, perhaps because a prompt is longer than a window, the trial
-    contains only short prompts. A long prompt cannot give wrong logits in this case: the forward
-    path runs the same code of the model as `generate`, so a request with a long prompt fails with
-    the same error.
+    If `generate` fails for a prompt that is longer than a window of the model, the trial contains
+    only short prompts. Requests with long prompts then fail with the same error, because the
+    forward path runs the same code of the model as `generate`.
     """
     try:
         prompts = _random_sequences(checkpoint, (), max_len)
         return _generate_sequences(checkpoint, prompts, block_size)
     except Exception as error:  # noqa: BLE001 - a model can raise any exception
         log.info("transformers' generate fails for a long test prompt: %s", first_line(error))
-        short_len = min(max_len, _PROMPT_LENS[0] + NUM_STEPS)
-        short_prompts = _random_sequences(checkpoint, (), short_len)
-        return _generate_sequences(checkpoint, short_prompts, block_size)
+    short_len = min(max_len, _PROMPT_LENS[0] + NUM_STEPS)
+    short_prompts = _random_sequences(checkpoint, (), short_len)
+    return _generate_sequences(checkpoint, short_prompts, block_size)
 
 
 def _generate_sequences(

@@ -111,6 +111,22 @@ class _Decodes(NamedTuple):
     tokens: Tensor | None
 
 
+class _LayerGroupArrays(NamedTuple):
+    """The cache slots and the block tables of a step, for one group of attention layers.
+
+    In some models, a sequence has other blocks in each group of layers.
+
+    Attributes:
+        slots: [num_tokens] int64, the slot of each token.
+        decode_blocks: for each length group of decodes, the block tables of its sequences.
+        prefill_blocks: for each prefill, the block table of its sequence.
+    """
+
+    slots: Integers
+    decode_blocks: list[Integers]
+    prefill_blocks: list[Integers]
+
+
 class BatchBuilder:
     """Converts the plans of steps into tensors, and stores the block tables of sequences."""
 
@@ -181,8 +197,11 @@ class BatchBuilder:
             *itertools.chain.from_iterable(map(_arrays_of_group, length_groups)),
         ]
         for layer_group in layer_groups:
-            arrays += self._layer_group_arrays(step, length_groups, layer_group)
-        arrays += self._kernel_arrays(plan.chunks, length_groups)
+            slots, decode_blocks, prefill_blocks = self._layer_group_arrays(
+                step, length_groups, layer_group
+            )
+            arrays += [slots, *decode_blocks, *prefill_blocks]
+        arrays += self._kernel_arrays(step, length_groups)
         # One operation copies all arrays to the device. Below, the tensors are taken from the
         # iterator in the order of the arrays.
         tensors = iter(upload_all(arrays, device))
@@ -208,30 +227,26 @@ class BatchBuilder:
 
     def _layer_group_arrays(
         self, step: _PackedChunks, length_groups: list[LengthGroup], layer_group: int
-    ) -> list[Integers]:
+    ) -> _LayerGroupArrays:
         """Return the cache slots and the block tables of a step for one group of attention layers.
-
-        In some models, a sequence has other blocks in each group of layers. Example for two length
-        groups and one prefill: [slots of all tokens, block tables of length group 0, block tables
-        of length group 1, block table of the prefill].
 
         Args:
             step: the tokens of the step.
-            length_groups: the decodes of the step, in groups of similar lengths.
-            layer_group: the number of the group of layers.
+            length_groups: the decodes of the step, divided into groups of similar lengths.
+            layer_group: the number of the group of attention layers.
         """
-        slots = self._tables.slots(step.positions, step.token_rows, layer_group)
+        tables = self._tables
+        slots = tables.slots(step.positions, step.token_rows, layer_group)
         decode_blocks = [
-            self._tables.blocks(step.rows[indices], lens.max(), layer_group)
-            for indices, lens in length_groups
+            tables.blocks(step.rows[decodes.indices], decodes.lens.max(), layer_group)
+            for decodes in length_groups
         ]
+        prefill_rows = step.rows[step.num_decodes :, None]  # one array [1] for each prefill
         prefill_blocks = [
-            self._tables.blocks(
-                step.rows[index : index + 1], chunk.start + chunk.num_tokens, layer_group
-            )
-            for index, chunk in enumerate(step.prefills, step.num_decodes)
+            tables.blocks(row, chunk.start + chunk.num_tokens, layer_group)
+            for row, chunk in zip(prefill_rows, step.prefills, strict=True)
         ]
-        return [slots, *decode_blocks, *prefill_blocks]
+        return _LayerGroupArrays(slots, decode_blocks, prefill_blocks)
 
     def _attention_of_layer_group(
         self, step: _PackedChunks, decodes: list[_Decodes], tensors: Iterator[Tensor]
@@ -241,50 +256,47 @@ class BatchBuilder:
         Args:
             step: the tokens of the step.
             decodes: the decodes of each length group. They are equal in all groups of layers.
-            tensors: yields the arrays that `_layer_group_arrays` returned, on the device.
+            tensors: yields first the cache slots of all tokens, then the block tables of each
+                length group, and then the block table of each prefill.
         """
-        return AttentionBatch(
-            slots=next(tensors),
-            num_decodes=step.num_decodes,
-            decodes=[
-                DecodeGroup(tokens, next(tensors), lens, self._block_size)
-                for lens, tokens in decodes
-            ],
-            prefills=_prefills(step.prefills, step.num_decodes, tensors),
-            block_size=self._block_size,
-        )
+        slots = next(tensors)
+        decode_groups: list[DecodeGroup] = []
+        for lens, tokens in decodes:
+            blocks = next(tensors)
+            decode_groups.append(DecodeGroup(tokens, blocks, lens, self._block_size))
+        prefills = _prefills(step.prefills, step.num_decodes, tensors)
+        return AttentionBatch(slots, step.num_decodes, decode_groups, prefills, self._block_size)
 
     def _kernel_arrays(
-        self, chunks: list[Chunk], length_groups: list[LengthGroup]
+        self, step: _PackedChunks, length_groups: list[LengthGroup]
     ) -> list[Integers]:
         """Return the arrays that only GPU kernels read; [] if no GPU kernel is used.
 
-        The arrays describe where the kernels find the block tables of the decodes, where the tokens
-        of the prefills are, and how the prefills are divided into tiles. `StepLayout.arrays`
-        computes them, and `PackedRows` reads them in the same order.
+        `StepLayout.arrays` computes the arrays from the sizes of the decodes and the prefills.
 
         Args:
-            chunks: the chunks of the step. The decodes come before the prefills.
-            length_groups: the decodes of the step, in groups of similar lengths.
+            step: the tokens of the step.
+            length_groups: the decodes of the step, divided into groups of similar lengths.
         """
         if self._layout is None:
             return []
-        # For each group of decodes: the number of decodes, and the largest number of blocks of a
-        # decode.
+        # The shape of the block tables of each group: the number of decodes, and the number of
+        # blocks of the longest decode.
         decode_shapes = [
-            (len(lens), self._num_blocks(int(lens.max()))) for _, lens in length_groups
+            (len(decodes.lens), self._num_blocks(int(decodes.lens.max())))
+            for decodes in length_groups
         ]
-        # The decodes come before the prefills in the chunks and in the tokens of the step. Each
-        # decode has one token.
-        num_decodes = sum(len(lens) for _, lens in length_groups)
-        first_prefill = num_decodes  # an index into the chunks
-        token_index = num_decodes  # an index into the tokens of the step
-        prefills = []
-        for chunk in chunks[first_prefill:]:
+        return self._layout.arrays(decode_shapes, self._prefill_shapes(step))
+
+    def _prefill_shapes(self, step: _PackedChunks) -> list[PrefillShape]:
+        """Return the index of the first token, and the sizes, of each prefill of a step."""
+        shapes: list[PrefillShape] = []
+        first_token = step.num_decodes  # Each decode has one token. Decodes precede prefills.
+        for chunk in step.prefills:
             num_blocks = self._num_blocks(chunk.start + chunk.num_tokens)
-            prefills.append(PrefillShape(token_index, chunk.num_tokens, chunk.start, num_blocks))
-            token_index += chunk.num_tokens
-        return self._layout.arrays(decode_shapes, prefills)
+            shapes.append(PrefillShape(first_token, chunk.num_tokens, chunk.start, num_blocks))
+            first_token += chunk.num_tokens
+        return shapes
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks that contain `num_tokens` tokens of a sequence."""

@@ -136,7 +136,7 @@ def begin_check(folder: Path) -> None:
 
 
 def _open_records(path: Path) -> BinaryIO | None:
-    """Open and lock the file `path`; see `begin_check`.
+    """Open the file `path`, in which this process records a check; see `begin_check`.
 
     Return None if another process has locked the file, or if this process cannot write the file.
     """
@@ -145,14 +145,24 @@ def _open_records(path: Path) -> BinaryIO | None:
         records = path.open("ab", buffering=0)
     except OSError:
         return None  # The folder may belong to another user.
-    try:
-        fcntl.flock(records, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _try_lock(records):
         records.close()
         return None
-    except OSError:
-        pass  # The folder does not support locks, so each check is recorded.
     return records
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    """Lock a file until it is closed. Return False if another process has locked the file.
+
+    If the file system does not support locks, return True without a lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # The file system does not support locks.
+    return True
 
 
 def confirm_check(folder: Path) -> None:

@@ -155,32 +155,43 @@ def _cached_bytes(device: torch.device) -> int:
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle
-    """End a capture on the current device.
+    """End the capture of a CUDA graph on the current device.
 
-    CUDA cancels a capture after a forbidden operation, such as a read from the device. torch's
-    capture_end then stops halfway, and torch's allocator continues to treat the capture as running.
-    The allocator then queries the capture at every allocation, never frees cached memory, and fails
-    when a caller tries to free cached memory. This function therefore also ends the capture in the
-    allocator.
+    The captured work allocates its memory from `pool`. CUDA cancels a capture after a forbidden
+    operation, such as a read from the device. The capture is then also ended in torch's allocator.
 
     Raises:
-        RuntimeError: if the capture produced no graph.
+        RuntimeError: if the capture was cancelled, so there is no graph.
     """
     try:
         graph.capture_end()
     except RuntimeError:
         device = torch.cuda.current_device()
-        # The first call below raises a RuntimeError if the allocator has already ended the capture.
-        # In this case, the rest of the block is not needed.
+        # A second error means that the allocator has already ended the capture.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device, pool)
-            # The capture has stopped halfway, so torch's allocator of pinned memory still uses the
-            # graph. Python code cannot change this, so the graph must never be freed. Freeing a
-            # graph would also release its share of the memory pool, so release the share
-            # explicitly.
-            torch._C._cuda_releasePool(device, pool)
-            _failed_captures.append(graph)
+            _end_in_allocator(graph, pool, device)
         raise
+
+
+def _end_in_allocator(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:  # noqa: ANN401
+    """End a cancelled capture in torch's allocator of GPU memory.
+
+    Otherwise, the allocator would treat the capture as running. It would then query the capture at
+    every allocation, and it could not free cached memory.
+
+    Args:
+        graph: the graph whose capture was cancelled. It is kept alive.
+        pool: torch's handle of the memory pool of the capture.
+        device: the index of the GPU.
+
+    Raises:
+        RuntimeError: if the allocator has already ended the capture.
+    """
+    torch._C._cuda_endAllocateToPool(device, pool)
+    # Freeing the graph would release its share of the pool. The graph must never be freed, because
+    # torch's allocator of pinned memory still uses the graph. Release the share explicitly.
+    torch._C._cuda_releasePool(device, pool)
+    _failed_captures.append(graph)
 
 
 def is_lost(device: torch.device) -> bool:

@@ -259,20 +259,18 @@ class StaticStep:
         # The token id, position, cache slot and length of a padding sequence, [4, 1]. Nothing is
         # stored for the slot -1.
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
-        # Triton would compile a second kernel for unaligned pointers, so each of the four rows
-        # starts at an aligned address.
-        num_aligned = math.ceil(num_rows / _ALIGNED_VALUES) * _ALIGNED_VALUES
-        self._inputs = self._padding.repeat(1, num_aligned)[:, :num_rows]
+        # The token ids, positions, cache slots and lengths of all sequences, [4, num_rows]. The
+        # four tensors are the rows of `_inputs`, so they share its memory.
+        self._inputs = _repeat_column(self._padding, num_rows)
         self._token_ids, self._positions, self._slots, self._lens = self._inputs
         # The block table of each sequence in the batch, [rows, max_blocks].
         max_blocks = math.ceil(sizes.max_model_len / sizes.block_size)
         self._table = torch.full((num_rows, max_blocks), self._null_block, device=device)
         # Each sequence has one new token, and the logits of each new token are needed.
         self._logits_index = torch.arange(num_rows, device=device)
-        # The attention metadata for the GPU kernels. It refers to the tensors above, into which
-        # `fill` copies the values of each step. To create the metadata, some numbers are copied
-        # from the CPU to the GPU. A graph must not contain such a copy, so create the metadata
-        # here, before any graph is captured.
+        # The attention metadata for the GPU kernels, which refers to the tensors above. A graph
+        # must not contain a copy from the CPU to the GPU. The creation of the metadata contains
+        # such a copy, so create the metadata here, before any graph is captured.
         self._kernel_metadata = gpu_batch(self._attention_metadata())
 
     def fill(self, batch: StepBatch) -> None:
@@ -281,21 +279,24 @@ class StaticStep:
         The step has at most as many tokens as this object has rows.
         """
         num_tokens = batch.num_logits  # A decode step needs the logits of each of its tokens.
+        # `_token_ids`, `_positions`, `_slots` and `_lens` are the rows of `_inputs`, so this
+        # assignment pads all four tensors.
         self._inputs[:, num_tokens:] = self._padding
         self._table.fill_(self._null_block)
         self._token_ids[:num_tokens].copy_(batch.input_ids[0])
         self._positions[:num_tokens].copy_(batch.position_ids[0])
         self._slots[:num_tokens].copy_(batch.attention.slots)
-        # If the sequences of a step have very different lengths, the step has several groups of
-        # decodes. The width of a group's block tables depends on the longest sequence of the group.
+        # Sequences of similar lengths form a group. The block tables of a group have as many
+        # columns as its longest sequence has blocks.
         for group in batch.attention.decodes:
-            columns = self._table[:, : group.blocks.shape[1]]
-            if group.tokens is None:  # The group contains all decodes, in the order of the rows.
+            table = self._table[:, : group.blocks.shape[1]]
+            rows = group.tokens  # Row i belongs to token i, because each sequence has one token.
+            if rows is None:  # The group contains all sequences, in the order of the rows.
                 self._lens[:num_tokens].copy_(group.lens)
-                columns[:num_tokens].copy_(group.blocks)
-            else:  # `group.tokens` contains the rows of the group's decodes.
-                self._lens.index_copy_(0, group.tokens, group.lens)
-                columns.index_copy_(0, group.tokens, group.blocks)
+                table[:num_tokens].copy_(group.blocks)
+            else:
+                self._lens.index_copy_(0, rows, group.lens)
+                table.index_copy_(0, rows, group.blocks)
 
     def batch(self) -> StepBatch:
         """Return the inputs of one forward pass, which the caller can capture as a CUDA graph.
@@ -334,6 +335,16 @@ class StaticStep:
             prefills=[],
             block_size=self._block_size,
         )
+
+
+def _repeat_column(column: Tensor, count: int) -> Tensor:
+    """Repeat a column [n, 1] `count` times, so that each row starts at an aligned address.
+
+    Triton would compile a second kernel for unaligned addresses. Example: the column [[0], [-1]]
+    and the count 3 give [[0, 0, 0], [-1, -1, -1]].
+    """
+    num_aligned = math.ceil(count / _ALIGNED_VALUES) * _ALIGNED_VALUES
+    return column.repeat(1, num_aligned)[:, :count]
 
 
 def graph_batch_sizes(max_rows: int) -> list[int]:

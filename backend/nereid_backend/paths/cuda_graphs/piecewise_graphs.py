@@ -56,7 +56,8 @@ class AttentionBuffers(NamedTuple):
     """Two tensors that CUDA graphs and attention share: the query, and the output of attention.
 
     Attributes:
-        query: [num_heads, n, key_dim], where n is the largest number of tokens.
+        query: [num_heads, n, key_dim], where n is the largest number of tokens. The order in memory
+            is [n, num_heads, key_dim], because models compute queries in this order.
         out: [n, num_heads, value_dim], the attention.
     """
 
@@ -160,9 +161,13 @@ class PiecewiseGraphs:
         if batch.num_logits > graphs.static.num_logits:
             return None
         graphs.static.fill(batch)
-        self._attention = batch.attention  # `replay` computes this attention between the graphs
-        graphs.replay()
-        self._attention = None
+        # Between the graphs, `replay` calls `attend`, which computes the attention in
+        # `self._attention`.
+        self._attention = batch.attention
+        try:
+            graphs.replay()
+        finally:
+            self._attention = None
         self.num_replays += 1
         # The caller gets a copy of the logits. The next replay of a graph overwrites the original,
         # and may run before the caller has read the logits.
@@ -181,27 +186,34 @@ class PiecewiseGraphs:
         static = StaticTokens(num_tokens, self._sizes, self._cache.device)
         # This run is not captured. Its logits are the logits that the graphs must compute.
         expected = self._run(static.batch(), self._attention_between_graphs(static, _without_cut))
-        graphs = self._capture_step(static, expected)
+        graphs = self._capture_step(static, self._logits_like(expected))
         graphs.logits.zero_()  # Only a replay can write the expected logits.
         graphs.replay()
         check_replay(graphs.logits, expected)
         return graphs
 
-    def _capture_step(self, static: "StaticTokens", expected: Tensor) -> "_StepGraphs":
-        """Capture the CUDA graphs of a step with the inputs `static`.
+    def _logits_like(self, expected: Tensor) -> Tensor:
+        """Return the tensor for the logits of a step. It has the shape and type of `expected`.
 
-        The forward pass is cut at the attention of each layer: a cut ends the capture of one graph
-        and begins the capture of the next graph. The logits have the shape of `expected`.
+        All steps share the memory of the tensor. The first step has the most logits.
         """
-        # The largest graph is captured first, so this tensor is large enough for all graphs.
         if self._logits is None:
             self._logits = torch.empty_like(expected)
-        logits = self._logits[: static.num_logits]
+        return self._logits[: len(expected)]
+
+    def _capture_step(self, static: "StaticTokens", logits: Tensor) -> "_StepGraphs":
+        """Capture the CUDA graphs that compute `logits` from the inputs `static`.
+
+        The forward pass of the model is captured as several graphs. In each attention layer, the
+        model calls a function `cut`, which ends one graph and begins the next graph.
+        """
 
         def compute_step(cut: Cut) -> None:
-            logits.copy_(self._run(static.batch(), self._attention_between_graphs(static, cut)))
+            attention = self._attention_between_graphs(static, cut)
+            logits.copy_(self._run(static.batch(), attention))
 
-        return _StepGraphs(static, self._capture(compute_step), logits)
+        replay = self._capture(compute_step)
+        return _StepGraphs(static, replay, logits)
 
     def _attention_between_graphs(
         self, static: "StaticTokens", cut: Cut
@@ -217,13 +229,11 @@ class PiecewiseGraphs:
         """
         shape = (spec.num_heads, spec.key_dim, spec.value_dim)
         if shape not in self._buffers:
-            # The model computes the query as [num_tokens, num_heads, key_dim], but attention
-            # expects the heads first. Therefore, the dimensions are transposed. The order in memory
-            # stays unchanged.
-            num_rows = (_MAX_CAPTURED_TOKENS, spec.num_heads)
-            query = computed_query.new_zeros(*num_rows, spec.key_dim).transpose(0, 1)
-            out = computed_query.new_zeros(*num_rows, spec.value_dim)
-            self._buffers[shape] = AttentionBuffers(query, out)
+            num_tokens = _MAX_CAPTURED_TOKENS
+            query = computed_query.new_zeros(num_tokens, spec.num_heads, spec.key_dim)
+            out = computed_query.new_zeros(num_tokens, spec.num_heads, spec.value_dim)
+            # Attention expects the heads of the query in the first dimension.
+            self._buffers[shape] = AttentionBuffers(query.transpose(0, 1), out)
         return self._buffers[shape]
 
     def attend(

@@ -94,7 +94,8 @@ class TokenGuide:
         """
         has_only_grammar = self._thinking is None
         matcher = self._matcher if has_only_grammar else None
-        # The tokens that a grammar may allow: no stop tokens, and no forbidden special tokens.
+        # The tokens that a grammar may allow. They include no stop tokens, so none of them begins
+        # the phase ENDED.
         grammar_bits = self._rules.grammar_bits
         for token_id in token_ids:
             if (
@@ -102,9 +103,8 @@ class TokenGuide:
                 and self._phase is Phase.GRAMMAR
                 and _has_bit(grammar_bits, token_id)
             ):
-                # For such a token, `_accept_token` would only do what the next two lines do, but
-                # would take twice the time. Most tokens of an answer with a grammar are of this
-                # kind.
+                # This is the usual case. `_accept_token` would only do what the next two lines do,
+                # but would take twice the time.
                 self._raise_if_forbidden(token_id, matcher.accept(token_id))
                 self._recent_ids.append(token_id)
             else:

@@ -65,7 +65,10 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Create the memory: a random key, and one slot for each of `num_slots` sequences."""
+        """Create the shared memory, into which the postprocessor writes and which this class reads.
+
+        The memory consists of a random key and of one slot for each of `num_slots` sequences.
+        """
         name = _new_memory_name()
         self._fd = os.memfd_create(name)
         # Messages to the postprocessor contain this address, with which it maps the memory.

@@ -248,7 +248,7 @@ class StateSnapshots:
         """Delete a sequence's unsaved snapshot, and let the last saved snapshot be written to disk.
 
         This method is called when the blocks of the sequence are released. A snapshot is a copy of
-        the recurrent state. It is unsaved while the step that saves the state is running.
+        the recurrent state. A snapshot is unsaved while the step that saves the state is running.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,

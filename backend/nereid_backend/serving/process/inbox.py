@@ -41,7 +41,7 @@ class Inbox:
         return messages
 
     def _take_messages(self, timeout_s: float | None) -> list[Any]:
-        """Remove all messages from the queue, and return them. Wait for the first message.
+        """Remove and return all queued messages. If there are none, wait for the first message.
 
         Mutates: `_is_closed`. It becomes True if the last element of the queue was removed.
         """

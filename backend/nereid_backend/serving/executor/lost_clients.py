@@ -77,12 +77,13 @@ class LostClientDetector:
           was sent later, of any stream, was consumed. Example: step 7 belongs to `stream`, and step
           8 was consumed, but step 7 was not.
 
-        Mutates: in the second case, the feedback about `stream` is read again.
+        Mutates: `stream.unconsumed_steps` and `stream.stalled_s`. Before the second case is
+        confirmed, the feedback is read again.
         """
-        no_consumption_s = stream.stalled_s  # the time since a step of the stream was consumed
-        if stream.unconsumed_steps and no_consumption_s > self._patience_s:
+        waiting_s = stream.stalled_s  # the time since the last consumption of a step of `stream`
+        if stream.unconsumed_steps and waiting_s > self._patience_s:
             return True
-        if no_consumption_s < _OVERTAKING_S or not self._is_overtaken(stream):
+        if waiting_s < _OVERTAKING_S or not self._is_overtaken(stream):
             return False
         # The steps may have been consumed since the feedback was last read, so read it again.
         self.remove_consumed_steps(stream)

@@ -129,7 +129,8 @@ def choose_image_path(
         return refuse_images(config, f"{describe(error)}.")
     with attention.activated():
         trials, unanswered = make_trials(checkpoint, processor, block_size)
-    features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
+    features = FeatureCache(_FEATURE_BYTES)
+    features.install(checkpoint.model)
     candidates = _candidates(checkpoint, spec, features, attention)
 
     def measure(add_images: _AddImages, trial: Trial) -> float:

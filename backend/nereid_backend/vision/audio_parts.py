@@ -105,19 +105,28 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
         RequestError: the content part has no audio, or the format of the audio is not WAV.
     """
     value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    if isinstance(value, Mapping):  # an object with a base64 text (`data`) or a data URL (`url`)
-        _check_format(value.get("format", "wav"), field)
-        base64_text = value.get("data")
-        if isinstance(base64_text, str) and base64_text:
-            return FoundAudio(field, base64_text)
-        value = value.get("url")
-    match value:
-        case str() if value:
-            return read_audio_url(value, field)
+    if not isinstance(value, Mapping):
+        return _read_source(value, part, field)
+    _check_format(value.get("format", "wav"), field)
+    base64_text = value.get("data")
+    if isinstance(base64_text, str) and base64_text:
+        return FoundAudio(field, base64_text)
+    return _read_source(value.get("url"), part, field)
+
+
+def _read_source(source: Any, part: Mapping[str, Any], field: str) -> FoundAudio:  # noqa: ANN401
+    """Return audio that is sent as a data URL, as the bytes of a file, or as an array of samples.
+
+    The content part `part` contains the sampling rate of an array. Raise a RequestError for any
+    other source.
+    """
+    match source:
+        case str() if source:
+            return read_audio_url(source, field)
         case bytes():
-            return FoundAudio(field, value)
+            return FoundAudio(field, source)
         case np.ndarray():
-            return FoundAudio(field, value, _sampling_rate(part, field))
+            return FoundAudio(field, source, _sampling_rate(part, field))
     raise RequestError(f"{field}: the content part has no audio. {_REMEDY}")
 
 
@@ -166,20 +175,29 @@ def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
     """
     source, field = audio.source, audio.field
     if isinstance(source, str):
-        source = decode_base64(source, field, limits)
+        return decode_wav(decode_base64(source, field, limits), field, limits)
     if isinstance(source, bytes):
         return decode_wav(source, field, limits)
-    # The source is an array of NumPy.
-    assert audio.rate is not None, "an array has no sampling rate"
-    check_rate(audio.rate, field)
-    array = np.asarray(source)
+    assert audio.rate is not None, "read_audio_part stores the sampling rate of each array"
+    return _convert_array(np.asarray(source), audio.rate, field, limits), audio.rate
+
+
+def _convert_array(
+    array: "np.ndarray[Any, Any]", rate: int, field: str, limits: ImageLimits
+) -> Samples:
+    """Return the samples in an array that a caller has sent, as float32 numbers.
+
+    Raises:
+        RequestError: the array or its sampling rate `rate` is not valid, or the audio is too long.
+    """
+    check_rate(rate, field)
     if array.ndim != 1 or array.dtype.kind not in _KINDS_OF_NUMBERS:
         raise _array_error(field)
     # Check the duration before the values, because the check of a huge array would take long.
-    check_duration(len(array), audio.rate, field, limits)
+    check_duration(len(array), rate, field, limits)
     if not np.isfinite(array).all():
         raise _array_error(field)
-    return array.astype(np.float32), audio.rate
+    return array.astype(np.float32)
 
 
 def _array_error(field: str) -> RequestError:

@@ -4,6 +4,7 @@
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from nereid_backend.vision.messages import (
     FoundImage,
     FoundVideo,
     Medium,
-    read_images,
+    decode_and_free_images,
     read_video,
     split_messages,
 )
@@ -190,27 +191,33 @@ class ChatProcessor:
 
         The prompt consists of a placeholder for each image, video and audio file, and of the texts.
         Example: one image and the text "Hi" become "<image>Hi" if the processor's placeholder for
-        images is "<image>". Some processors insert the placeholders themselves, and refuse a text
-        with placeholders. Therefore the text without placeholders is tried next.
+        images is "<image>". If the processor refuses this text or has no placeholders, only "Hi" is
+        passed, because some processors insert the placeholders themselves.
 
         Raises:
-            RequestError: the media are invalid, or the processor refuses each text. This is the
-                error of the first text.
+            RequestError: the media are invalid, or the processor refuses the text. If both texts
+                were refused, this is the error of the text with placeholders.
         """
         text = "\n".join(text for message in messages for text in _texts(message.get("content")))
+        placeholders = self._placeholders(media)
+        # `prepare_rendered` removes the files from a list of media, so pass a copy.
+        if not placeholders:
+            return self.prepare_rendered(text, list(media))
+        try:
+            return self.prepare_rendered(placeholders + text, list(media))
+        except RequestError:
+            with suppress(RequestError):
+                return self.prepare_rendered(text, list(media))
+            raise
+
+    def _placeholders(self, media: Sequence[Medium]) -> str:
+        """Return the processor's placeholders for `media`, such as "<image><image>" for two images.
+
+        Return "" if the processor has no placeholder for one of the media.
+        """
         values = [getattr(self.processor, _TOKENS[type(item)], None) for item in media]
         placeholders = [value for value in values if isinstance(value, str)]
-        candidates = [text]
-        if len(placeholders) == len(media):  # The processor has a placeholder for each medium.
-            candidates.insert(0, "".join([*placeholders, text]))
-        errors = []
-        for candidate in candidates:
-            try:
-                # `prepare_rendered` removes the files from a list of media, so pass a copy.
-                return self.prepare_rendered(candidate, list(media))
-            except RequestError as error:
-                errors.append(error)
-        raise errors[0]
+        return "".join(placeholders) if len(placeholders) == len(media) else ""
 
     def prepare_rendered(
         self, text: str, media: list[Medium], *, add_special_tokens: bool | None = None
@@ -294,7 +301,7 @@ class ChatProcessor:
         Raises:
             RequestError: the media are invalid, or the processor refuses the text or the media.
 
-        Mutates: `media`. `read_images` removes each image file after decoding, to free its memory.
+        Mutates: `media`. Each image file is removed after decoding, so that its memory is freed.
         """
         arguments = {
             **self._image_arguments(media),
@@ -337,11 +344,11 @@ class ChatProcessor:
         Raises:
             RequestError: a file is damaged or exceeds a limit.
 
-        Mutates: `media`. `read_images` removes each image file after decoding, to free its memory.
+        Mutates: `media`. Each image file is removed after decoding, so that its memory is freed.
         """
         if "images" in self.refused:
             return {}
-        return {"images": read_images(media, self.limits) or None}
+        return {"images": decode_and_free_images(media, self.limits) or None}
 
     def _audio_arguments(self, media: list[Medium]) -> dict[str, Any]:
         """Decode the audio in `media`, and return it as arguments for the processor.

@@ -208,14 +208,15 @@ def _parse_decoder_arguments(recorded: dict[str, Any], num_tokens: int) -> Decod
             f"its decoder gets {embeddings.shape[1]} embeddings for {num_tokens} tokens"
         )
     positions = _parse_positions(recorded.get("position_ids"), num_tokens)
-    inputs = DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
+    # Some decoders also get image features for their first layers (DeepStack).
     features_of_layers, mask = recorded.get(DEEPSTACK), recorded.get(DEEPSTACK_MASK)
-    if features_of_layers is not None and mask is not None:
-        inputs.deepstack_mask = mask = mask.reshape(num_tokens)
-        inputs.deepstack = [
-            _with_text_rows(features, mask, embeddings[0]) for features in features_of_layers
-        ]
-    return inputs
+    if features_of_layers is None or mask is None:
+        return DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
+    is_image_token = mask.reshape(num_tokens)
+    deepstack = [
+        _with_text_rows(features, is_image_token, embeddings[0]) for features in features_of_layers
+    ]
+    return DecoderInputs(embeddings[0], positions, deepstack, is_image_token)
 
 
 def _parse_positions(position_ids: Tensor | None, num_tokens: int) -> PromptPositions | None:

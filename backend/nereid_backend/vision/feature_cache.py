@@ -34,22 +34,16 @@ class FeatureCache:
 
     The key of a result consists of the digest of the images and the number of the call.
 
+    Args:
+        max_bytes: the largest size of the stored features. If the size is exceeded, the least
+            recently used features are removed.
+
     Attributes:
         num_encoded: the number of times that an encoder was run.
         num_reused: the number of times that stored features were used.
     """
 
-    def __init__(self, model: Module, max_bytes: int) -> None:
-        """Create an empty cache, and make the encoders of a model use the cache.
-
-        For this purpose, the methods get_image_features, get_video_features and get_audio_features
-        of the model and its modules are replaced by methods that first search the cache.
-
-        Args:
-            model: the model.
-            max_bytes: the largest size of the stored features. If the size is exceeded, the least
-                recently used features are removed.
-        """
+    def __init__(self, max_bytes: int) -> None:
         self.num_encoded = 0
         self.num_reused = 0
         self._max_bytes = max_bytes
@@ -57,17 +51,19 @@ class FeatureCache:
         self._features: OrderedDict[_Key, Any] = OrderedDict()
         # The total size of the stored features.
         self._num_bytes = 0
-        # The hash of the images that the model processes; None outside the `with` block of
-        # `used_for`.
+        # The hash of the images for which the model is run; None if the cache is not in use.
         self._digest: bytes | None = None
-        # The number of calls of the model's encoders in this block.
+        # The number of encoder calls since the model began to process these images.
         self._num_calls = 0
         # Whether an encoder is running. The methods that it calls do not use the cache.
         self._is_encoding = False
-        self._replace_methods(model)
 
-    def _replace_methods(self, model: Module) -> None:
-        """Replace each model method that computes features by a version that uses the cache."""
+    def install(self, model: Module) -> None:
+        """Make the encoders of a model use the cache.
+
+        For this purpose, the methods get_image_features, get_video_features and get_audio_features
+        of the model and its modules are replaced by methods that first search the cache.
+        """
         replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:

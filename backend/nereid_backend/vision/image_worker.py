@@ -118,10 +118,14 @@ class ChildProcesses:
             )
 
     def _send_to(self, child: "_ChildProcess", request: Message) -> Message:
-        """Send a request to a child process, and return its answer.
+        """Send a request to the child process, and return its answer.
 
-        If the child process exceeds the time limit, the answer is a refusal. After a refusal or 100
-        answers, the child process is ended.
+        If the child process exceeds the time limit, the answer is a refusal. A child process that
+        has refused a request, or has given `_MAX_REQUESTS` answers, is ended.
+
+        Args:
+            child: the only child process.
+            request: the request.
 
         Raises:
             EOFError, OSError: the child process has ended.
@@ -242,6 +246,7 @@ def _answer(prepare: Prepare, connection: Connection) -> Message:
     except RequestError as error:
         return _refusal(str(error))
     except BaseException as error:  # noqa: BLE001 - the client must learn the reason
+        # A failed check in a package written in Rust, such as tokenizers, is not an `Exception`.
         return _refusal(f"{type(error).__name__}: {error}")
 
 

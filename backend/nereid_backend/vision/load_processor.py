@@ -58,7 +58,14 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         ModelError: the processor is missing or broken, or needs a package that is not installed.
     """
     declare_operators()
-    processor = _load(folder, config)
+    try:
+        processor = _load(folder, config)
+    except Exception as error:
+        # A processor can raise any exception for a broken file.
+        raise ModelError(
+            f"the processor in {folder} cannot be loaded: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
     refused = refused_kinds(processor)
     if len(refused) == len(KINDS):
         raise ModelError(
@@ -71,40 +78,21 @@ def _load(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - tran
     """Return the complete processor if possible, otherwise the processor that accepts no videos.
 
     Raises:
-        ModelError: loading has failed. The message contains the reason.
-    """
-    try:
-        processor = _load_complete(folder, config)
-        return _load_without_video(folder, config) if processor is None else processor
-    except Exception as error:
-        # A processor can raise any exception for a broken file.
-        raise ModelError(
-            f"the processor in {folder} cannot be loaded: {type(error).__name__}: "
-            f"{first_line(error)}"
-        ) from error
-
-
-def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:
-    """Return the processor with all its components; None if it must be loaded in another way.
-
-    None means that a component cannot be loaded, or that the checkpoint's files do not name the
-    class of the processor. The caller then calls `_load_without_video`, which finds the class by
-    the type of the model.
-
-    Raises:
-        ImportError, OSError, ValueError: the processor cannot be loaded, and has no component for
-            images.
+        Exception: loading has failed.
     """
     try:
         processor = _from_pretrained(AutoProcessor, folder)
     except (ImportError, OSError, ValueError):
-        component_names = _processor_class(folder, config).get_attributes()
-        if "image_processor" in component_names:
-            return None
-        raise  # `_load_without_video` needs a component for images.
-    # If the checkpoint's files do not name the class of the processor, AutoProcessor returns only
-    # one component, such as the tokenizer.
-    return processor if isinstance(processor, ProcessorMixin) else None
+        # `_load_without_video` can load only processors that have a component for images.
+        if "image_processor" not in _processor_class(folder, config).get_attributes():
+            raise
+    else:
+        # If the checkpoint's files do not name the class of the processor, AutoProcessor returns
+        # only one component, such as the tokenizer. `_load_without_video` then finds the class by
+        # the type of the model.
+        if isinstance(processor, ProcessorMixin):
+            return processor
+    return _load_without_video(folder, config)
 
 
 def _from_pretrained(auto_class: Any, folder: Path, **arguments: object) -> Any:  # noqa: ANN401
@@ -149,6 +137,19 @@ class _NoVideo:
         # Processors read numbers such as `merge_size` from their video processor. The image
         # processor has the same numbers.
         self.__dict__.update(vars(image_processor))
+
+
+class _AcceptsNoVideo:
+    """A base class for processors that contain a `_NoVideo`."""
+
+    # transformers logs the `repr` of a new processor. The original `repr` converts the processor to
+    # JSON, which fails for a `_NoVideo`.
+    __repr__ = object.__repr__
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> None:
+        """Raise a TypeError if a component, except the video processor, has a wrong type."""
+        if argument_name != "video_processor":
+            super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
 
 
 def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401
@@ -207,19 +208,7 @@ def _load_components(folder: Path, names: Sequence[str]) -> list[Any]:
 def _class_accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
     """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`.
 
-    A `_NoVideo` is an object in place of a video processor that cannot be loaded. The original
-    constructor checks the type of each component, and would refuse this object.
+    A `_NoVideo` is an object in place of a video processor that cannot be loaded. The methods of
+    `_AcceptsNoVideo` override the methods of `processor_class` with the same names.
     """
-    check_class: Any = processor_class.check_argument_for_proper_class
-
-    def check_argument(self: Any, name: str, value: object) -> None:  # noqa: ANN401 - a processor
-        if name != "video_processor":
-            check_class(self, name, value)
-
-    changed_methods = {
-        "check_argument_for_proper_class": check_argument,
-        # transformers logs the `repr` of a new processor. The original `repr` converts the
-        # processor to JSON, which fails for a `_NoVideo`.
-        "__repr__": object.__repr__,
-    }
-    return type(processor_class.__name__, (processor_class,), changed_methods)
+    return type(processor_class.__name__, (_AcceptsNoVideo, processor_class), {})

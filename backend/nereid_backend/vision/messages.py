@@ -175,15 +175,17 @@ def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:
     raise RequestError(f"{field}: the content part has no image. Set image_url.url.")
 
 
-def read_images(media: list[Medium], limits: ImageLimits) -> list["Image"]:
-    """Decode the images in `media`, and return them in the same order. Other media are left out.
+def decode_and_free_images(media: list[Medium], limits: ImageLimits) -> list["Image"]:
+    """Decode the images in `media`, and free their files. Return the images in the same order.
+
+    Videos and audio in `media` are left out.
 
     Raises:
         RequestError: an image is damaged or too large.
         ModelError: Pillow is not installed.
 
-    Mutates: `media`. The source of each image is replaced by None, so that the memory of the image
-    file is freed before the next image is decoded.
+    Mutates: `media`. Each decoded image loses its source, so that the memory of the image file is
+    freed before the next image is decoded.
     """
     images = []
     for index, item in enumerate(media):

@@ -181,9 +181,10 @@ class PackedImages:
         if "input_ids" in kwargs:
             # A decoder accepts either token ids or embeddings.
             replaced["input_ids"] = None
-        positions = _positions(batch, chunks)
+        positions = _positions_on_axes(batch, chunks)
         if positions is not None:
-            replaced["position_ids"] = positions
+            has_one_axis = len(positions) == 1
+            replaced["position_ids"] = positions if has_one_axis else positions[:, None]
         # Some decoders also add image features in their first layers (DeepStack).
         return replaced | _deepstack_arguments(batch, prompt_chunks)
 
@@ -203,22 +204,25 @@ def _with_recorded_embeddings(embeddings: Tensor, prompt_chunks: list[_ImageChun
     return replaced
 
 
-def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
-    """Return the positions of all tokens of a batch, [1, num_tokens] or [num_axes, 1, num_tokens].
+def _positions_on_axes(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
+    """Return the positions of all tokens of a batch, [num_axes, num_tokens].
 
     In some models, each token has several positions, for example for time, height and width (the
     axes). A token of a sequence without images has the same position on all axes. Return None if
-    the decoder computes the positions itself.
+    the decoder computes the positions itself. `chunks` contains all tokens of sequences with images
+    in the batch. There is at least one chunk.
     """
-    # A model passes positions to its decoder either for all prompts or for none.
-    recorded = [chunk.inputs.positions for chunk in chunks if chunk.inputs.positions is not None]
-    if not recorded:
+    # A model passes positions to its decoder for all prompts, on the same axes, or for no prompt.
+    first_positions = chunks[0].inputs.positions
+    if first_positions is None:
         return None
-    num_axes = len(recorded[0].prompt_positions)  # the same for all prompts
-    positions = batch.position_ids.repeat(num_axes, 1)  # [num_axes, num_tokens]
-    for chunk, positions_of_sequence in zip(chunks, recorded, strict=True):
-        positions[:, chunk.batch_rows] = positions_of_sequence.between(chunk.start, chunk.end)
-    return positions if num_axes == 1 else positions[:, None]
+    num_axes = len(first_positions.prompt_positions)
+    batch_positions = batch.position_ids.repeat(num_axes, 1)
+    for chunk in chunks:
+        sequence_positions = chunk.inputs.positions
+        assert sequence_positions is not None
+        batch_positions[:, chunk.batch_rows] = sequence_positions.between(chunk.start, chunk.end)
+    return batch_positions
 
 
 def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> dict[str, Any]:

@@ -132,11 +132,11 @@ def pixel_array(image: Any) -> "np.ndarray[Any, Any] | None":  # noqa: ANN401 - 
         pixels = _SharedPixels(image)
     except ValueError:
         return None
-    # `_shared_by_address` has only a weak reference to `pixels`. The returned array has the only
-    # strong reference. Therefore the entry of `_shared_by_address` is removed when the array is
-    # deleted.
+    array = np.asarray(pixels)  # NumPy copies no memory. The array has a reference to `pixels`.
+    # A WeakValueDictionary does not keep its values alive. Therefore only the array keeps `pixels`
+    # alive, and this entry is removed when the array is deleted.
     _shared_by_address[pixels.address] = pixels
-    return np.asarray(pixels)  # NumPy does not copy the memory of `pixels`.
+    return array
 
 
 def shared_image(array: "np.ndarray[Any, Any]") -> Any:  # noqa: ANN401 - an image of Pillow

@@ -50,6 +50,9 @@ class GeneratedPath:
     def clear(self, sequence: Sequence) -> None:
         """Do nothing, because a `GeneratedPath` stores nothing about a sequence."""
 
+    def delete_unused_states(self) -> None:
+        """Do nothing, because a `GeneratedPath` stores nothing about a sequence."""
+
     def _logits(self, chunk: Chunk) -> Tensor | None:
         """Return the logits of the next token after each of the last `chunk.num_logits` tokens.
 
@@ -110,7 +113,7 @@ class SplitPath:
     def __init__(
         self,
         text: ForwardPath,
-        images: ForwardPath,
+        images: SinglePath | GeneratedPath,
         features: FeatureCache,
         attention: OwnAttention,
     ) -> None:
@@ -136,18 +139,24 @@ class SplitPath:
         """
         has_images = [chunk.sequence.images is not None for chunk in plan.chunks]
         if not any(has_images):
-            if isinstance(self._images, SinglePath):
-                self._images.delete_unused_states()
+            # The forward path of images is not called. Free the memory of sequences with images
+            # that have ended.
+            self._images.delete_unused_states()
             return self._text.forward(plan, sampled)
         assert not plan.pending, "async scheduling is off for models whose images use this path"
         text_plan, image_plan = _split_plan(plan, has_images)
-        text_logits = None
-        # `forward` also deletes old snapshots (stored copies of recurrent states). Therefore
-        # `forward` is called for a plan with snapshots, even if the plan has no chunks.
-        if text_plan.chunks or text_plan.snapshots is not None:
-            text_logits = self._text.forward(text_plan)
+        text_logits = self._text_logits(text_plan)
         image_logits = self._image_logits(image_plan)
         return _interleave(plan, has_images, text_logits, image_logits)
+
+    def _text_logits(self, plan: StepPlan) -> Tensor | None:
+        """Return the logits of the sequences without images; None if `plan` has nothing to do.
+
+        A plan without chunks can still delete snapshots (stored copies of recurrent states).
+        """
+        if not plan.chunks and plan.snapshots is None:
+            return None
+        return self._text.forward(plan)
 
     def _image_logits(self, plan: StepPlan) -> Tensor:
         """Return the logits of sequences with images, in the order of `plan.chunks`.

@@ -147,17 +147,25 @@ def video_url(video: VideoFrames) -> str:
 
 
 def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes or an image
-    """Return a frame of a video. If the frame is a data URL, return only the base64 text.
+    """Return a frame of a video: the base64 text of a data URL, or any other value unchanged.
 
-    Frames are stored as base64 texts, because a data URL of a whole video consists of such texts.
-    Example: "data:image/jpeg;base64,AA==" and {"url": "data:image/jpeg;base64,AA=="} return "AA==".
+    The data URL can be the field `url` of an object, so the frame {"url":
+    "data:image/jpeg;base64,AA=="} returns "AA==". Of the other values, only bytes and images of
+    Pillow are valid. `read_video` refuses all others.
 
     Raises:
         RequestError: the frame is a text, but not a data URL of an image.
     """
     source = frame.get("url") if isinstance(frame, Mapping) else frame
-    if not isinstance(source, str):
-        return source  # The decoder refuses everything but bytes and an image of Pillow.
+    return _base64_text(source, field) if isinstance(source, str) else source
+
+
+def _base64_text(source: str, field: str) -> str:
+    """Return the base64 text in the data URL of one frame.
+
+    Example: "data:image/jpeg;base64,AA==" returns "AA==". Raise a RequestError if `source` is not a
+    data URL of an image.
+    """
     match = IMAGE_DATA_URL.match(source)
     # In the data URL of a video, commas separate the frames. Therefore a single frame contains no
     # comma.

@@ -14,7 +14,8 @@ class Encoder(nn.Module):
 
 def test_features_that_are_larger_than_the_cache_do_not_remove_the_others():
     encoder = Encoder()
-    cache = FeatureCache(encoder, max_bytes=4 * 100)
+    cache = FeatureCache(max_bytes=4 * 100)
+    cache.install(encoder)
     for digest, num_pixels in ((b"small", 10), (b"large", 101), (b"full", 90), (b"small", 10)):
         with cache.used_for(digest):
             assert len(encoder.get_image_features(num_pixels)) == num_pixels
@@ -23,7 +24,8 @@ def test_features_that_are_larger_than_the_cache_do_not_remove_the_others():
 
 def test_the_features_that_were_not_used_for_the_longest_time_are_removed_first():
     encoder = Encoder()
-    cache = FeatureCache(encoder, max_bytes=4 * 100)
+    cache = FeatureCache(max_bytes=4 * 100)
+    cache.install(encoder)
     for digest in (b"a", b"b", b"a", b"c", b"a", b"b"):
         with cache.used_for(digest):
             encoder.get_image_features(50)

@@ -33,7 +33,8 @@ class ImageForward:
         """
         self._encoder = encoder
         self._has_projection = spec.loader == RETRIEVAL
-        self.features = FeatureCache(encoder.model, _FEATURE_BYTES)
+        self.features = FeatureCache(_FEATURE_BYTES)
+        self.features.install(encoder.model)
 
     def token_vectors(self, prepared: Prepared) -> Tensor:
         """Return the vectors of a prompt's tokens, [num_tokens, hidden_size].

@@ -89,10 +89,11 @@ def read_adapter(
     root = Path(folder).absolute()
     config_file = root / _CONFIG_FILE
     weights_file = root / _WEIGHTS_FILE
-    config_bytes = _read(config_file, max_bytes)
+    config_bytes = _read(config_file, max_bytes, lora_memory=max_bytes)
     # The file may be larger than the weights in memory, because the numbers in the file can have a
     # wider type (such as float32 instead of bfloat16).
-    weights_bytes = _read(weights_file, max_bytes, file_to_memory_ratio=_FILE_TO_MEMORY_RATIO)
+    max_file_bytes = _FILE_TO_MEMORY_RATIO * max_bytes
+    weights_bytes = _read(weights_file, max_file_bytes, lora_memory=max_bytes)
     config = _parse_config(config_file, config_bytes)
     tensors = _parse_weights(weights_file, weights_bytes)
     weights = _convert_weights(weights_file, config, tensors, layers, model_weight)
@@ -112,26 +113,24 @@ def _digest(*contents: bytes) -> bytes:
     return digest.digest()
 
 
-def _read(file: Path, max_bytes: int, *, file_to_memory_ratio: int = 1) -> bytes:
+def _read(file: Path, max_file_bytes: int, *, lora_memory: int) -> bytes:
     """Return the content of one of an adapter's files.
 
     Args:
         file: the file.
-        max_bytes: the setting lora_memory, which limits the memory of all adapters together. A
-            single adapter must fit into this memory, too.
-        file_to_memory_ratio: the file may have this number times `max_bytes` bytes. A file with
-            weights may be larger than the weights in memory, because its numbers can have a wider
-            data type.
+        max_file_bytes: the largest size of the file.
+        lora_memory: the setting from which `max_file_bytes` is computed, for the error message. The
+            setting limits the memory of all adapters together.
 
     Raises:
         ModelError: if the file cannot be read or is too large.
     """
     try:
         size = file.stat().st_size
-        if size > file_to_memory_ratio * max_bytes:
+        if size > max_file_bytes:
             raise ModelError(
                 f"{file}: the file has {size} bytes, but all adapters together may have "
-                f"{max_bytes} bytes (lora_memory). Raise lora_memory."
+                f"{lora_memory} bytes (lora_memory). Raise lora_memory."
             )
         return file.read_bytes()
     except OSError as error:
@@ -199,24 +198,41 @@ class _PeftConfig:
             ModelError: if the setting is not an object, or a pattern is not a regular expression.
         """
         patterns = self.settings.get(setting) or {}
-        try:
-            for pattern, value in patterns.items():
-                # A pattern must match the whole layer name, or everything after one of the dots in
-                # the name. Example: "q_proj" matches "layers.0.q_proj".
-                text = rf"(.*\.)?({pattern})"
-                if regex.fullmatch(text, layer_name, timeout=_PATTERN_SECONDS):
-                    return value
-        except TimeoutError as error:
-            raise ModelError(
-                f"{self.file}: the regular expression {pattern!r} in {setting} takes more than "
-                f"{_PATTERN_SECONDS} second to search. Simplify the expression."
-            ) from error
-        except (AttributeError, regex.error, OverflowError) as error:
-            raise ModelError(
-                f"{self.file}: {setting} must be an object whose keys are regular expressions, but "
-                f"the file has {patterns!r}."
-            ) from error
+        if not isinstance(patterns, dict):
+            raise self._patterns_error(setting)
+        for pattern, value in patterns.items():
+            try:
+                is_match = _matches(pattern, layer_name)
+            except TimeoutError as error:
+                raise ModelError(
+                    f"{self.file}: the regular expression {pattern!r} in {setting} takes more than "
+                    f"{_PATTERN_SECONDS} second to search. Simplify the expression."
+                ) from error
+            except (regex.error, OverflowError) as error:
+                raise self._patterns_error(setting) from error
+            if is_match:
+                return value
         return default
+
+    def _patterns_error(self, setting: str) -> ModelError:
+        """Return the error for a setting that does not map regular expressions to values."""
+        return ModelError(
+            f"{self.file}: {setting} must be an object whose keys are regular expressions, but "
+            f"the file has {self.settings[setting]!r}."
+        )
+
+
+def _matches(pattern: str, layer_name: str) -> bool:
+    """Return whether `pattern` matches a layer name, or everything after one of its dots.
+
+    Example: "q_proj" matches "layers.0.q_proj".
+
+    Raises:
+        regex.error, OverflowError: the pattern is not a valid regular expression.
+        TimeoutError: the search takes too long.
+    """
+    text = rf"(.*\.)?({pattern})"
+    return regex.fullmatch(text, layer_name, timeout=_PATTERN_SECONDS) is not None
 
 
 def _parse_config(file: Path, text: bytes) -> _PeftConfig:

@@ -69,22 +69,23 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     The order of the two settings does not matter. In the first, second and fourth case, `report` is
     called with the reason for the result.
     """
-    names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
-    if NO_FORMAT not in names.values():
+    reasoning, tools = settings.reasoning_parser, settings.tool_parser
+    if NO_FORMAT not in (reasoning, tools):
         template = read_chat_template(settings)
-        fmt, reason = _derive_format(Path(settings.model), template, **names)
+        fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
         report(f"chat format: {reason}")
         return fmt
-    # At least one part is turned off, so at most one part has the name of a format.
-    named = {part: name for part, name in names.items() if name not in (NO_FORMAT, "")}
-    if named:
-        return get_format(**named)
+    # At least one setting is "none", so at most one setting names a format.
+    if reasoning not in (NO_FORMAT, ""):
+        return get_format(reasoning=reasoning)
+    if tools not in (NO_FORMAT, ""):
+        return get_format(tools=tools)
     report("chat format: none, because reasoning_parser or tool_parser is none")
     return None
 
 
 def _derive_format(
-    model: Path, template: str | None, reasoning: str, tools: str
+    model: Path, template: str | None, reasoning_name: str, tools_name: str
 ) -> tuple[Format, str]:
     """Derive the chat format from a checkpoint's files. Also return the reason for this choice.
 
@@ -96,21 +97,19 @@ def _derive_format(
         model: the folder of the checkpoint.
         template: the chat template that replaces the checkpoint's template; None if the
             checkpoint's template is used.
-        reasoning: the name of the chat format for reasoning. "" means the derived format.
-        tools: the name of the chat format for tool calls. "" means the derived format.
+        reasoning_name: the name of the chat format for reasoning. "" means the derived format.
+        tools_name: the name of the chat format for tool calls. "" means the derived format.
     """
     try:
-        file = _open_locked(_fingerprint(model, template, reasoning, tools))
+        file = _open_locked(_fingerprint(model, template, reasoning_name, tools_name))
     except (OSError, RuntimeError):
         # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
-        return _derive_without_cache(model, template, reasoning, tools)
+        return _derive_without_cache(model, template, reasoning_name, tools_name)
     with file:
         result = _load_result(file)
         if result is None:
-            result = _derive_without_cache(model, template, reasoning, tools)
-            with contextlib.suppress(OSError):  # The result can be used even if the disk is full.
-                file.truncate(0)  # Remove an incomplete result of a process that was killed.
-                file.write(pickle.dumps(result))
+            result = _derive_without_cache(model, template, reasoning_name, tools_name)
+            _store_result(file, result)
         return result
 
 
@@ -149,8 +148,18 @@ def _load_result(file: FileIO) -> tuple[Format, str] | None:
     return result
 
 
+def _store_result(file: FileIO, result: tuple[Format, str]) -> None:
+    """Replace the content of a file in the cache folder by a result that `_load_result` can read.
+
+    If the disk is full, the result is not stored completely.
+    """
+    with contextlib.suppress(OSError):
+        file.truncate(0)  # An earlier process may have been killed while it wrote to the file.
+        file.write(pickle.dumps(result))  # The mode of the file appends, so no `seek` is needed.
+
+
 def _derive_without_cache(
-    model: Path, template: str | None, reasoning: str, tools: str
+    model: Path, template: str | None, reasoning_name: str, tools_name: str
 ) -> tuple[Format, str]:
     """Derive the chat format from the checkpoint's files. The cache folder is not used.
 
@@ -158,8 +167,8 @@ def _derive_without_cache(
         model: the folder of the checkpoint.
         template: the chat template that replaces the checkpoint's template; None if the
             checkpoint's template is used.
-        reasoning: the name of the chat format for reasoning. "" means the derived format.
-        tools: the name of the chat format for tool calls. "" means the derived format.
+        reasoning_name: the name of the chat format for reasoning. "" means the derived format.
+        tools_name: the name of the chat format for tool calls. "" means the derived format.
 
     Returns:
         The chat format, and a text for the log that states why this format was chosen.
@@ -169,7 +178,7 @@ def _derive_without_cache(
     from nereid_parsers.template import format_for_checkpoint
 
     chosen = format_for_checkpoint(
-        model, reasoning=reasoning or None, tools=tools or None, chat_template=template
+        model, reasoning=reasoning_name or None, tools=tools_name or None, chat_template=template
     )
     return chosen.format, chosen.why
 

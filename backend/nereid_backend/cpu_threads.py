@@ -33,17 +33,21 @@ def usable_cpus() -> int:
     return min(num_cpus, num_quota_cpus)
 
 
-def start_cpu_threads(num_threads: int | None) -> "CpuThreads":
-    """Set the number of threads of tensor operations.
+def set_cpu_threads(num_threads: int | None) -> "CpuThreads":
+    """Set the number of threads of tensor operations, and return an object that adjusts it later.
+
+    The object reduces the number of threads while other processes use the CPUs.
 
     Args:
         num_threads: the largest number of threads; None to leave one CPU to other processes.
-
-    Returns:
-        An object that reduces the number of threads while other processes use the CPUs.
     """
     max_threads = num_threads or max(1, usable_cpus() - 1)
     torch.set_num_threads(max_threads)
+    return _adjustable_threads(max_threads)
+
+
+def _adjustable_threads(max_threads: int) -> "CpuThreads":
+    """Return an object that uses at most `max_threads` threads, and measures other processes."""
     # Measure other processes on all allowed CPUs, even if the quota of the container is smaller. A
     # quota limits the CPU time of the threads, but they may run on every allowed CPU.
     cpus = _allowed_cpus()

@@ -90,7 +90,7 @@ class DraftModel:
     """
 
     def __init__(
-        self, path: ForwardPath, sizes: DraftSizes, hook: AttentionHook | None = None
+        self, path: ForwardPath | MtpPath, sizes: DraftSizes, hook: AttentionHook | None = None
     ) -> None:
         """Create a draft model without sequences.
 
@@ -106,6 +106,9 @@ class DraftModel:
         # `_mtp` is the same object as `_path`. If the draft model is a separate small model, `_mtp`
         # is None. An MTP layer also needs the hidden states of the large model.
         self._mtp = path if isinstance(path, MtpPath) else None
+        # An MTP layer leaves out the first token of a sequence, because it combines each token with
+        # the hidden state of the previous token.
+        self._num_skipped = 0 if self._mtp is None else 1
         self._hook = hook
         self._sizes = sizes
         self._sampler = Sampler()
@@ -134,22 +137,25 @@ class DraftModel:
         if self._is_broken:
             return
         self.lengths.begin_step(len(sequences))
-        preempted = [target for target in self._drafts if target.row is None]
-        for target in preempted:
-            self._release(target)
-        prepared = [self._prepare_draft(target) for target in sequences]
+        preempted = [sequence for sequence in self._drafts if sequence.row is None]
+        for sequence in preempted:
+            self._release(sequence)
+        prepared = [self._prepare_draft(sequence) for sequence in sequences]
         drafts = [draft for draft in prepared if draft is not None]
         if not drafts:
             return
         try:
-            self._generate(drafts, len(sequences))
+            self._proposals = self._generate(drafts, len(sequences))
         except Exception:
             logger.exception("The draft model failed. The engine continues without draft tokens.")
-            self._is_broken = True
-            self._proposals = {}
-            if self._mtp is not None:
-                # Stop storing the large model's hidden states, which only the MTP layer needs.
-                self._mtp.hidden.close()
+            self._disable()
+
+    def _disable(self) -> None:
+        """Never use the draft model again."""
+        self._is_broken = True
+        if self._mtp is not None:
+            # Stop storing the large model's hidden states, which only the MTP layer needs.
+            self._mtp.hidden.close()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return the draft tokens of a sequence; see `Drafter.propose`."""
@@ -181,12 +187,12 @@ class DraftModel:
         draft = self._drafts.get(target) or self._start_draft(target)
         if draft is None:
             return None
-        # Replace the draft tokens of the previous step by the tokens that the large model has
-        # chosen. An MTP layer must compute accepted draft tokens again, because the large model's
-        # hidden states of these tokens exist only after the verification.
-        draft.update(keeps_accepted=self._mtp is None)
-        # Now the sequence contains only known tokens. Draft tokens must not get into the prefix
-        # cache, because the large model may reject them.
+        # This call replaces the draft tokens of the previous step by the tokens that the large
+        # model has chosen. An MTP layer must compute accepted draft tokens again, because the large
+        # model's hidden states of these tokens exist only after the verification.
+        draft.update(recomputes_accepted=self._mtp is not None)
+        # The sequence now contains only known tokens, so it may enter the prefix cache. Draft
+        # tokens must not, because the large model may reject them.
         if self._tables.cache is not None:
             self._tables.cache.add(draft.sequence)
         draft.length = length
@@ -220,15 +226,13 @@ class DraftModel:
     def _start_draft(self, target: Sequence) -> SequenceDraft | None:
         """Add a sequence of the large model to the draft model, and return its `SequenceDraft`.
 
-        The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets a row
-        of the batch and blocks of the KV cache. Return None if there are not enough free blocks.
+        The `SequenceDraft` is the state of the sequence in the draft model. The sequence gets
+        blocks of the KV cache and a row of the batch. If there are not enough free blocks, change
+        nothing and return None.
         """
-        # An MTP layer (a multi-token prediction layer of the large model) leaves out the first
-        # token, because it combines each token with the hidden state of the previous token.
-        start_in_target = 0 if self._mtp is None else 1
         draft_sequence = Sequence(
             target.request_id,
-            target.token_ids[start_in_target:],
+            target.token_ids[self._num_skipped :],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
@@ -241,7 +245,7 @@ class DraftModel:
             # Let the MTP layer use the hidden states of `target`.
             self._mtp.follow(draft_sequence, target)
         num_known = len(draft_sequence.token_ids)
-        draft = SequenceDraft(target, draft_sequence, start_in_target, num_known)
+        draft = SequenceDraft(target, draft_sequence, self._num_skipped, num_known)
         self._drafts[target] = draft
         return draft
 
@@ -255,8 +259,10 @@ class DraftModel:
         self._tables.release(draft_sequence)
 
     @torch.inference_mode()
-    def _generate(self, drafts: list[SequenceDraft], num_sequences: int) -> None:
-        """Generate the draft tokens of all sequences, and store the draft tokens in `_proposals`.
+    def _generate(
+        self, drafts: list[SequenceDraft], num_sequences: int
+    ) -> dict[Sequence, list[int]]:
+        """Generate the draft tokens of all sequences, and return them by the target sequence.
 
         Each forward pass of the draft model adds one token to each draft, until all drafts are
         complete. The time of the passes is measured, because later steps choose the number of draft
@@ -273,11 +279,12 @@ class DraftModel:
         incomplete = drafts
         while incomplete:
             incomplete = self._run_pass(incomplete)
-        self._proposals = {draft.target: draft.draft_tokens for draft in drafts}
-        num_tokens = sum(len(tokens) for tokens in self._proposals.values())
+        proposals = {draft.target: draft.draft_tokens for draft in drafts}
+        num_tokens = sum(len(tokens) for tokens in proposals.values())
         if is_timed and num_tokens:
             seconds = time.perf_counter() - start
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
+        return proposals
 
     def _run_pass(self, drafts: list[SequenceDraft]) -> list[SequenceDraft]:
         """Run one forward pass of the draft model, and sample a draft token for each sequence.
@@ -344,20 +351,20 @@ class DraftModel:
         """
         positions = [Position(draft.target, draft.draft_tokens) for draft in drafts]
         sampled = self._sampler.sample(logits, positions)
-        if NOT_FINITE in sampled.errors.values():
+        has_invalid_logits = NOT_FINITE in sampled.errors.values()
+        if has_invalid_logits:
             raise ModelError(NOT_FINITE)
-        active = []
+        incomplete = []
         for index, draft in enumerate(drafts):
             if index in sampled.errors:
                 continue
             token_id = sampled.token_ids[index]
-            # `draft.draft_tokens` and `draft.is_full` are computed from `token_ids`, so this call
-            # changes them.
             draft.sequence.token_ids.append(token_id)
             ends_answer = token_id in draft.target.stop_token_ids
-            if not ends_answer and not draft.is_full:
-                active.append(draft)
-        return active
+            has_planned_length = draft.is_full  # `is_full` counts the token that was appended.
+            if not ends_answer and not has_planned_length:
+                incomplete.append(draft)
+        return incomplete
 
 
 def _next_chunk(draft: SequenceDraft, budget: int) -> Chunk:

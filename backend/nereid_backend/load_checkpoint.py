@@ -222,14 +222,17 @@ def _check_num_layers(file: Path, num_tensors: int) -> None:
     """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        text_config = config.get("text_config")
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, RecursionError):
         return  # `read_config` reports the damaged file.
+    if not isinstance(config, dict):
+        return  # `read_config` reports this file, too.
+    text_config = config.get("text_config")
+    sections = [config, text_config] if isinstance(text_config, dict) else [config]
     # A valid model can have more layers than tensors, because several layers can share one tensor.
     max_layers = max(num_tensors, _MAX_SHARED_LAYERS)
     for name in _LAYER_FIELDS:
-        for section in (config, text_config):
-            num_layers = section.get(name) if isinstance(section, dict) else None
+        for section in sections:
+            num_layers = section.get(name)
             if isinstance(num_layers, int) and num_layers > max_layers:
                 raise ModelError(
                     f"{file}: {name} is {num_layers}, but the weight files contain only "

@@ -93,12 +93,15 @@ class HiddenStates:
         Also store the hidden states that the decoder of the large model computes. The MTP layer,
         which generates draft tokens, reads them later.
         """
-        self._outputs = []  # `_record` appends each output of the decoder during the forward pass.
+        # A forward hook of torch calls `_record`, which appends each output of the decoder.
+        outputs: list[Tensor] = []
+        self._outputs = outputs
         logits = self._path.forward(plan, sampled)
-        outputs, self._outputs = self._outputs, []
+        self._outputs = []
         # In a step with images, the decoder may be called several times, or for one sequence at a
         # time. The hidden states of such a step are not stored.
-        if [output.shape[:2] for output in outputs] == [(1, plan.num_tokens)]:
+        ran_once_for_all_tokens = [output.shape[:2] for output in outputs] == [(1, plan.num_tokens)]
+        if ran_once_for_all_tokens:
             chunk_states = torch.split(outputs[0][0], [chunk.num_tokens for chunk in plan.chunks])
             for chunk, states in zip(plan.chunks, chunk_states, strict=True):
                 if chunk.sequence.images is None:  # Sequences with images get no draft tokens.
@@ -111,22 +114,22 @@ class HiddenStates:
         self._parts.pop(sequence, None)
         self._path.clear(sequence)
 
-    def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
-        """Copy hidden states of a sequence into `rows`. Delete states that are no longer needed.
+    def take(self, sequence: Sequence, start: int, *, into: Tensor) -> None:
+        """Copy hidden states of a sequence into rows. Delete states that are no longer needed.
 
         The MTP layer reads the hidden states of a sequence from left to right. A part of the stored
-        hidden states is no longer needed if all its positions are before the end of `rows`.
+        hidden states is no longer needed if all its positions are before the end of the rows.
 
         Args:
             sequence: the sequence.
             start: the position of the first row.
-            rows: [num_tokens, hidden_size]. Mutated. Rows whose hidden states are not stored are
-                left unchanged.
+            into: the rows, [num_tokens, hidden_size]. Mutated. Rows whose hidden states are not
+                stored are left unchanged.
         """
         parts = self._parts.get(sequence, [])
         for part in parts:
-            part.copy_into(rows, start)
-        end = start + len(rows)
+            part.copy_into(into, start)
+        end = start + len(into)
         self._parts[sequence] = [part for part in parts if part.end > end]
 
     def forget(self, sequence: Sequence) -> None:
@@ -144,27 +147,25 @@ class HiddenStates:
 
 
 def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
-    """Add new hidden states to the stored hidden states of a sequence.
+    """Add new hidden states to the stored hidden states of a sequence, and limit their number.
 
-    If the last part is short, the new states are appended to this part. Otherwise, they become a
-    new part. After a token was rejected, two parts can contain a state for the same position. The
-    later part is then valid.
+    The new states are appended to the last part if this part is short and reaches `start`. They
+    replace the states of rejected draft tokens. Example: the last part has states at the positions
+    4 to 9, and `states` belong to the positions 8 and 9. The last part keeps its states at 4 to 7.
 
-    Example: the last part contains the positions 4 to 9, and the draft tokens at the positions 8
-    and 9 were rejected. The new hidden states belong to the new tokens at 8 and 9. The last part
-    then contains the old hidden states of 4 to 7, and the new hidden states of 8 and 9.
-
-    The shape of `states` is [num_tokens, hidden_size]. The oldest parts are deleted if there are
-    too many states.
+    Args:
+        parts: the stored hidden states of the sequence. Mutated. If two parts have a state for the
+            same position, only the later part is valid.
+        start: the position of the first new state.
+        states: [num_tokens, hidden_size].
     """
     last = parts[-1] if parts else None
-    is_adjacent = last is not None and last.start <= start <= last.end
-    if last is not None and is_adjacent and len(last.states) < _MAX_APPENDED:
-        states_before_start = last.states[: start - last.start]
-        parts[-1] = _StoredStates(last.start, torch.cat([states_before_start, states]))
-    else:
+    if last is None or not last.start <= start <= last.end or len(last.states) >= _MAX_APPENDED:
         # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
         parts.append(_StoredStates(start, states.clone()))
+    else:
+        kept_states = last.states[: start - last.start]
+        parts[-1] = _StoredStates(last.start, torch.cat([kept_states, states]))
     # Delete the oldest parts, but keep at least `_MAX_STATES` hidden states.
     num_stored = sum(len(part.states) for part in parts)
     while num_stored - len(parts[0].states) >= _MAX_STATES:
@@ -172,7 +173,7 @@ def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> No
 
 
 class MtpPath:
-    """Runs an MTP (multi-token prediction) layer. Implements the interface `ForwardPath`.
+    """Runs an MTP (multi-token prediction) layer.
 
     A sequence of this path contains the tokens of a sequence of the large model, from the second
     token on. The first token is left out, because no hidden state precedes it.
@@ -225,13 +226,11 @@ class MtpPath:
         self._targets.pop(own, None)
         self._last_outputs.pop(own, None)
 
-    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+    def forward(self, plan: StepPlan) -> Tensor:
         """Compute the logits of the MTP layer in one forward pass.
 
         Args:
             plan: the tokens to compute, as one chunk for each sequence.
-            sampled: must be None. Other forward paths get the tokens here that the previous step
-                has sampled, if a step is planned before these tokens are known.
 
         Returns:
             The logits of the last num_logits tokens of each chunk, [num_rows, vocab_size].
@@ -239,7 +238,6 @@ class MtpPath:
         Mutates: `_last_outputs`. The layer needs its own output at the last token of a sequence to
             generate the next draft token.
         """
-        assert sampled is None, "every step of the draft model is planned with known tokens"
         output = self._run(plan)  # [num_tokens, hidden_size]
         chunk_outputs = torch.split(output, [chunk.num_tokens for chunk in plan.chunks])
         rows_with_logits = []
@@ -264,10 +262,6 @@ class MtpPath:
             output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
         return output[0]
 
-    def clear(self, sequence: Sequence) -> None:
-        """Fill the blocks of a sequence with zeros; see `ForwardPath.clear`."""
-        self._cache.clear(sequence.block_table)
-
     def _previous_hidden_states(self, chunk: Chunk) -> Tensor:
         """For each token of a chunk, return the hidden state of the previous token.
 
@@ -276,22 +270,22 @@ class MtpPath:
         from the large model, or are zeros if they are not stored. The hidden state for a draft
         token is the last output of the MTP layer.
         """
-        target = self._targets[chunk.sequence]
-        num_known_tokens = len(target.token_ids) - 1
+        # The MTP layer's sequence lacks the first token of the large model's sequence:
+        #
+        #     position                         0  1  2
+        #     sequence of the large model      a  b  c
+        #     sequence of the MTP layer        b  c
+        large_model_sequence = self._targets[chunk.sequence]
+        num_known_tokens = len(large_model_sequence.token_ids) - 1
         is_draft_token = chunk.start >= num_known_tokens
         if is_draft_token:
             return self._last_outputs[chunk.sequence][None]  # [1, hidden_size]
-        # The sequence of the MTP layer lacks the first token of the large model's sequence:
-        #
-        #     position            0  1  2
-        #     `target`            a  b  c
-        #     `chunk.sequence`    b  c
-        #
-        # The token before b is a, which has the same position in `target` as b in `chunk.sequence`.
-        start_in_target = chunk.start
+        # The token before b is a. The position of a in the large model equals the position of b in
+        # the MTP layer, so `chunk.start` is a position in both sequences.
         weight: Tensor = self._model.layers[0].eh_proj.weight
-        hidden_states = weight.new_zeros(chunk.num_tokens, weight.shape[0])
-        self.hidden.take(target, start_in_target, hidden_states)
+        hidden_size = weight.shape[0]
+        hidden_states = weight.new_zeros(chunk.num_tokens, hidden_size)
+        self.hidden.take(large_model_sequence, chunk.start, into=hidden_states)
         return hidden_states
 
 

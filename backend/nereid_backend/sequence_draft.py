@@ -15,7 +15,7 @@ class SequenceDraft:
         target: the sequence in the large model.
         sequence: the sequence in the draft model, with its own row and blocks. Its tokens are the
             known tokens of `target`, followed by the draft tokens.
-        start_in_target: the index in `target` of the first token of `sequence`. The index is 0, or
+        num_skipped: the number of tokens at the start of `target` that `sequence` leaves out: 0, or
             1 if the draft model is an MTP layer.
         num_known: the number of known tokens in `sequence`.
         length: the number of draft tokens that are generated for the next step.
@@ -24,7 +24,7 @@ class SequenceDraft:
 
     target: Sequence
     sequence: Sequence
-    start_in_target: int
+    num_skipped: int
     num_known: int
     length: int = 0
     is_new: bool = True
@@ -44,7 +44,7 @@ class SequenceDraft:
         """The number of tokens in `sequence` that the draft model must still process."""
         return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
 
-    def update(self, *, keeps_accepted: bool) -> None:
+    def update(self, *, recomputes_accepted: bool) -> None:
         """Replace the draft tokens with the tokens that the large model has chosen.
 
         Example: the sequence has the known tokens [5, 6] and the draft tokens [7, 8], and the large
@@ -52,7 +52,7 @@ class SequenceDraft:
         computed 5, 6 and the accepted draft token 7, so the next pass computes only 9.
 
         Args:
-            keeps_accepted: if False, the next pass computes accepted draft tokens again.
+            recomputes_accepted: whether the next pass computes accepted draft tokens again.
 
         Mutates: `num_known`, and the tokens and `num_computed_tokens` of `sequence`.
         """
@@ -60,7 +60,7 @@ class SequenceDraft:
         # The number of tokens at the beginning of the sequence for which the draft model's KV cache
         # stays valid.
         num_reusable = self.num_known
-        if keeps_accepted:
+        if not recomputes_accepted:
             num_reusable += common_prefix_len(self.draft_tokens, chosen_tokens)
         sequence = self.sequence
         sequence.token_ids[self.num_known :] = chosen_tokens
@@ -72,8 +72,8 @@ class SequenceDraft:
     def _chosen_tokens(self) -> list[int]:
         """Return the tokens that the large model has chosen since the last call of `update`.
 
-        Example: the tokens of `target` are [4, 5, 6, 7, 9]. `start_in_target` is 1, because an MTP
+        Example: the tokens of `target` are [4, 5, 6, 7, 9]. `num_skipped` is 1, because an MTP
         layer leaves out the first token. The first two tokens after it are known. The result is
         [7, 9].
         """
-        return self.target.token_ids[self.start_in_target + self.num_known :]
+        return self.target.token_ids[self.num_skipped + self.num_known :]

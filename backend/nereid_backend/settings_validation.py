@@ -108,24 +108,27 @@ def _check_size(value: object) -> object:
     return value
 
 
-def _parse_adapters(value: object) -> object:
-    """Convert text of the form "name=/path,other=/path" to a dict of folders by name.
+def _parse_adapters(value: object) -> dict[Any, Any]:
+    """Return the adapters in a setting, as a dict of folders by name. A dict is not changed.
 
-    A value that is already a dict is returned unchanged.
+    Example: the text "a=/x,b=/y" returns {"a": "/x", "b": "/y"}.
 
     Raises:
-        ValueError: the value is neither such a text nor a dict, a name or a folder is empty, or two
-            pairs have the same name.
+        ValueError: the value is neither such a text nor a dict, or a name or a folder is empty. The
+            message continues the sentence "the value must be ...".
     """
-    adapters = value
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        adapters = {name.strip(): path.strip() for name, _, path in pairs}
-        if len(adapters) < len(pairs):
-            raise ValueError("pairs with different names, such as name=/path,other=/path")
-    is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
-    if not is_complete:
+    adapters = _split_adapters(value) if isinstance(value, str) else value
+    if not isinstance(adapters, dict) or not all(adapters.keys()) or not all(adapters.values()):
         raise ValueError("pairs such as name=/path, separated by commas")
+    return adapters
+
+
+def _split_adapters(text: str) -> dict[str, str]:
+    """Split a text such as "a=/x,b=/y". Raise a ValueError if two pairs have the same name."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    adapters = {name.strip(): folder.strip() for name, _, folder in pairs}
+    if len(adapters) < len(pairs):
+        raise ValueError("pairs with different names, such as name=/path,other=/path")
     return adapters
 
 
@@ -188,18 +191,23 @@ def setting_names(*kinds: type) -> list[str]:
 
 
 def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "") -> None:
-    """Raise a ConfigError if one of `names` is not the name of a setting.
+    """Raise a ConfigError if one of `names` is not one of the names of settings in `known`.
 
-    The message suggests the most similar known name. In the message, `prefix` precedes each name.
+    In the message, `prefix` precedes each name.
     """
     for name in names:
         if name not in known:
-            similar = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {prefix}{similar[0]}?" if similar else ""
-            raise ConfigError(
-                f"{prefix}{name}: this setting does not exist.{hint} The page "
-                "docs/reference/settings.md lists all settings."
-            )
+            raise _unknown_name_error(name, known, prefix)
+
+
+def _unknown_name_error(name: str, known: Sequence[str], prefix: str = "") -> ConfigError:
+    """Return the error for an unknown setting. The message suggests the most similar known name."""
+    similar = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {prefix}{similar[0]}?" if similar else ""
+    return ConfigError(
+        f"{prefix}{name}: this setting does not exist.{hint} The page "
+        "docs/reference/settings.md lists all settings."
+    )
 
 
 @contextmanager
@@ -213,15 +221,20 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]  # Report only the first problem.
-        # The location of a problem begins with the name of the wrong setting, or with the index of
-        # the setting if its value is a positional argument. If one item of a dict is wrong, the key
-        # of this item follows.
-        name_or_index = problem["loc"][0]
-        name = known_names[name_or_index] if isinstance(name_or_index, int) else name_or_index
+        name = _setting_name(problem, known_names)
         if problem["type"] == "unexpected_keyword_argument":
-            # The name is unknown, so this call raises a ConfigError that suggests a known name.
-            check_names([name], known_names)
+            raise _unknown_name_error(name, known_names) from None
         raise ConfigError(f"{prefix}{name}: {_describe_problem(problem)}") from None
+
+
+def _setting_name(problem: ErrorDetails, known_names: Sequence[str]) -> str:
+    """Return the name of the setting with a problem. `known_names` are the names of all settings.
+
+    The location of a problem begins with this name. If the value is a positional argument, the
+    location begins with the index of the setting instead.
+    """
+    name_or_index = problem["loc"][0]
+    return known_names[name_or_index] if isinstance(name_or_index, int) else name_or_index
 
 
 def _describe_problem(problem: ErrorDetails) -> str:
@@ -233,9 +246,9 @@ def _describe_problem(problem: ErrorDetails) -> str:
     """
     if problem["type"] == "missing":
         return "this setting has no default, so it must be set."
-    # Remove the beginning and the end of pydantic's message, so that only a phrase such as "a valid
-    # integer" remains.
-    expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
+    # Only a phrase such as "a valid integer" remains of pydantic's message.
+    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = message.partition(", unable to ")[0]
     # Replace phrases of pydantic by simpler ones. Example: "a valid integer" becomes "an integer".
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)

@@ -40,12 +40,10 @@ class ForwardPath(Protocol):
         """Run a forward pass for the sequences in `plan`, and return the logits.
 
         Args:
-            plan: the tokens to compute, for at least one sequence. A chunk is the part of the plan
-                for one sequence. A chunk is pending if the previous step has sampled its input
-                token, but the host does not know the token yet. Only the forward path `packed`
-                supports pending chunks.
-            sampled: [n] int64 on the device, the tokens that the previous step sampled for its
-                sequences; None if no chunk is pending. `plan` maps pending chunks to these tokens.
+            plan: the tokens to compute, as one chunk for each of one or several sequences.
+            sampled: the tokens that the previous step has sampled, [n] int64 on the device, if the
+                host does not know them yet. `plan.pending` lists the chunks that begin with these
+                tokens. None if there are no such chunks. Only the path `packed` supports them.
 
         Returns:
             Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype, in the order of
@@ -74,8 +72,8 @@ class RunningStep:
         masks: the token masks and the errors of guides at these positions. `sample` sets them.
         pending: the sampled tokens; None before sampling is launched, or if the step samples no
             token.
-        reports: maps the index of a chunk to the log-probabilities of the chunk's prompt tokens.
-            These log-probabilities are divided into slices of rows.
+        prompt_logprobs: maps the index of a chunk to the log-probabilities of the chunk's prompt
+            tokens. These log-probabilities are divided into slices of rows.
     """
 
     plan: StepPlan
@@ -84,11 +82,11 @@ class RunningStep:
     mask_jobs: abc.Sequence[Job] | None = None
     masks: StepMasks = field(default_factory=StepMasks)
     pending: PendingTokens | None = None
-    reports: dict[int, "list[_Report]"] = field(default_factory=dict)
+    prompt_logprobs: dict[int, "list[_LogprobSlice]"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _LogprobSlice:
     """The log-probabilities of some prompt tokens, while they are copied to the host."""
 
     ranked: RankedRows
@@ -153,26 +151,41 @@ class Runner:
         if self._cpu_threads is not None:
             self._cpu_threads.adjust()
         sampling = sampling_of(plan)
-        # The masks of a step depend on the tokens of the previous step, which are unknown until the
-        # previous step has finished. Their size is unknown until the first forward pass. In these
-        # cases, `sample` fills the masks.
-        mask_jobs = None
-        if previous is None and self._vocab_size is not None:
-            mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
-        previous_token_ids = None
-        if previous is not None and previous.pending is not None:
-            previous_token_ids = previous.pending.token_ids
-        with self._clearing_on_error(plan):
-            try:
-                logits = self._path.forward(plan, previous_token_ids)
-            except BaseException:
-                # Other threads may still be filling token masks for the grammars of the requests.
-                # Wait for these threads before the error is raised again.
-                self._masks.join(mask_jobs or ())
-                raise
+        if previous is None:
+            mask_jobs = self._start_masks(sampling)
+            pending = None
+        else:
+            # The masks depend on the tokens of the previous step, which are not known yet.
+            # Therefore `sample` fills the masks.
+            mask_jobs = None
+            pending = previous.pending
+        logits = self._forward(plan, pending, mask_jobs)
         logits = _with_all_tokens(logits, self._num_token_ids)
         self._vocab_size = logits.shape[1]
         return RunningStep(plan, logits, sampling, mask_jobs)
+
+    def _start_masks(self, sampling: Sampling) -> abc.Sequence[Job] | None:
+        """Let threads fill the token masks; None if the size of a mask is not known yet.
+
+        The size is known after the first forward pass.
+        """
+        if self._vocab_size is None:
+            return None
+        return self._masks.start(sampling.positions, self._vocab_size)
+
+    def _forward(
+        self, plan: StepPlan, pending: PendingTokens | None, mask_jobs: abc.Sequence[Job] | None
+    ) -> Tensor:
+        """Launch the forward pass. `pending` are the unknown tokens of the previous step, if any.
+
+        If an error occurs, wait for the threads that fill masks, and reset the plan's sequences.
+        """
+        try:
+            return self._path.forward(plan, None if pending is None else pending.token_ids)
+        except BaseException:
+            with self._clearing_on_error(plan):  # Raising the error again resets the sequences.
+                self._masks.join(mask_jobs or ())
+                raise
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
@@ -211,16 +224,19 @@ class Runner:
         """
         plan = step.plan
         with self._clearing_on_error(plan):
-            reports = {index: _read_reports(parts) for index, parts in step.reports.items()}
+            prompt_logprobs = {
+                index: _read_logprobs(slices) for index, slices in step.prompt_logprobs.items()
+            }
             if step.pending is None:  # The step samples no token.
-                return StepResult(prompt_logprobs=reports)
+                return StepResult(prompt_logprobs=prompt_logprobs)
             sampled_tokens, device_token_ids = step.pending.result()
-        # `step.masks` also contains an error message for each sequence whose grammar has failed.
+        # This call advances the guides. `step.masks` also contains an error message for each
+        # sequence whose grammar has failed.
         sampled = read_sampled(step.sampling, sampled_tokens, step.masks)
-        if sampled_tokens.errors:  # At some positions, no token could be sampled.
+        if sampled_tokens.errors:  # A position has no token. NaN in its logits is one reason.
             self._clear_not_finite(plan, sampled)
         return StepResult(
-            sampled=sampled, prompt_logprobs=reports, device_token_ids=device_token_ids
+            sampled=sampled, prompt_logprobs=prompt_logprobs, device_token_ids=device_token_ids
         )
 
     def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
@@ -238,13 +254,13 @@ class Runner:
     def _launch_sampling(self, step: RunningStep) -> None:
         """Start to sample tokens, and to compute the log-probabilities that requests asked for.
 
-        Mutates: `step`. The pending results are stored in `reports` and `pending`. `logits` becomes
-            None, so that the memory of the logits is free after sampling.
+        Mutates: `step`. The pending results are stored in `prompt_logprobs` and `pending`. `logits`
+            becomes None, so that the memory of the logits is free after sampling.
         """
         logits = step.logits
         assert logits is not None
         step.logits = None
-        step.reports = _launch_prompt_logprobs(logits, step.plan)
+        step.prompt_logprobs = _launch_prompt_logprobs(logits, step.plan)
         sampling = step.sampling
         if not sampling.positions:
             return
@@ -281,7 +297,7 @@ def _with_all_tokens(logits: Tensor, num_token_ids: int) -> Tensor:
     return torch.nn.functional.pad(logits, (0, num_missing), value=float("-inf"))
 
 
-def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
+def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_LogprobSlice]]:
     """For each request that asks for prompt log-probabilities, start to compute them.
 
     Args:
@@ -294,7 +310,7 @@ def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_R
         `rank_prompt` divides the tokens into slices to limit the memory. Chunks of other requests
         are left out.
     """
-    reports: dict[int, list[_Report]] = {}
+    slices_by_chunk: dict[int, list[_LogprobSlice]] = {}
     next_row = 0  # the index of the first row of `logits` that belongs to the next chunk
     for index, chunk in enumerate(plan.chunks):
         first_row = next_row
@@ -308,8 +324,10 @@ def _launch_prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_R
         if tokens:
             rows = logits[first_row : first_row + len(tokens)]
             ranked_slices = rank_prompt(rows, tokens, num_top)
-            reports[index] = [_Report(ranked, HostCopy(ranked.tensors)) for ranked in ranked_slices]
-    return reports
+            slices_by_chunk[index] = [
+                _LogprobSlice(ranked, HostCopy(ranked.tensors)) for ranked in ranked_slices
+            ]
+    return slices_by_chunk
 
 
 def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
@@ -326,12 +344,12 @@ def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
     return sequence.token_ids[first_predicted:end]
 
 
-def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
+def _read_logprobs(slices: list[_LogprobSlice]) -> list[TokenLogprobs]:
     """Wait until the log-probabilities of one sequence's prompt tokens are on the host.
 
     Return the log-probabilities.
     """
     logprobs: list[TokenLogprobs] = []
-    for report in reports:
-        logprobs += report.ranked.read(*report.copy.wait())
+    for part in slices:
+        logprobs += part.ranked.read(*part.copy.wait())
     return logprobs

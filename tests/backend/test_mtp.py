@@ -173,7 +173,7 @@ def compute(hidden, *parts):
 
 def taken(hidden, sequence, start, count):
     rows = torch.zeros(count, 1)
-    hidden.take(sequence, start, rows)
+    hidden.take(sequence, start, into=rows)
     return rows.flatten().tolist()
 
 

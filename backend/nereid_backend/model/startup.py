@@ -23,7 +23,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
-from nereid_backend.cpu_threads import CpuThreads, start_cpu_threads
+from nereid_backend.cpu_threads import CpuThreads, set_cpu_threads
 from nereid_backend.draft_model import DraftModel
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
@@ -199,7 +199,7 @@ def load(
         ModelError: if the checkpoint is missing or broken, or its architecture is not supported.
     """
     clock = StageClock()
-    cpu_threads = start_cpu_threads(config.num_threads)
+    cpu_threads = set_cpu_threads(config.num_threads)
     device = choose_device(config.device)
     _warn_about_experiments(config, device, progress)
     check_draft_folder(config)

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nereid_backend.cpu_threads import CpuThreads, start_cpu_threads
+from nereid_backend.cpu_threads import CpuThreads, set_cpu_threads
 from nereid_backend.errors import ModelError, first_line
 from nereid_backend.pooling.describe_model import describe_model
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, own_attention
@@ -103,7 +103,7 @@ class PoolingModel:
             ModelError: the checkpoint is missing, broken or not supported.
         """
         started = time.monotonic()
-        cpu_threads = start_cpu_threads(config.num_threads)
+        cpu_threads = set_cpu_threads(config.num_threads)
         loaded = load_model(config, progress)
         info = describe_model(config, loaded, load_seconds=time.monotonic() - started)
         model = cls(loaded, info, cpu_threads)

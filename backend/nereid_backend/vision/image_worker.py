@@ -123,10 +123,6 @@ class ChildProcesses:
         If the child process exceeds the time limit, the answer is a refusal. A child process that
         has refused a request, or has given `_MAX_REQUESTS` answers, is ended.
 
-        Args:
-            child: the only child process.
-            request: the request.
-
         Raises:
             EOFError, OSError: the child process has ended.
         """
@@ -138,7 +134,7 @@ class ChildProcesses:
             )
         is_refusal = not answer.starts_with(_DONE)
         if is_refusal or child.num_requests >= _MAX_REQUESTS:
-            self.end_child()
+            self.end_child()  # `child` is the only child process.
         return answer
 
     def end_child(self) -> None:

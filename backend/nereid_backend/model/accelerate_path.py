@@ -232,7 +232,7 @@ def use_decode_graphs(
         progress(f"decode steps are not replayed from captured graphs: {first_line(error)}")
         return
     assert isinstance(path, PackedPath)
-    path.graphs = DecodeGraphs(path.run, capture, setup.sizes, device)
+    path.graphs = DecodeGraphs(path.run_without_graphs, capture, setup.sizes, device)
     path.graphs.capture_all()
     if path.graphs.failure is not None:
         progress(f"decode steps are not replayed from captured graphs: {path.graphs.failure}")
@@ -392,7 +392,9 @@ def _check_graphs(setup: GraphSetup) -> None:
     assert capture is not None, "the caller has checked that the device is a GPU"
     test_path = setup.build_test_path()
     messages: list[str] = []  # the messages about failed captures
-    graphs = DecodeGraphs(test_path.run, capture, setup.test_sizes, device, messages.append)
+    graphs = DecodeGraphs(
+        test_path.run_without_graphs, capture, setup.test_sizes, device, messages.append
+    )
     test_path.graphs = graphs
     # In the first round, each step is captured as a graph, and also computed without the graph. The
     # keys and values that are computed without the graph are correct, so they could hide an error

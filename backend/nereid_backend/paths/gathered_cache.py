@@ -117,22 +117,22 @@ def _describe_layer(
     """Return which tensors of a cache layer are stored in blocks, and the shapes of these tensors.
 
     The layer contains one token. It can store keys and values, the keys of a sparse indexer (which
-    selects the tokens for sparse attention), all of these, or nothing. `first_index` is the index
-    of the layer's first shape in `CacheLayout.layers`.
+    selects the tokens for sparse attention), all of these, or nothing. Example: a layer stores all
+    of these, and `first_index` is 4. `keys_index` is 4, and `indexer_index` is 5.
+
+    `first_index` is the index that the first of the shapes will have in `CacheLayout.layers`.
     """
-    specs: list[LayerSpec] = []
-    keys_index = indexer_index = None
-    if getattr(layer, "keys", None) is not None:
-        keys_index = first_index
-        specs.append(_keys_spec(layer))
-    if getattr(layer, "indexer_keys", None) is not None:
-        indexer_index = first_index + len(specs)
-        specs.append(_indexer_spec(layer))
-    # [num_positions, num_seqs, num_tokens]. The last two sizes are 1, because this layer contains
-    # one token of one sequence.
-    positions = getattr(layer, "indexer_position_ids", None)
-    num_positions = 0 if positions is None else positions.shape[0]
-    return LayerParts(keys_index, indexer_index, num_positions), specs
+    keys = _keys_spec(layer)
+    indexer_keys = _indexer_spec(layer)
+    specs = [spec for spec in (keys, indexer_keys) if spec is not None]
+    last_index = first_index + len(specs) - 1
+    positions = getattr(layer, "indexer_position_ids", None)  # [num_positions, 1, 1]
+    parts = LayerParts(
+        keys_index=None if keys is None else first_index,
+        indexer_index=None if indexer_keys is None else last_index,
+        num_positions=0 if positions is None else positions.shape[0],
+    )
+    return parts, specs
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
@@ -161,9 +161,14 @@ def gathered_layer(layer: object, parts: LayerParts, kv_cache: KVCache) -> "Gath
     return GatheredLayer(kv_cache, parts)
 
 
-def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of the keys and values of a cache layer that contains one token."""
-    keys = layer.keys
+def _keys_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - transformers' layers are untyped
+    """Return the shapes of the keys and values of a cache layer; None if it stores no keys.
+
+    The layer contains one token.
+    """
+    keys = getattr(layer, "keys", None)
+    if keys is None:
+        return None
     values = layer.values
     if keys.shape[0] != 1 or keys.shape[2] != 1 or values.shape[:3] != keys.shape[:3]:
         raise UnfitError(
@@ -174,9 +179,15 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
     return LayerSpec(num_heads, num_heads, keys.shape[3], values.shape[3])
 
 
-def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes of a sparse indexer's keys in the KV cache blocks; see `LayerParts`."""
-    shape = tuple(layer.indexer_keys.shape)
+def _indexer_spec(layer: Any) -> LayerSpec | None:  # noqa: ANN401 - untyped, see `_keys_spec`
+    """Return the shapes of a sparse indexer's keys in the KV cache blocks; see `LayerParts`.
+
+    Return None if the layer has no sparse indexer.
+    """
+    keys = getattr(layer, "indexer_keys", None)
+    if keys is None:
+        return None
+    shape = tuple(keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
             f"the model's sparse indexer has keys of the unsupported shape {shape} for one token"
@@ -210,13 +221,13 @@ class GatheredStep:
     def from_chunks(cls, chunks: list[Chunk], cache: KVCache) -> "GatheredStep":
         """Build the tensors for a forward pass. All chunks must have the same number of tokens.
 
-        In the forward pass, the model gets a copy of all keys and values of the sequences. Shorter
-        sequences are padded on the left.
+        Example: a block has 4 tokens. Two sequences have 5 and 2 earlier tokens, and get one new
+        token each. Shorter sequences are padded on the left.
 
-        Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
-        tables [7, 3] and [8]. The longest sequence has 6 tokens, including the new token. The slots
-        are 3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
-        [0, 0, 0, 0, 1, 2], and the mask of the second sequence is [0, 0, 0, 1, 1, 1].
+            blocks         [7, 3]                [8, null]
+            slot           3 * 4 + 1 = 13        8 * 4 + 2 = 34
+            positions      [0, 1, 2, 3, 4, 5]    [0, 0, 0, 0, 1, 2]
+            mask           [1, 1, 1, 1, 1, 1]    [0, 0, 0, 1, 1, 1]
         """
         # The shape of a layer's values is [blocks, num_kv_heads, block_size, value_dim].
         block_size = cache.values[0].shape[2]
@@ -227,9 +238,7 @@ class GatheredStep:
         blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
         new_positions = starts[:, None] + torch.arange(num_tokens)  # in the example: [[5], [2]]
         slots = _slots(blocks, new_positions, block_size)
-        # Sequences are padded on the left, so a negative position means padding.
-        num_padding = longest - (starts + num_tokens)  # in the example: [0, 3]
-        positions = torch.arange(longest) - num_padding[:, None]
+        positions = _left_padded_positions(starts + num_tokens, longest)
         mask = (positions >= 0).long()
         device = cache.device
         return cls(
@@ -240,6 +249,16 @@ class GatheredStep:
             num_past_tokens=longest - num_tokens,
             block_size=block_size,
         )
+
+
+def _left_padded_positions(lens: Tensor, longest: int) -> Tensor:
+    """Return the position of the token at each place of some sequences, [num_seqs, longest].
+
+    Shorter sequences are padded on the left. The positions of padding are negative. Example: the
+    lengths [4, 2] give [[0, 1, 2, 3], [-2, -1, 0, 1]].
+    """
+    num_padding = longest - lens
+    return torch.arange(longest) - num_padding[:, None]
 
 
 def _slots(blocks: Tensor, positions: Tensor, block_size: int) -> Tensor:
@@ -376,7 +395,10 @@ class GatheredLayer(BlockCacheLayer):
         keys, values = self._cache.gather(layer_index, read_rows)
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
+            # A single sequence has no padding. Only the unused end of its last block is left out.
             return keys[:, :, :longest], values[:, :, :longest]
+        # `keys` and `values` begin with the first token of each sequence. Move the unused places
+        # of shorter sequences from the end to the start.
         return _pad_left(keys, step.positions), _pad_left(values, step.positions)
 
 

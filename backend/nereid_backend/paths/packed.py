@@ -62,11 +62,12 @@ class PackedPath:
         """Create a forward path that runs the model's own code, without CUDA graphs and images.
 
         Args:
-            checkpoint: a model whose attention is `hook`.
-            hook: Nereid's attention function, which transformers calls in each layer.
+            checkpoint: the model. Its attention function is `hook`.
+            hook: the attention function that transformers calls in each layer. In each step, it
+                calls the `PagedForward` object of the step.
             layers: the attention layers of a forward pass, in order.
             cache: the KV cache.
-            builder: converts step plans into tensors.
+            builder: converts the plan of each step into the inputs of the model.
         """
         self._model = checkpoint.model
         # Whether the model can leave out the logits of tokens that are not in `logits_to_keep`.
@@ -79,8 +80,8 @@ class PackedPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # The optional parts of this path. The caller sets those that the model and the device
-        # support.
+        # The optional parts of this path. The caller sets them later, if the model and the device
+        # support them: CUDA graphs call `run_without_graphs`, and a compilation takes minutes.
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
@@ -108,9 +109,11 @@ class PackedPath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of a step, [num_logits, vocab_size]; see `ForwardPath.forward`.
 
-        Steps with images and some steps with adapters call the model's own code. All other steps
-        are replayed from CUDA graphs if graphs of the right kind and size exist. Otherwise, the
-        compiled forward pass or the model's own code computes them.
+        Three kinds of steps are distinguished:
+        - Steps with images, and steps with adapters that need forward hooks, run the model's own
+          code, because no other code calls the hooks.
+        - Steps for which CUDA graphs were captured replay these graphs.
+        - All other steps run the compiled forward pass if there is one, or the model's own code.
 
         Args:
             plan: the plan of the step.
@@ -122,15 +125,13 @@ class PackedPath:
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
         with self._adapters.serving(plan.chunks) as adapters_need_hooks:
-            # Forward hooks insert images into the inputs of the decoder, and add the results of
-            # some LoRA adapters. Only the model's own code calls these hooks.
             if self.images is not None and has_images(plan):
                 with self.images.injecting(plan, batch):
-                    return self._run_model(batch, self._attention(batch))
+                    return self._run_own_code(batch, self._attention(batch))
             if adapters_need_hooks:
-                return self._run_model(batch, self._attention(batch))
+                return self._run_own_code(batch, self._attention(batch))
             logits = self._replay_graphs(batch)
-            return self.run(batch) if logits is None else logits
+            return self.run_without_graphs(batch) if logits is None else logits
 
     def _replay_graphs(self, batch: StepBatch) -> Tensor | None:
         """Compute a step by replaying captured CUDA graphs, and return the logits.
@@ -144,7 +145,7 @@ class PackedPath:
             logits = self.pieces.forward(batch)
         return logits
 
-    def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
+    def run_without_graphs(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step without CUDA graphs. Return the logits, [num_logits, vocab_size].
 
         The compiled forward pass computes the step, if there is one. Otherwise, the model's own
@@ -161,13 +162,13 @@ class PackedPath:
             attention = self._attention(batch)
         if self._compiled is not None:
             return self._compiled(batch, attention)
-        return self._run_model(batch, attention)
+        return self._run_own_code(batch, attention)
 
     def _attention(self, batch: StepBatch) -> PagedForward:
         """Return a function that computes the attention of a step, using this object's KV cache."""
         return PagedForward(self._layers, self._cache, batch.attention)
 
-    def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
+    def _run_own_code(self, batch: StepBatch, attention: PagedForward) -> Tensor:
         """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size].
 
         `attention` is the function that the model calls as the attention of each layer.
@@ -209,7 +210,9 @@ class PackedPath:
             sizes: the sizes of the KV cache, and the limits of a step.
             report: called with a line of text if steps are not replayed.
         """
-        return PiecewiseGraphs(self.run, capture, self._layers, self._cache, sizes, report)
+        return PiecewiseGraphs(
+            self.run_without_graphs, capture, self._layers, self._cache, sizes, report
+        )
 
     def choose_attention(self) -> int:
         """Find the attention libraries that are faster than Nereid's kernels, and use them.

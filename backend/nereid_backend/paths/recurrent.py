@@ -181,15 +181,18 @@ class RowsPath:
         return self._run_model(chunks, cache, num_logits=1)
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Compute a chunk from the stored state, or from the first token of its sequence.
+        """Compute a chunk, and return its logits, [num_logits, vocab_size].
 
-        Skip a chunk if a later chunk computes its tokens, too, because some models must compute a
-        prompt in one pass. Example: a prompt of 20 tokens is divided into the chunks 0 to 15 and 16
-        to 19. For the first chunk, the result is None. For the second chunk, one pass computes the
-        tokens 0 to 19.
+        The first true condition determines how the chunk is computed:
 
-        Returns:
-            Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
+            a later chunk computes the tokens, too         nothing is computed; return None
+            the model can continue the state exactly       one pass
+            all tokens of the chunk follow the prompt,     one pass for each token
+            and the state covers all earlier tokens
+            otherwise                                      from the first token of the sequence
+
+        Example of the first condition: a model must compute a prompt in one pass. For the tokens 0
+        to 15 of a prompt, the result is None. For the tokens 16 to 19, one pass computes 0 to 19.
         """
         if self._is_computed_later(chunk):
             return None
@@ -198,11 +201,10 @@ class RowsPath:
         if self._has_state(chunk) and chunk.start >= chunk.sequence.num_prompt_tokens:
             # The model can continue the state only by one token, but a grammar has forced several
             # output tokens.
-            logits = self._decode_one_by_one(
-                chunk, range(chunk.start, chunk.start + chunk.num_tokens)
-            )
-            return torch.cat(logits)[-chunk.num_logits :]
-        return self._restart(chunk)
+            positions = range(chunk.start, chunk.start + chunk.num_tokens)
+            first_needed = chunk.num_tokens - chunk.num_logits
+            return torch.cat(self._decode_one_by_one(chunk, positions))[first_needed:]
+        return self._compute_from_start(chunk)
 
     def _is_computed_later(self, chunk: Chunk) -> bool:
         """Return whether a later chunk of the sequence will compute the tokens of `chunk`, too."""
@@ -218,7 +220,7 @@ class RowsPath:
         is_exact = chunk.num_tokens == 1 or not self._computes_from_start
         return is_exact and self._has_state(chunk)
 
-    def _restart(self, chunk: Chunk) -> Tensor:
+    def _compute_from_start(self, chunk: Chunk) -> Tensor:
         """Compute a sequence from its first token to the end of `chunk`. Ignore the stored state.
 
         The stored state cannot be used for one of three reasons:
@@ -236,8 +238,7 @@ class RowsPath:
             # Each output token was first computed in a pass of its own. On some models, one pass
             # over all tokens gives different logits.
             return self._replay(whole, prompt_len)
-        # `whole` contains the first token, so the pass starts from an empty state.
-        return self._continue_state(whole)
+        return self._compute_from_empty_state(whole)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
         """Compute a sequence again: one pass for the prompt, then one pass for each output token.
@@ -259,7 +260,7 @@ class RowsPath:
         num_prompt_logits = max(1, chunk.num_logits - len(output_positions))
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
         parts = [
-            self._continue_state(prompt),
+            self._compute_from_empty_state(prompt),
             *self._decode_one_by_one(chunk, output_positions),
         ]
         return torch.cat(parts)[-chunk.num_logits :]
@@ -278,19 +279,25 @@ class RowsPath:
         return parts
 
     def _continue_state(self, chunk: Chunk) -> Tensor:
-        """Compute the tokens of a chunk in one pass, and update the state of the sequence.
-
-        The pass starts from the stored state, or from an empty state if the chunk contains the
-        first token.
+        """Compute the tokens of a chunk in one pass, which starts from the state of the sequence.
 
         Returns:
             Logits, [num_logits, vocab_size]; [0, vocab_size] if no logits are needed.
         """
-        if chunk.start > 0:
-            cache = self._states.take([_row(chunk)])
-        else:
-            self._states.delete(_row(chunk))
-            cache = self._key_storage.make_cache()
+        if chunk.start == 0:
+            return self._compute_from_empty_state(chunk)
+        return self._compute_chunk(chunk, self._states.take([_row(chunk)]))
+
+    def _compute_from_empty_state(self, chunk: Chunk) -> Tensor:
+        """Compute the first tokens of a sequence in one pass. Ignore and replace its stored state.
+
+        `chunk` starts at the first token. The result is the same as that of `_continue_state`.
+        """
+        self._states.delete(_row(chunk))
+        return self._compute_chunk(chunk, self._key_storage.make_cache())
+
+    def _compute_chunk(self, chunk: Chunk, cache: Any) -> Tensor:  # noqa: ANN401 - an untyped cache
+        """Compute a chunk in one pass from the state in `cache`; see `_continue_state`."""
         # The model always returns the logits of at least one token. If no logits are needed, these
         # logits are dropped below.
         logits = self._run_model([chunk], cache, num_logits=max(1, chunk.num_logits))
@@ -314,9 +321,11 @@ class RowsPath:
             Logits, [num_chunks, num_logits, vocab_size].
         """
         ids, positions = token_inputs(chunks, self._device)
-        # In this context, the attention layers can access the keys and values of `chunks`.
-        keys_of_chunks = self._key_storage.serving(chunks, cache)
-        with keys_of_chunks as attention_mask, self._adapters.serving(chunks):
+        with (
+            # In this context, the attention layers can access the keys and values of `chunks`.
+            self._key_storage.serving(chunks, cache) as attention_mask,
+            self._adapters.serving(chunks),
+        ):
             logits = self._call(
                 ids,
                 num_logits=num_logits,
@@ -325,9 +334,9 @@ class RowsPath:
                 cache=cache,
             )
         self._states.put(
-            [_row(chunk) for chunk in chunks],
-            cache,
-            [chunk.start + chunk.num_tokens for chunk in chunks],
+            rows=[_row(chunk) for chunk in chunks],
+            cache=cache,
+            num_tokens=[chunk.start + chunk.num_tokens for chunk in chunks],
         )
         return logits
 

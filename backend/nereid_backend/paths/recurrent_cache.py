@@ -235,22 +235,26 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
     """Return the part of `value`, a layer's attribute, that belongs to one sequence.
 
-    Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. A value that is
-    not divided into rows is copied. If the batch has only one row, a tensor with rows is returned
-    itself, not a copy.
+    Examples: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8]. The number 5,
+    which has no rows, gives 5. The result is a copy, except for a tensor of a single row.
     """
-    # If the first dimension of a tensor is `num_rows`, assume that the tensor has one row for each
-    # sequence. A tensor without such rows could have this size by chance. The logits would then be
-    # wrong, and the self-test, which runs when the model is loaded, would fail.
-    has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
-    if has_rows:
-        if num_rows == 1:
-            return value
-        # The row is copied, because a view would keep the memory of the whole batch allocated.
-        return value[row : row + 1].clone()
     if isinstance(value, dict):
         return {key: _cut_row(part, row, num_rows) for key, part in value.items()}
-    return _copy_value(value)
+    if not _has_rows(value, num_rows):
+        return _copy_value(value)
+    if num_rows == 1:
+        return value
+    # The row is copied, because a view would keep the memory of the whole batch allocated.
+    return value[row : row + 1].clone()
+
+
+def _has_rows(value: object, num_rows: int) -> bool:
+    """Return whether a layer's attribute is a tensor with one row for each of `num_rows` sequences.
+
+    Layers do not declare which tensors have rows, so only the first dimension is compared. A tensor
+    without rows could have this size by chance. The self-test at load would then find wrong logits.
+    """
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
 
 
 def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row

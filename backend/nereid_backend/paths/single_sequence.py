@@ -119,23 +119,29 @@ class SinglePath:
         first = end - chunk.num_logits
         if self._uses_cache:
             self._restore_state(state_key, sequence, num_tokens=first)
-        logits: list[Tensor] = []
         needs_several_prompt_logits = first < sequence.num_prompt_tokens - 1
         if needs_several_prompt_logits and sequence.images is not None:
-            # If a prompt has images, most models accept only the whole prompt, because a part of
-            # the prompt lacks image tokens. Therefore one call computes all logits of the prompt.
-            logits += self._prompt_logits(state_key, sequence)[first:end]
-        for index in range(first + len(logits), end):
-            logits.append(self._logits_at(state_key, sequence, index))
-        return torch.stack(logits)
+            return self._image_prompt_logits(state_key, sequence, first, end)
+        return torch.stack(
+            [self._logits_at(state_key, sequence, index) for index in range(first, end)]
+        )
 
-    def _prompt_logits(self, state_key: int, sequence: Sequence) -> Tensor:
-        """Return the logits at each token of a prompt, [num_prompt_tokens, vocab_size].
+    def _image_prompt_logits(
+        self, state_key: int, sequence: Sequence, first: int, end: int
+    ) -> Tensor:
+        """Return the logits at the tokens `first` to `end - 1` of a sequence with images.
+
+        One call of the model computes the prompt, because most models do not accept a part of a
+        prompt, which would lack image tokens. One call computes each output token.
 
         Mutates: the stored state of `state_key`.
         """
         prompt_len = sequence.num_prompt_tokens
-        return self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
+        prompt_logits = self._run_model(state_key, sequence, prompt_len)[-prompt_len:]
+        output_logits = [
+            self._logits_at(state_key, sequence, index) for index in range(prompt_len, end)
+        ]
+        return torch.stack([*prompt_logits[first:end], *output_logits])
 
     def _restore_state(self, state_key: int, sequence: Sequence, num_tokens: int) -> None:
         """Extend the stored state of a sequence, so that it covers the first `num_tokens` tokens.
@@ -154,12 +160,12 @@ class SinglePath:
         prompt_len = sequence.num_prompt_tokens
         state = self._states.get(state_key)
         if state is not None and prompt_len <= state.num_tokens <= num_tokens:
-            first_index = state.num_tokens
+            first_length = state.num_tokens + 1  # Extend the stored state by one token.
         else:
-            # The call for the last token of the prompt computes the whole prompt.
-            first_index = prompt_len - 1
-        for index in range(first_index, num_tokens):
-            self._logits_at(state_key, sequence, index)  # Only the new state is needed.
+            first_length = prompt_len  # The first call computes the whole prompt.
+        for length in range(first_length, num_tokens + 1):
+            # This call stores a state that covers the first `length` tokens.
+            self._run_model(state_key, sequence, length)
 
     def _logits_at(self, state_key: int, sequence: Sequence, index: int) -> Tensor:
         """Return the logits at the token with the index `index`, [vocab_size].
@@ -279,35 +285,32 @@ class SinglePath:
             positions = self._model._prepare_position_ids_for_generation(ids, arguments)
             arguments["position_ids"] = positions
         if self._has_encoder:
-            return self._with_encoder_outputs(ids, arguments)
-        # Some models do not support transformers' DynamicCache, for example because they have
-        # recurrent states. Such a model creates its own cache in the first call.
-        if self._uses_cache and self._model._supports_default_dynamic_cache():
-            config = self._model.config.get_text_config(decoder=True)
-            arguments[self._cache_name] = DynamicCache(config=config)
-        return arguments
-
-    def _with_encoder_outputs(self, ids: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run the encoder of an encoder-decoder model on a prompt.
-
-        Return `arguments` (the arguments of the decoder's first call) with two additions: the
-        outputs of the encoder, and an empty cache if `uses_cache` is True. `ids` is the prompt,
-        [1, num_tokens]. The private methods of transformers are those that `generate` calls.
-
-        Mutates: `arguments`, which the caller must not use any more.
-        """
-        arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
-            ids, arguments, "input_ids", self._generation_config
-        )
-        if self._uses_cache:
-            # This method of transformers adds a new cache to the dict `arguments`.
-            # DynamicCache(config) is not used here, because it could create a cross-attention cache
-            # with a sliding window. In cross-attention, the decoder attends to all tokens of the
-            # prompt, so a window would be wrong. The argument `length` has an effect only on caches
-            # of a fixed size.
-            batch_size = 1
-            length = ids.shape[1]
-            self._model._prepare_cache_for_generation(
-                self._generation_config, arguments, GenerationMode.GREEDY_SEARCH, batch_size, length
+            # This method of transformers runs the encoder, and adds its outputs to the arguments.
+            arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
+                ids, arguments, "input_ids", self._generation_config
             )
+        if self._uses_cache:
+            self._add_empty_cache(arguments, prompt_len=ids.shape[1])
         return arguments
+
+    def _add_empty_cache(self, arguments: dict[str, Any], prompt_len: int) -> None:
+        """Add an empty cache to the arguments of the model's first call for a sequence.
+
+        Some models without an encoder do not support transformers' DynamicCache, for example
+        because they have recurrent states. Such a model creates its own cache in the first call, so
+        nothing is added.
+
+        Mutates: `arguments`.
+        """
+        if self._has_encoder:
+            # DynamicCache(config) could create a cross-attention cache with a sliding window. A
+            # window would be wrong, because the decoder attends to all tokens of the prompt.
+            # Therefore, the method that transformers' `generate` calls adds the cache.
+            config, mode = self._generation_config, GenerationMode.GREEDY_SEARCH
+            num_sequences = 1
+            self._model._prepare_cache_for_generation(
+                config, arguments, mode, num_sequences, prompt_len
+            )
+        elif self._model._supports_default_dynamic_cache():
+            decoder_config = self._model.config.get_text_config(decoder=True)
+            arguments[self._cache_name] = DynamicCache(config=decoder_config)

@@ -114,8 +114,6 @@ class _Decodes(NamedTuple):
 class _LayerGroupArrays(NamedTuple):
     """The cache slots and the block tables of a step, for one group of attention layers.
 
-    In some models, a sequence has other blocks in each group of layers.
-
     Attributes:
         slots: [num_tokens] int64, the slot of each token.
         decode_blocks: for each length group of decodes, the block tables of its sequences.
@@ -241,10 +239,10 @@ class BatchBuilder:
             tables.blocks(step.rows[decodes.indices], decodes.lens.max(), layer_group)
             for decodes in length_groups
         ]
-        prefill_rows = step.rows[step.num_decodes :, None]  # one array [1] for each prefill
+        # In `step.rows`, the prefills follow the decodes.
         prefill_blocks = [
-            tables.blocks(row, chunk.start + chunk.num_tokens, layer_group)
-            for row, chunk in zip(prefill_rows, step.prefills, strict=True)
+            tables.blocks(step.rows[i : i + 1], chunk.start + chunk.num_tokens, layer_group)
+            for i, chunk in enumerate(step.prefills, start=step.num_decodes)
         ]
         return _LayerGroupArrays(slots, decode_blocks, prefill_blocks)
 

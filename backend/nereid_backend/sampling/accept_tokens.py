@@ -63,10 +63,12 @@ def _read_sequence(
     """
     if first in masks.errors:
         return Sampled(token_ids=[], logprobs=[], error=masks.errors[first])
-    sequence, drafts = last_position
-    if drafts or sequence.guide is not None or sampled_tokens.errors:
+    sequence = last_position.sequence
+    drafts = last_position.drafts
+    if drafts or sequence.guide is not None or first in sampled_tokens.errors:
         return _accept_or_return_error(sequence, drafts, sampled_tokens, first)
-    # The sequence has no draft tokens and no grammar, so the sampled token is its only new token.
+    # Without draft tokens and a grammar, the sampled token is the only new token. It needs no
+    # check, so this case takes less time.
     top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
     return Sampled([sampled_tokens.token_ids[first]], [sampled_tokens.logprobs[first]], top=top)
 
@@ -74,18 +76,19 @@ def _read_sequence(
 def _all_sequences_have_one_plain_token(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
     """Return whether every sampled token is the only new token of its sequence in this step.
 
-    The tokens then need no further processing. This is the case if no chunk has draft tokens, no
-    sequence has a grammar, no request asks for log-probabilities, and no position has an error.
+    The tokens then need no further processing. This is the case if no sequence has draft tokens or
+    a grammar, no request asks for log-probabilities, and no position has an error.
     """
-    positions = sampling.positions
-    # `counts` has one item for each sequence. If there are more positions than sequences, at least
-    # one sequence has draft tokens.
-    has_drafts = len(positions) > len(sampling.counts)
+    num_sequences = len(sampling.counts)
+    # A sequence with draft tokens has several positions.
+    has_drafts = len(sampling.positions) > num_sequences
     if has_drafts or sampled_tokens.top or sampled_tokens.errors:
         return False
-    # A list takes less time than a generator, and this function runs in every step.
-    guided_sequences = [sequence for sequence, _ in positions if sequence.guide is not None]
-    return not guided_sequences
+    # This function runs in every step, and a loop takes less time than a generator.
+    for sequence, _drafts in sampling.positions:  # noqa: SIM110
+        if sequence.guide is not None:
+            return False
+    return True
 
 
 def _accept_or_return_error(

@@ -111,27 +111,22 @@ def why_unusable(device: torch.device) -> str | None:
 def _test_batch() -> tuple[Tensor, SamplingBatch]:
     """Return the random logits and the sampling parameters of a test batch.
 
-    The logits are [_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE] float32. There are four types of logits
-    and four sets of sampling parameters. The 16 rows contain all combinations of a type and a set.
+    The logits are [_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE] float32. There are four sets of sampling
+    parameters and four types of logits. Row 4 * i + j has set i and type j.
     """
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
     logits = torch.from_numpy(normal * 3)
-    # The four types of logits alternate from row to row. Rows 0, 4, 8 and 12 have the first type:
-    # the unchanged random logits.
-    rows_with_equal_logits = slice(1, None, 4)
-    rows_with_forbidden_tokens = slice(2, None, 4)
-    rows_with_similar_logits = slice(3, None, 4)
-    logits[rows_with_equal_logits] = (logits[rows_with_equal_logits] * 2).round()
-    logits[rows_with_forbidden_tokens, 1000:] = float("-inf")
-    logits[rows_with_similar_logits] /= 10
-    # Four consecutive rows have the same set of sampling parameters: [0, 0, 0, 0, 1, 1, ...].
-    set_of_row = np.arange(_NUM_CHECKED_ROWS) // 4
+    # Four views of `logits`, [4, _CHECKED_VOCAB_SIZE] each. The first view stays unchanged.
+    _, with_ties, with_forbidden_tokens, flat = logits.view(4, 4, -1).unbind(1)
+    with_ties.mul_(2).round_()  # There are only a few different logits, so most logits are equal.
+    with_forbidden_tokens[:, 1000:] = float("-inf")
+    flat /= 10
     batch = SamplingBatch(
-        temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[set_of_row],
-        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32)[set_of_row],
-        top_k=np.array([0, 0, 50, 400])[set_of_row],
-        min_p=np.array([0.01, 0.0, 0.0, 0.0], dtype=np.float32)[set_of_row],
+        temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32).repeat(4),
+        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32).repeat(4),
+        top_k=np.array([0, 0, 50, 400]).repeat(4),
+        min_p=np.array([0.01, 0.0, 0.0, 0.0], dtype=np.float32).repeat(4),
         uniform=random.random(_NUM_CHECKED_ROWS),
     )
     return logits, batch

@@ -231,7 +231,7 @@ class LogitsProcessor:
         # The rows in which `_counts` stores the tokens of the requests.
         cache_rows = [_cache_row(positions[row], row) for row in rows]
         # The distinct tokens before each position, and how often each of them occurs.
-        ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
+        ids, counts = self._counts.update_and_read(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
         if len(rows) == len(logits):  # All rows have a penalty.
             apply_penalties(logits, ids, counts, params)

@@ -71,15 +71,16 @@ class TokenCounts:
         self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
-    def tokens_and_counts(
+    def update_and_read(
         self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """For each position, return the distinct earlier tokens, and how often each was output.
+        """Count the new tokens of some requests, and return all counts at each position.
 
-        If the request has a repetition penalty, the tokens of the prompt are included. Tokens that
-        occur only in the prompt have the count 0. Example: a request with a repetition penalty has
-        the prompt [5, 7] and the output [7, 9, 9]. The token ids are [5, 7, 9], and the counts are
-        [0, 1, 2].
+        The result contains the distinct tokens before each position, and how often each of them was
+        output. If the request has a repetition penalty, the tokens of the prompt are included.
+        Tokens that occur only in the prompt have the count 0. Example: a request with a repetition
+        penalty has the prompt [5, 7] and the output [7, 9, 9]. The token ids are [5, 7, 9], and the
+        counts are [0, 1, 2].
 
         Args:
             rows: for each position, the row in which this object stores the tokens of the request.
@@ -99,14 +100,14 @@ class TokenCounts:
         # request has a token yet.
         width = max(1, max_distinct + max_drafts)
         self._ensure_width(width)
-        # Draft tokens may be rejected, so the stored counts must not include draft tokens. Indexing
-        # with a list of rows copies the rows. The draft tokens are added only to the copies.
+        # Draft tokens may be rejected, so they are counted only in the result. Indexing with a list
+        # of rows copies the rows, so the stored counts do not change below.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
         for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
             if position.drafts:
-                columns = self._requests[row].columns.copy()
-                _count_tokens(ids[index], counts[index], position.drafts, columns)
+                columns_with_drafts = self._requests[row].columns.copy()
+                _count_tokens(ids[index], counts[index], position.drafts, columns_with_drafts)
         return ids, counts
 
     def _count_new_tokens(self, row: int, sequence: Sequence) -> None:
@@ -130,10 +131,8 @@ class TokenCounts:
     def _reset_row(self, row: int, sequence: Sequence) -> _CountedTokens:
         """Prepare a row of the tables for a new request. No output token is counted yet.
 
-        Each used column of the row contains a distinct token of the request and its count. If the
-        request has a repetition penalty, the row begins with the tokens of the prompt and the count
-        0, because this penalty also applies to the tokens of the prompt. Otherwise, no column is
-        used yet.
+        If the request has a repetition penalty, the row contains the distinct tokens of the prompt,
+        because this penalty also applies to the prompt. Otherwise, the row contains no token.
 
         Returns:
             The object that records which tokens are counted. It is also stored in `_requests`.
@@ -142,20 +141,26 @@ class TokenCounts:
         tokens: list[int] = []
         if sequence.params.repetition_penalty != 1:
             tokens = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
-        self._ensure_num_rows(row + 1)
-        self._ensure_width(len(tokens))
-        self._ids[row, : len(tokens)] = tokens
-        # The unused columns repeat the first token, so that the repetition penalty applies to no
-        # further token. If there is no first token, the columns contain the token 0 with the count
-        # 0. The penalties do not change the logit of this token 0, because the request has no
-        # repetition penalty, and the other penalties ignore tokens with the count 0.
-        self._ids[row, len(tokens) :] = tokens[0] if tokens else 0
-        self._counts[row] = 0
+        self._write_uncounted(row, tokens)
         columns = {token_id: column for column, token_id in enumerate(tokens)}
         # Only the tokens of the output are counted, so the counting begins after the prompt.
         counted = _CountedTokens(sequence, num_counted=num_prompt, columns=columns)
         self._requests[row] = counted
         return counted
+
+    def _write_uncounted(self, row: int, tokens: list[int]) -> None:
+        """Write distinct tokens into a row with the count 0. Overwrite all columns of the row.
+
+        Example: the tokens [5, 7] in a row of 4 columns give the ids [5, 7, 5, 5]. The unused
+        columns repeat the first token, so that the penalties apply to no further token. A row
+        without tokens contains the token 0. Its request has no repetition penalty, and the other
+        penalties ignore tokens with the count 0.
+        """
+        self._ensure_num_rows(row + 1)
+        self._ensure_width(len(tokens))
+        self._ids[row] = tokens[0] if tokens else 0
+        self._ids[row, : len(tokens)] = tokens
+        self._counts[row] = 0
 
     def _ensure_num_rows(self, num_rows: int) -> None:
         """If the tables have fewer than `num_rows` rows, at least double the number of rows."""
@@ -196,7 +201,7 @@ def apply_penalties(
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
-        ids: [n, width], the distinct tokens of each row; see `TokenCounts.tokens_and_counts`.
+        ids: [n, width], the distinct tokens of each row; see `TokenCounts.update_and_read`.
         counts: [n, width], how often each token of `ids` occurs in the output.
         params: the sampling parameters of each row.
 

@@ -6,7 +6,7 @@ token from these cumulative sums. The tokens are not sorted by probability, beca
 then swap two tokens with nearly equal probabilities.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,10 +134,6 @@ class UncertainRows(NamedTuple):
         return UncertainRows(batch_rows[self.rows], self.is_certain)
 
 
-_SampleFiltered = Callable[[Tensor, SamplingBatch], tuple[Tensor, UncertainRows | None]]
-"""A function that samples one token for each row. Every row has a filter."""
-
-
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample one token for each row. The random number of the row selects the token.
 
@@ -176,17 +172,17 @@ def sample_or_defer(
     is_filtered = batch.has_filters(vocab_size=logits.shape[1])
     if not is_filtered.any():
         return _sample_unfiltered(logits, batch), None
-    sample_filtered = _sample_once if defers else _sample_until_certain
     if is_filtered.all():
-        return sample_filtered(logits, batch)
-    return _sample_separately(logits, batch, is_filtered, sample_filtered)
+        return _sample_filtered(logits, batch, defers=defers)
+    return _sample_separately(logits, batch, is_filtered, defers=defers)
 
 
 def _sample_separately(
     logits: Tensor,
     batch: SamplingBatch,
     is_filtered: NDArray[np.bool_],
-    sample_filtered: _SampleFiltered,
+    *,
+    defers: bool,
 ) -> tuple[Tensor, UncertainRows | None]:
     """Sample the rows with filters (top_k, top_p, min_p) and the rows without filters separately.
 
@@ -194,16 +190,18 @@ def _sample_separately(
         logits: [n, vocab_size].
         batch: the sampling parameters and random numbers of the rows.
         is_filtered: [n] bool, whether each row has a filter. Some rows have one, and others do not.
-        sample_filtered: samples the rows with filters: `_sample_once` or `_sample_until_certain`.
+        defers: see `sample_or_defer`.
 
     Returns:
-        The token ids of all rows, [n] int64, and the uncertain rows that `sample_filtered` returns.
+        The token ids of all rows, [n] int64, and the uncertain rows; see `sample_or_defer`.
     """
     filtered = np.flatnonzero(is_filtered)
     unfiltered = np.flatnonzero(~is_filtered)
     filtered_index = upload(filtered, logits.device)
     unfiltered_index = upload(unfiltered, logits.device)
-    filtered_ids, uncertain = sample_filtered(logits[filtered_index], batch.rows(filtered))
+    filtered_ids, uncertain = _sample_filtered(
+        logits[filtered_index], batch.rows(filtered), defers=defers
+    )
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     token_ids[filtered_index] = filtered_ids
     token_ids[unfiltered_index] = _sample_unfiltered(
@@ -224,6 +222,15 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return (logits.float() / column(batch.temperature, logits)).softmax(-1)
 
 
+def _sample_filtered(
+    logits: Tensor, batch: SamplingBatch, *, defers: bool
+) -> tuple[Tensor, UncertainRows | None]:
+    """Sample one token for each row. Every row has a filter; see `sample_or_defer`."""
+    if defers:
+        return _sample_once(logits, batch)
+    return _sample_until_certain(logits, batch), None
+
+
 def _sample_once(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, UncertainRows]:
     """Sample one token for each row from the likeliest tokens, without waiting for the GPU.
 
@@ -239,28 +246,26 @@ def _sample_once(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Uncertai
     return attempt.token_ids, UncertainRows(np.arange(len(logits)), attempt.is_certain)
 
 
-def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, None]:
-    """Sample one token for each row. Examine more tokens if a sampled token may be wrong.
+def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Sample one token for each row, and return the token ids, [n] int64. Every row has a filter.
 
-    A token is certain if the filters of its row remove all tokens that were not examined. The first
-    attempt examines a few likely tokens, the second attempt (only on a CPU) examines more tokens,
-    and the last attempt examines all tokens.
+    The token of a row is certain if the filters remove all tokens that were not examined. There are
+    up to three attempts. Each attempt samples only rows that are not certain yet:
 
-    Returns:
-        The token ids, [n] int64, and None, because no row is uncertain.
+    1. Examine the `_LIKELIEST` likeliest tokens of the row.
+    2. Only on a CPU with compiled kernels: examine the `_LIKELIEST_SECOND` likeliest tokens.
+    3. Examine all tokens.
     """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.has_kernels_for(logits):
-        # On a CPU with compiled kernels, it is faster to examine more candidates in a second
-        # attempt than to sort all tokens.
         attempt = _after_second_attempt(logits, batch, attempt)
     uncertain_rows = _true_rows(~attempt.is_certain)
     if len(uncertain_rows) == 0:
-        return attempt.token_ids, None
+        return attempt.token_ids
     uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
     probs = _probs(logits[uncertain_rows], uncertain_batch)
     new_ids = _sample_from_all(probs, uncertain_batch)
-    return attempt.token_ids.index_copy(0, uncertain_rows, new_ids), None
+    return attempt.token_ids.index_copy(0, uncertain_rows, new_ids)
 
 
 class _Attempt(NamedTuple):

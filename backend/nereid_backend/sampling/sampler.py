@@ -136,29 +136,29 @@ class PendingTokens:
         """Wait until the results are on the host, and return the sampled tokens.
 
         Returns:
-            The final tokens, and the tokens that were first sampled on the device. A token differs
-            if its row was uncertain and was sampled again. The next step may already have used the
-            first tokens as its input. If they differ, that part of the next step must be discarded.
+            The final tokens, and the ids of the tokens that were first sampled on the device. An id
+            differs from the final token if its row was uncertain and was sampled again. The next
+            step may already have used the first id as its input. If the id differs, that part of
+            the next step must be discarded.
         """
         sampled = SampledRows(*self._sampled_copy.wait())
-        device_token_ids = sampled.token_ids.tolist()
-        # The list is copied, because the calls below change `sampled_tokens`.
-        sampled_tokens = SampledTokens(device_token_ids.copy(), sampled.logprobs.tolist())
-        self._read_top(sampled_tokens)
-        self._replace_uncertain(sampled_tokens)
-        # If masks and parameters forbid all tokens at a position, `has_allowed` is False for this
-        # position.
-        self._store_errors(sampled.has_allowed.tolist(), sampled_tokens)
-        return sampled_tokens, device_token_ids
+        first_ids = sampled.token_ids.tolist()
+        # The list of ids is copied, because `_resample_wrong_rows` replaces ids in the copy.
+        tokens = SampledTokens(first_ids.copy(), sampled.logprobs.tolist(), top=self._read_top())
+        self._resample_wrong_rows(tokens)
+        self._add_errors(sampled.has_allowed.tolist(), tokens)
+        return tokens, first_ids
 
-    def _read_top(self, sampled_tokens: SampledTokens) -> None:
-        """Wait for the requested log-probabilities, and store them in `sampled_tokens.top`."""
+    def _read_top(self) -> dict[int, TokenLogprobs]:
+        """Wait for the requested log-probabilities, and return them; see `SampledTokens.top`."""
+        top: dict[int, TokenLogprobs] = {}
         for inputs, ranked, copy in self._ranked_copies:
             reports = ranked.read(*copy.wait())
             for index, report in zip(inputs.indices_with_logprobs, reports, strict=True):
-                sampled_tokens.top[inputs.start + index] = report
+                top[inputs.start + index] = report
+        return top
 
-    def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
+    def _resample_wrong_rows(self, sampled_tokens: SampledTokens) -> None:
         """Sample a row again if its token may be wrong, and replace the token in `sampled_tokens`.
 
         An uncertain row was sampled from only some of its tokens. The device has computed whether
@@ -173,11 +173,11 @@ class PendingTokens:
                 indices = [part.inputs.start + row for row in wrong_rows]
                 sampled_tokens.replace(indices, new)
 
-    def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
-        """Store an error message for each position at which no token could be sampled.
+    def _add_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
+        """Add an error message for each position at which no token could be sampled.
 
         Args:
-            has_allowed: for each position, whether at least one token was allowed.
+            has_allowed: for each position, whether masks and parameters allow at least one token.
             sampled_tokens: the sampled tokens of the step. Mutated.
         """
         logprobs = sampled_tokens.logprobs
@@ -289,14 +289,16 @@ class Sampler:
     ) -> PendingSlice:
         """Use torch or CPU kernels to sample a token for each row of `model_logits`.
 
-        `defers` states whether uncertain rows are sampled again only when the result is read.
+        For speed, a random token may be chosen from only the likeliest tokens of a row. The row is
+        then uncertain. `defers` states whether uncertain rows are sampled again only when the
+        result is read.
         """
-        # `processed` contains the logits after masks, penalties and similar parameters are applied.
-        # If nothing applies to a row of this slice, `_process` returns `model_logits` itself.
+        # The logits after masks, penalties and similar parameters are applied.
         processed = self._process(model_logits, inputs)
-        is_unchanged = processed is model_logits
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
-        likeliest = model_likeliest if is_unchanged else None
+        # If nothing applies to any row, `_process` returns `model_logits` itself, so the likeliest
+        # tokens are already known.
+        likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         sampled = SampledRows(
             token_ids,
@@ -306,11 +308,10 @@ class Sampler:
             has_allowed=_logits_of(token_ids, processed) > float("-inf"),
         )
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # For an uncertain row, the token was chosen from only some of the tokens. The row may
-        # therefore have to be sampled again later. By then, the next forward pass may have
+        # Uncertain rows may have to be sampled again later. By then, the next forward pass may have
         # overwritten the logits, so copy the logits now.
-        saved_logits = None if uncertain is None else model_logits.clone()
-        return PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
+        logits_copy = None if uncertain is None else model_logits.clone()
+        return PendingSlice(inputs, sampled, ranked, uncertain, logits_copy)
 
     def _process(self, logits: Tensor, inputs: SliceInputs) -> Tensor:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
@@ -398,7 +399,8 @@ def _sample_non_greedy_rows(
 ) -> tuple[Tensor, UncertainRows | None]:
     """Sample a random token for each row that is not greedy.
 
-    A greedy row keeps its likeliest token.
+    A greedy row keeps its likeliest token. Example: of three rows with the likeliest tokens
+    [7, 3, 5], only the last row is not greedy. If the random token is 8, the result is [7, 3, 8].
 
     Args:
         likeliest_ids: [n] int64, the likeliest token of each row. Not changed.
@@ -408,9 +410,8 @@ def _sample_non_greedy_rows(
             again at once (False).
 
     Returns:
-        The token ids of all rows, [n] int64. If `defers` is True, also the rows whose random tokens
-        may be wrong, with a tensor on the device that is False for each row that must be sampled
-        again. None if there are no such rows.
+        The token ids of all rows, [n] int64, and the rows of `logits` whose random tokens may be
+        wrong; None if there are no such rows.
     """
     (random_rows,) = (~inputs.params["is_greedy"]).nonzero()
     device_rows = upload(random_rows, logits.device)
@@ -418,10 +419,8 @@ def _sample_non_greedy_rows(
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
     random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     token_ids = likeliest_ids.index_copy(0, device_rows, random_ids)
-    if uncertain is None:
-        return token_ids, None
-    # `uncertain.rows` are indices of `random_rows`. Convert them to indices of `logits`.
-    return token_ids, uncertain.in_batch(random_rows)
+    # `uncertain` contains indices of `random_rows`. The caller needs indices of `logits`.
+    return token_ids, None if uncertain is None else uncertain.in_batch(random_rows)
 
 
 def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:

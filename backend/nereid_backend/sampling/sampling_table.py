@@ -81,7 +81,7 @@ class SamplingTable:
         if row >= len(self._owners):
             self._grow(row + 1)
         self._owners[row] = sequence
-        self._rows[row] = _make_row(sequence)
+        _write_row(self._rows[row], sequence)
 
     def _grow(self, num_rows: int) -> None:
         """Enlarge the table to `num_rows` rows or twice its present size, whichever is larger."""
@@ -102,20 +102,17 @@ def changes_logits(params: SamplingParams) -> bool:
     )
 
 
-def _make_row(sequence: Sequence) -> tuple[object, ...]:
-    """Return the sampling parameters of a sequence as one row of the sampling table."""
+def _write_row(row: np.void, sequence: Sequence) -> None:
+    """Write the sampling parameters of a sequence into `row`, one row of the sampling table."""
     params = sequence.params
-    values = {
-        "temperature": min(params.temperature, _MAX_TEMPERATURE),
-        "top_p": params.top_p,
-        "top_k": _top_k_or_zero(params),
-        "min_p": params.min_p,
-        "seed": sequence.seed,
-        "is_greedy": params.is_greedy,
-        "has_logprobs": params.logprobs is not None,
-        "changes_logits": changes_logits(params),
-    }
-    return tuple(values[name] for name in ROW.names or ())
+    row["temperature"] = min(params.temperature, _MAX_TEMPERATURE)
+    row["top_p"] = params.top_p
+    row["top_k"] = _top_k_or_zero(params)
+    row["min_p"] = params.min_p
+    row["seed"] = sequence.seed
+    row["is_greedy"] = params.is_greedy
+    row["has_logprobs"] = params.logprobs is not None
+    row["changes_logits"] = changes_logits(params)
 
 
 def _top_k_or_zero(params: SamplingParams) -> int:

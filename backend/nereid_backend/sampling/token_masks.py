@@ -45,6 +45,9 @@ _NEWEST_WEIGHT = 0.2
 class MaskingGuide(Guide, Protocol):
     """The state of a request's grammar. The methods write token masks for the sampler."""
 
+    def fork(self) -> Self:
+        """Return an independent copy of this object. The copy has the same state."""
+
     def fill(self, row: TokenMask) -> bool:
         """Write the mask of the next token into `row`, [ceil(vocab_size / 32)] int32.
 
@@ -227,33 +230,45 @@ class _MaskFillJob:
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
-        """Fill the masks of the second and all later positions of one sequence.
+        """Fill the masks of all positions of one sequence that follow draft tokens.
 
-        `group` contains the indices of all positions of the sequence. Each position except the
-        first follows one more draft token (a guess for the next token). At the first draft token
-        that the grammar does not allow, the method returns: the mask of the position before this
-        token forbids the token, so the tokens that are sampled at later positions are discarded.
-
-        Example: three positions follow the draft tokens [], [5] and [5, 7]. If the grammar allows 5
-        but then not 7, only the second position gets a mask.
+        `group` contains the indices of all positions of the sequence. The first position follows no
+        draft token, so its mask is filled elsewhere. If the grammar fails, the error is stored
+        under the first position.
         """
         first_index, *draft_indices = group
         try:
             # The draft tokens may be rejected, so only a copy of the grammar's state is advanced.
-            guide = cast(MaskingGuide, self._guide_at(first_index).fork())
-            for index in draft_indices:
-                sequence, drafts = self.positions[index]
-                newest_draft = drafts[-1]  # The guide has already accepted the earlier drafts.
-                if not _try_accept(guide, newest_draft, sequence):
-                    return
-                mask = self.buffer[self.rows[index]]
-                is_limited = guide.fill(mask)
-                if is_limited:
-                    masks.by_position[index] = mask
+            guide = self._guide_at(first_index).fork()
+            self._fill_until_rejected(guide, draft_indices, masks)
         except Exception as error:  # noqa: BLE001
             # The grammar library may raise any exception. Only the request with this grammar gets
-            # an error. The error is stored under the first position of the sequence.
+            # an error.
             self._store_error(first_index, error, masks)
+
+    def _fill_until_rejected(
+        self, guide: MaskingGuide, draft_indices: abc.Sequence[int], masks: StepMasks
+    ) -> None:
+        """Fill masks up to the first draft token (a guess for an output token) that is not allowed.
+
+        The tokens that are sampled at later positions are discarded, so these positions need no
+        masks. Example: two positions follow the draft tokens [5] and [5, 7]. If the grammar allows
+        5 but then not 7, only the first of these positions gets a mask.
+
+        Args:
+            guide: the state of the grammar before the first draft token. Mutated.
+            draft_indices: the indices of the positions. Each position follows one more draft token.
+            masks: the result. Mutated.
+        """
+        for index in draft_indices:
+            sequence, drafts = self.positions[index]
+            newest_draft = drafts[-1]  # The guide has already accepted the earlier drafts.
+            if not _try_accept(guide, newest_draft, sequence):
+                return
+            mask = self.buffer[self.rows[index]]
+            is_limited = guide.fill(mask)
+            if is_limited:
+                masks.by_position[index] = mask
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
         """Log an error of a grammar, and store its message in `masks.errors[index]`."""

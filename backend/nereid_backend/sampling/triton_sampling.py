@@ -52,6 +52,17 @@ def fixed_point(bits):
 
 
 @triton.jit
+def add_kept(count, total, bits, weights, threshold):
+    """Add the tokens of a tile whose weights are at least a threshold to `count` and `total`.
+
+    `count` and `total` contain the number of tokens and the sum of the weights in each column of
+    the tile. `bits` are the bit patterns of the weights, and `weights` the fixed-point numbers.
+    """
+    is_kept = bits >= threshold
+    return count + is_kept.to(tl.int32), total + tl.where(is_kept, weights, 0)
+
+
+@triton.jit
 def count_at_thresholds(
     logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr
 ):
@@ -77,12 +88,9 @@ def count_at_thresholds(
         values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
         bits = weight_bits(values, max_logit, factor)
         weights = fixed_point(bits)
-        low_count += (bits >= low).to(tl.int32)
-        middle_count += (bits >= middle).to(tl.int32)
-        high_count += (bits >= high).to(tl.int32)
-        low_sum += tl.where(bits >= low, weights, 0)
-        middle_sum += tl.where(bits >= middle, weights, 0)
-        high_sum += tl.where(bits >= high, weights, 0)
+        low_count, low_sum = add_kept(low_count, low_sum, bits, weights, low)
+        middle_count, middle_sum = add_kept(middle_count, middle_sum, bits, weights, middle)
+        high_count, high_sum = add_kept(high_count, high_sum, bits, weights, high)
     return (
         tl.sum(low_count, 0), tl.sum(middle_count, 0), tl.sum(high_count, 0),
         tl.sum(low_sum, 0), tl.sum(middle_sum, 0), tl.sum(high_sum, 0),

@@ -82,15 +82,27 @@ def _check_model(
 
     Return the settings of the model's engine; None if the model starts no engine.
     """
-    if model not in _LANGUAGE_MODELS:
-        return read_pooling_settings(model, args, environ)[1]
+    if model in _LANGUAGE_MODELS:
+        config = _check_language_model(args, environ)
+        return config if model == "executor" else None
+    _, worker_config = read_pooling_settings(model, args, environ)
+    return worker_config
+
+
+def _check_language_model(args: Mapping[str, str], environ: Mapping[str, str]) -> EngineConfig:
+    """Raise a ConfigError for the first wrong setting of a Triton model for the language model.
+
+    Return the settings of the engine.
+    """
     settings, config = read_settings(args, environ)
+    # The results of these two calls are not needed. The calls raise an error if the chat template
+    # or its variables are wrong.
     read_chat_template(settings)
     read_template_defaults(settings)
     _check_formats(settings)
     _check_folders(settings, config)
     _check_length(config)
-    return config if model == "executor" else None
+    return config
 
 
 def _share_setting(model: str) -> str:
@@ -140,7 +152,9 @@ def _read_initialize_arguments(path: Path) -> dict[str, str]:
     """Read a config.pbtxt, and return the arguments that Triton passes to the model's `initialize`.
 
     Only those two arguments are returned from which settings are read: the parameters of the model
-    as JSON text, and the folder of the model.
+    as JSON text, and the folder of the model. The file is searched with a regular expression, so
+    that no protobuf schema is needed. A parameter is not found if its value precedes its key, or if
+    a comment inside the parameter begins in the middle of a line.
 
     Example: the line `parameters { key: "dtype" value: { string_value: "float32" } }` returns
     {"model_config": '{"parameters": {"dtype": {"string_value": "float32"}}}', ...}.
@@ -157,20 +171,25 @@ def _read_initialize_arguments(path: Path) -> dict[str, str]:
 
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
-    parts = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
-    named = {part: name for part, name in parts.items() if name not in ("", NO_FORMAT)}
-    if not named:
-        return
+    if settings.reasoning_parser not in ("", NO_FORMAT):
+        _check_format("reasoning_parser", reasoning=settings.reasoning_parser)
+    if settings.tool_parser not in ("", NO_FORMAT):
+        _check_format("tool_parser", tools=settings.tool_parser)
+
+
+def _check_format(setting: str, **names: str) -> None:
+    """Raise a ConfigError if the value of a setting is not the name of a chat format.
+
+    `names` is the value as a keyword argument of `get_format`: either `reasoning` or `tools`.
+    """
     # The parsers are imported here and not at the beginning of the file, because the import takes
     # as long as all checks together.
     from nereid_parsers import NereidParsersError, get_format
 
-    for part, name in named.items():
-        try:
-            get_format(**{part: name})
-        except NereidParsersError as error:
-            setting = "reasoning_parser" if part == "reasoning" else "tool_parser"
-            raise ConfigError(f"{setting}: {error}") from error
+    try:
+        get_format(**names)
+    except NereidParsersError as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def _check_folders(settings: ServingSettings, config: EngineConfig) -> None:

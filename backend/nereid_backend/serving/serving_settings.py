@@ -178,11 +178,11 @@ def read_settings(
     """
     parameters = _parameters(args)
     check_names(parameters, _LANGUAGE_MODEL_NAMES)
-    # `_variables` checks the names of the variables itself.
+    _check_variable_names(environ)
     texts = parameters | _variables(_NEREID, environ)
     _check_ascii(texts, _LANGUAGE_MODEL_NAMES)
-    # `texts` contains the settings of several classes. `from_texts` ignores the names that do not
-    # belong to the given class.
+    # `texts` contains the settings of several classes, and the variables of other models, such as
+    # NEREID_EMBEDDING_DTYPE. `from_texts` ignores the names that do not belong to the given class.
     return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
@@ -204,17 +204,20 @@ def read_pooling_settings(
             name, such as "embedding_dtype".
     """
     prefix = f"{kind}_"
-    parameters = _parameters(args)
-    if "model" in parameters and not Path(parameters["model"]).is_dir():
-        # config.pbtxt contains a default checkpoint, which need not be installed.
-        del parameters["model"]
+    # config.pbtxt contains a default checkpoint (`model`). It need not be installed.
+    parameters = {
+        name: text
+        for name, text in _parameters(args).items()
+        if name != "model" or Path(text).is_dir()
+    }
     check_names(parameters, _POOLING_NAMES, prefix=prefix)
-    # `_variables` checks the names of the variables itself.
+    _check_variable_names(environ)
     texts = parameters | _variables(f"{_NEREID}{prefix}".upper(), environ)
     _check_ascii(texts, _POOLING_NAMES, prefix=prefix)
     serving = from_texts(PoolingServing, texts, prefix=prefix)
-    has_checkpoint = texts.get("model", _NO_MODEL).lower() != _NO_MODEL
-    return serving, from_texts(PoolingConfig, texts, prefix=prefix) if has_checkpoint else None
+    if texts.get("model", _NO_MODEL).lower() == _NO_MODEL:
+        return serving, None
+    return serving, from_texts(PoolingConfig, texts, prefix=prefix)
 
 
 def check_single_instance(args: Mapping[str, str]) -> None:
@@ -285,34 +288,28 @@ def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the nonempty environment variables whose names begin with `prefix`.
 
     The keys of the result are the names without the prefix, in lower case. Example: with the prefix
-    "NEREID_EMBEDDING_", the variable `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype":
-    "float32"}`. With the prefix "NEREID_" of the language model, the same variable returns
-    `{"embedding_dtype": "float32"}`. The caller ignores this name, because the language model has
-    no such setting.
-
-    Args:
-        prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
-        environ: all environment variables.
-
-    Raises:
-        ConfigError: the name of a variable begins with "NEREID_", but neither a model nor the
-            frontend has this setting.
+    "NEREID_EMBEDDING_", the variable `NEREID_EMBEDDING_DTYPE=float32` gives `{"dtype": "float32"}`.
     """
-    all_given = {
-        variable: text.strip()
+    return {
+        variable.removeprefix(prefix).lower(): text.strip()
+        for variable, text in environ.items()
+        if variable.startswith(prefix) and text.strip()
+    }
+
+
+def _check_variable_names(environ: Mapping[str, str]) -> None:
+    """Raise a ConfigError if the setting of an environment variable NEREID_* does not exist.
+
+    A setting belongs to a model or to the frontend. The variables of all models are checked,
+    whichever model starts. Otherwise, a misspelled name such as NEREID_EMBEDING_DTYPE would be
+    ignored silently.
+    """
+    names = [
+        variable.removeprefix(_NEREID)
         for variable, text in environ.items()
         if variable.startswith(_NEREID) and text.strip()
-    }
-    # Check the names of all environment variables of Nereid, and not only the names that begin with
-    # `prefix`. Otherwise, a misspelled name such as NEREID_EMBEDING_DTYPE would be ignored
-    # silently.
-    names = [variable.removeprefix(_NEREID) for variable in all_given]
+    ]
     check_names(names, _variable_names(), prefix=_NEREID)
-    return {
-        variable.removeprefix(prefix).lower(): text
-        for variable, text in all_given.items()
-        if variable.startswith(prefix)
-    }
 
 
 def _variable_names() -> list[str]:

@@ -99,7 +99,7 @@ def engine_of(folder_of, monkeypatch):
         if capture is not None:
             path = engine._parts.runner._path
             path.graphs = DecodeGraphs(
-                path.run, capture, sizes_of_engine(engine), torch.device("cpu")
+                path.run_without_graphs, capture, sizes_of_engine(engine), torch.device("cpu")
             )
         return engine
 

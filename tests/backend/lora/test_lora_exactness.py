@@ -83,7 +83,7 @@ def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(ll
 
     def compiled(batch, attention):
         num_compiled.append(batch.num_logits)
-        return path._run_model(batch, attention)
+        return path._run_own_code(batch, attention)
 
     path.use_compiled(compiled)
     wide = dataclasses.replace(PARAMS, lora_name="wide")

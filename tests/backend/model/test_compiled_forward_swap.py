@@ -68,7 +68,7 @@ def engine(checkpoint):
 def own_code(engine):
     """Return a function that computes a step with the model's own code."""
     path = engine._parts.runner._path
-    return lambda _, batch, attention: path._run_model(batch, attention)
+    return lambda _, batch, attention: path._run_own_code(batch, attention)
 
 
 def test_the_engine_swaps_in_a_checked_library_between_two_steps(engine, monkeypatch, caplog):

@@ -176,20 +176,15 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN40
 def _end_in_allocator(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> None:  # noqa: ANN401
     """End a cancelled capture in torch's allocator of GPU memory.
 
-    Otherwise, the allocator would treat the capture as running. It would then query the capture at
-    every allocation, and it could not free cached memory.
-
-    Args:
-        graph: the graph whose capture was cancelled. It is kept alive.
-        pool: torch's handle of the memory pool of the capture.
-        device: the index of the GPU.
+    Otherwise, the allocator would query the capture at every allocation, and it could not free
+    cached memory. The captured work has allocated its memory from `pool` on the GPU `device`.
 
     Raises:
         RuntimeError: if the allocator has already ended the capture.
     """
     torch._C._cuda_endAllocateToPool(device, pool)
-    # Freeing the graph would release its share of the pool. The graph must never be freed, because
-    # torch's allocator of pinned memory still uses the graph. Release the share explicitly.
+    # The graph must never be freed, because torch's allocator of pinned memory still uses it. Its
+    # share of the pool would only be released when the graph is freed, so release the share here.
     torch._C._cuda_releasePool(device, pool)
     _failed_captures.append(graph)
 

@@ -122,14 +122,14 @@ def _describe_layer(
 
     `first_index` is the index that the first of the shapes will have in `CacheLayout.layers`.
     """
-    keys = _keys_spec(layer)
-    indexer_keys = _indexer_spec(layer)
-    specs = [spec for spec in (keys, indexer_keys) if spec is not None]
+    keys_spec = _keys_spec(layer)
+    indexer_spec = _indexer_spec(layer)
+    specs = [spec for spec in (keys_spec, indexer_spec) if spec is not None]
     last_index = first_index + len(specs) - 1
     positions = getattr(layer, "indexer_position_ids", None)  # [num_positions, 1, 1]
     parts = LayerParts(
-        keys_index=None if keys is None else first_index,
-        indexer_index=None if indexer_keys is None else last_index,
+        keys_index=None if keys_spec is None else first_index,
+        indexer_index=None if indexer_spec is None else last_index,
         num_positions=0 if positions is None else positions.shape[0],
     )
     return parts, specs

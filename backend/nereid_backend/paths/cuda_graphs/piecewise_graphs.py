@@ -311,6 +311,8 @@ class StaticTokens:
         # The token id, position and cache slot of a padding token, [3, 1]. Nothing is stored for
         # the slot -1.
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
+        # The token ids, positions and cache slots of all tokens, [3, num_tokens]. The three tensors
+        # are the rows of `_inputs`, so they share its memory.
         self._inputs = self._padding.repeat(1, num_tokens)
         self._token_ids, self._positions, self._slots = self._inputs
         # The indices of the tokens whose logits are needed. Unused items at the end are 0.

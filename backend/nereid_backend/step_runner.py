@@ -159,8 +159,8 @@ class Runner:
             # Therefore `sample` fills the masks.
             mask_jobs = None
             pending = previous.pending
-        logits = self._forward(plan, pending, mask_jobs)
-        logits = _with_all_tokens(logits, self._num_token_ids)
+        computed_logits = self._forward(plan, pending, mask_jobs)
+        logits = _with_all_tokens(computed_logits, self._num_token_ids)
         self._vocab_size = logits.shape[1]
         return RunningStep(plan, logits, sampling, mask_jobs)
 

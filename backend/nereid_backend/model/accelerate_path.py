@@ -75,44 +75,66 @@ class GraphSetup:
         check_path(test_path, self.chosen.trial, self.checkpoint.model.dtype, is_rounded=is_rounded)
 
 
-def compile_or_fuse_norms(
-    path: ForwardPath,
-    checkpoint: Checkpoint,
-    hook: AttentionHook,
-    chosen: ChosenPath,
-    progress: Progress,
-) -> CompiledForward | None:
+@dataclass(frozen=True, slots=True)
+class CompileTarget:
+    """A model whose forward pass is compiled, and the path that uses the compiled forward pass.
+
+    Attributes:
+        path: the engine's forward path.
+        checkpoint: the model.
+        hook: Nereid's attention function, which transformers calls in each layer.
+        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
+            model for these sequences.
+    """
+
+    path: ForwardPath
+    checkpoint: Checkpoint
+    hook: AttentionHook
+    chosen: ChosenPath
+
+    @property
+    def packed_path(self) -> PackedPath:
+        """The engine's forward path. An UnfitError is raised if the path cannot be compiled."""
+        if not isinstance(self.path, PackedPath):
+            raise UnfitError(
+                'torch.compile supports only the forward path "packed", but this model uses the '
+                f'forward path "{self.chosen.spec.name}"'
+            )
+        return self.path
+
+    def build_test_path(self, compiled: CompiledForward) -> PackedPath:
+        """Return a new forward path that runs `compiled`, for a check of this compiled code."""
+        path = self.chosen.spec.build(self.chosen.trial.sizes)
+        assert isinstance(path, PackedPath)
+        path.use_compiled(compiled)
+        return path
+
+
+def compile_or_fuse_norms(target: CompileTarget, progress: Progress) -> CompiledForward | None:
     """Compile the forward pass of a model. On a GPU, use torch's fused norms if this fails.
 
-    `path` is the engine's forward path, `hook` is Nereid's attention function, and `chosen` has the
-    test sequences. Return None if the forward pass cannot be compiled. The exceptions are those of
-    `use_compiled_forward`.
+    `target` is the model, and the path that uses the compiled forward pass. `progress` is called
+    with one line about each result. Return None if the forward pass cannot be compiled.
+
+    Raises:
+        ConfigError: if the GPU cannot be used any more after the attempt.
     """
-    compiled = use_compiled_forward(path, checkpoint, hook, chosen, progress)
+    compiled = use_compiled_forward(target, progress)
     # torch.compile also fuses the operations of an RMSNorm. Without the compiled forward pass, each
     # norm would need several GPU kernels.
-    if compiled is None and checkpoint.device.type == "cuda":
-        use_fused_norms(checkpoint, chosen, progress)
+    if compiled is None and target.checkpoint.device.type == "cuda":
+        use_fused_norms(target.checkpoint, target.chosen, progress)
     return compiled
 
 
-def use_compiled_forward(
-    path: ForwardPath,
-    checkpoint: Checkpoint,
-    hook: AttentionHook,
-    chosen: ChosenPath,
-    progress: Progress,
-) -> CompiledForward | None:
+def use_compiled_forward(target: CompileTarget, progress: Progress) -> CompiledForward | None:
     """Compile the forward pass of a model. Use the compiled forward pass if its logits are correct.
 
     If the compilation fails or the logits are wrong, the path continues with the model's own code.
 
     Args:
-        path: the engine's forward path. Mutated only if the logits are correct.
-        checkpoint: the model.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
-            model for these sequences.
+        target: the model, the test sequences, and the path that uses the compiled forward pass. The
+            path is mutated only if the logits are correct.
         progress: called with one line about the result.
 
     Returns:
@@ -122,10 +144,13 @@ def use_compiled_forward(
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
-        compiled = _compile_and_check(path, checkpoint, hook, chosen, progress)
+        compiled = _compile_and_check(target, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
         _raise_if_device_is_lost(
-            checkpoint.device, error, "compile_forward", "the compiled forward pass failed"
+            target.checkpoint.device,
+            error,
+            "compile_forward",
+            "the compiled forward pass failed",
         )
         progress(f"the forward pass is not compiled: {first_line(error)}")
         return None
@@ -133,50 +158,27 @@ def use_compiled_forward(
     return compiled
 
 
-def _compile_and_check(
-    path: ForwardPath,
-    checkpoint: Checkpoint,
-    hook: AttentionHook,
-    chosen: ChosenPath,
-    progress: Progress,
-) -> CompiledForward:
-    """Compile a model's forward pass, check the logits, and make `path` call the compiled code.
+def _compile_and_check(target: CompileTarget, progress: Progress) -> CompiledForward:
+    """Compile a model's forward pass, check the logits, and let the engine's path use the result.
 
     The check runs a separate path, which computes test sequences with the compiled code.
 
     Args:
-        path: the engine's forward path. Mutated only after a successful check.
-        checkpoint: the model.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        chosen: the test sequences, and the logits of the unmodified model for these sequences.
+        target: the model, the test sequences, and the engine's path. The path is mutated only after
+            a successful check.
         progress: called with one line for each slow operation.
 
     Raises:
         Exception: of any class, if the compilation fails or the logits are wrong.
     """
-    if not isinstance(path, PackedPath):
-        raise UnfitError(
-            'torch.compile supports only the forward path "packed", but this model uses the '
-            f'forward path "{chosen.spec.name}"'
-        )
+    path, model, trial = target.packed_path, target.checkpoint.model, target.chosen.trial
     # If CPU kernels compute the attention (`is_native`), the compiled code calls these kernels
     # directly, not through Python.
-    compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
-    check_path(compiled_test_path(chosen, compiled), chosen.trial, checkpoint.model.dtype)
+    compiled = compile_forward(model, target.hook, progress, is_native=path.is_native)
+    check_path(target.build_test_path(compiled), trial, model.dtype)
     compiled.confirm()  # records the successful check next to the library on disk
     path.use_compiled(compiled)
     return compiled
-
-
-def compiled_test_path(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
-    """Return a new forward path that runs the compiled code `compiled`, for a check of this code.
-
-    `chosen` contains the test sequences for the check, and must describe the forward path `packed`.
-    """
-    path = chosen.spec.build(chosen.trial.sizes)
-    assert isinstance(path, PackedPath)
-    path.use_compiled(compiled)
-    return path
 
 
 def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress) -> None:

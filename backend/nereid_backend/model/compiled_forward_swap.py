@@ -22,13 +22,11 @@ from typing import NamedTuple
 import torch
 
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError, find_compiler
-from nereid_backend.attention.transformers_hook import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.main_memory import available_memory, format_bytes
-from nereid_backend.model.accelerate_path import compiled_test_path, use_compiled_forward
-from nereid_backend.model.choose_path import ChosenPath
+from nereid_backend.model.accelerate_path import CompileTarget, use_compiled_forward
 from nereid_backend.model.self_check import PathCheck
 from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
 from nereid_backend.paths.compiled_forward.library_files import (
@@ -40,7 +38,6 @@ from nereid_backend.paths.compiled_forward.load_library import CompiledForward, 
 from nereid_backend.paths.compiled_forward.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
-from nereid_backend.step_runner import ForwardPath
 
 log = logging.getLogger(__name__)
 
@@ -74,22 +71,12 @@ class ForwardSwap:
             logged.
     """
 
-    def __init__(
-        self,
-        path: PackedPath,
-        checkpoint: Checkpoint,
-        hook: AttentionHook,
-        chosen: ChosenPath,
-        folder: Path,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, target: CompileTarget, folder: Path, progress: Progress) -> None:
         """Start the compilation in another process.
 
         Args:
-            path: the forward path that will use the compiled forward pass.
-            checkpoint: the model.
-            hook: Nereid's attention function, which transformers calls in each layer.
-            chosen: the chosen forward path, and the test sequences.
+            target: the model, the test sequences, and the forward path that will use the compiled
+                forward pass.
             folder: the folder in which the library will be stored.
             progress: called with one line when the compiled forward pass is used.
 
@@ -97,12 +84,15 @@ class ForwardSwap:
             UnfitError: if the model cannot be sent to another process.
             OSError: if the process cannot be started.
         """
-        self._path = path
-        self._checkpoint = checkpoint
-        self._chosen = chosen
+        self._target = target
         self._progress = progress
         # The model without the values of its weights. The other process needs only the shapes.
-        skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
+        skeleton = Skeleton(
+            target.checkpoint.model,
+            target.hook.name,
+            target.packed_path.is_native,
+            torch.get_num_threads(),
+        )
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
         self._candidate: _Candidate | None = None  # None until the library is loaded
@@ -151,9 +141,10 @@ class ForwardSwap:
         failure_reason = self._compilation.outcome  # "" if the compilation was successful
         if failure_reason:
             raise RuntimeError(failure_reason)
-        compiled = load_library(self._checkpoint.model, self._compilation.folder)
-        test_path = compiled_test_path(self._chosen, compiled)
-        check = PathCheck(test_path, self._chosen.trial, self._checkpoint.model.dtype)
+        model = self._target.checkpoint.model
+        compiled = load_library(model, self._compilation.folder)
+        test_path = self._target.build_test_path(compiled)
+        check = PathCheck(test_path, self._target.chosen.trial, model.dtype)
         return _Candidate(compiled, check)
 
     def _use(self, compiled: CompiledForward) -> None:
@@ -162,7 +153,7 @@ class ForwardSwap:
         The caller must have checked the logits of the compiled forward pass.
         """
         compiled.confirm()  # records the successful check next to the library on disk
-        self._path.use_compiled(compiled)
+        self._target.packed_path.use_compiled(compiled)
         self.is_done = True
         seconds = time.monotonic() - self._start_s
         self._progress(
@@ -198,12 +189,7 @@ def _check_can_compile(folder: Path) -> None:
 
 
 def use_fast_forward(
-    config: EngineConfig,
-    path: ForwardPath,
-    checkpoint: Checkpoint,
-    hook: AttentionHook,
-    chosen: ChosenPath,
-    progress: Progress,
+    config: EngineConfig, target: CompileTarget, progress: Progress
 ) -> ForwardSwap | None:
     """Use the compiled forward pass if it is stored on disk. Otherwise, start to compile it.
 
@@ -213,24 +199,23 @@ def use_fast_forward(
 
     Args:
         config: the settings.
-        path: the engine's forward path. Mutated if the compiled library is on disk.
-        checkpoint: the model.
-        hook: Nereid's attention function, which transformers calls in each layer.
-        chosen: the chosen forward path, and the test sequences.
+        target: the model, the test sequences, and the engine's forward path. The path is mutated if
+            the compiled library is on disk.
         progress: called with one line about the result.
 
     Returns:
         The compilation that was started; None if no compilation was started.
     """
+    path, checkpoint = target.path, target.checkpoint
     if not isinstance(path, PackedPath) or not _is_worth_compiling(config, checkpoint):
         return None
     folder = library_folder(checkpoint.model, is_native=path.is_native)
     if has_library(folder):
-        use_compiled_forward(path, checkpoint, hook, chosen, progress)
+        use_compiled_forward(target, progress)
         return None
     try:
         _check_can_compile(folder)
-        swap = ForwardSwap(path, checkpoint, hook, chosen, folder, progress)
+        swap = ForwardSwap(target, folder, progress)
     except (UnfitError, KernelBuildError, OSError) as error:
         progress(f"the forward pass is not compiled, because {first_line(error)}")
         return None

@@ -15,7 +15,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.draft_model import DraftModel, DraftSizes
 from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
-from nereid_backend.model.accelerate_path import compile_or_fuse_norms
+from nereid_backend.model.accelerate_path import CompileTarget, compile_or_fuse_norms
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.length_limits import LengthLimit
 from nereid_backend.model.load_weights import load_weights
@@ -61,7 +61,8 @@ class OpenedDraft:
         # If compile_forward is "auto" (the default), only the large model is compiled, not the
         # draft model.
         if config.compile_forward is True:
-            compile_or_fuse_norms(path, self.checkpoint, self.hook, self.chosen, progress)
+            target = CompileTarget(path, self.checkpoint, self.hook, self.chosen)
+            compile_or_fuse_norms(target, progress)
         return DraftModel(path, sizes, self.hook)
 
 

@@ -30,6 +30,7 @@ from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.accelerate_path import (
+    CompileTarget,
     GraphSetup,
     compile_or_fuse_norms,
     use_decode_graphs,
@@ -234,7 +235,8 @@ def load(
     clock.end("cache")
     if config.measure_attention:
         use_fastest_attention(path, checkpoint, opened.chosen, progress)
-    compilation = _compile_forward(config, path, opened, hook, progress)
+    target = CompileTarget(path, checkpoint, hook, opened.chosen)
+    compilation = _compile_forward(config, target, progress)
     clock.end("compile")
     if config.cuda_graphs:
         setup = GraphSetup(checkpoint, opened.chosen, compilation.compiled, sizes)
@@ -354,11 +356,7 @@ class _Compilation(NamedTuple):
 
 
 def _compile_forward(
-    config: EngineConfig,
-    path: ForwardPath,
-    opened: OpenedModel,
-    hook: AttentionHook,
-    progress: Progress,
+    config: EngineConfig, target: CompileTarget, progress: Progress
 ) -> _Compilation:
     """Compile the forward pass of a model as the setting compile_forward requires.
 
@@ -367,18 +365,14 @@ def _compile_forward(
 
     Args:
         config: the settings.
-        path: the engine's forward path. Mutated if it can use a compiled forward pass now.
-        opened: the model and its forward path.
-        hook: Nereid's attention function, which transformers calls in each layer.
+        target: the model and the engine's forward path. The path is mutated if it can use a
+            compiled forward pass now.
         progress: called with one line about the result.
     """
-    checkpoint, chosen = opened.checkpoint, opened.chosen
     if config.compile_forward == "auto":
-        swap = use_fast_forward(config, path, checkpoint, hook, chosen, progress)
-        return _Compilation(swap=swap)
+        return _Compilation(swap=use_fast_forward(config, target, progress))
     if config.compile_forward:
-        compiled = compile_or_fuse_norms(path, checkpoint, hook, chosen, progress)
-        return _Compilation(compiled=compiled)
+        return _Compilation(compiled=compile_or_fuse_norms(target, progress))
     return _Compilation()
 
 

@@ -15,8 +15,8 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.linear.prepack import has_fast_bfloat16
 from nereid_backend.main_memory import available_memory, format_bytes
 
-_HALF_BYTES = 2
-_FULL_BYTES = 4
+_FLOAT16_BYTES = 2
+_FLOAT32_BYTES = 4
 # Maps each value of weight_dtype to the average size of a rounded weight in bytes. Examples: 64
 # weights of int8 need 64 bytes, and their common scale needs 2 bytes. 32 weights of int4 need 16
 # bytes, their scale 2 bytes and their zero one byte. Error messages recommend the first value of
@@ -46,9 +46,9 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
     if not (folder / "config.json").is_file():
         return WeightForm.UNROUNDED  # load_checkpoint reports what is missing
     counts = count_weights(folder)
-    number_bytes = _bytes_per_number(folder, config.dtype, device)
+    bytes_per_number = _bytes_per_number(folder, config.dtype, device)
     unrounded_bytes = _weight_bytes(
-        counts, number_bytes, keeps_integers=_keeps_integers(config, device)
+        counts, bytes_per_number, keeps_integers=_keeps_integers(config, device)
     )
     # The main memory is checked even if the model runs on a GPU, because the weights are first read
     # into the main memory.
@@ -56,10 +56,10 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
     if unrounded_bytes <= free_bytes:
         return WeightForm.UNROUNDED
     can_round = device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES
-    if can_round and _rounded_bytes(counts, config.weight_dtype, number_bytes) <= free_bytes:
+    if can_round and _rounded_bytes(counts, config.weight_dtype, bytes_per_number) <= free_bytes:
         return WeightForm.ROUNDED
-    dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
-    remedy = _remedy(config, counts, number_bytes, free_bytes, device)
+    dtype_name = "float32" if bytes_per_number == _FLOAT32_BYTES else "16-bit numbers"
+    remedy = _remedy(config, counts, bytes_per_number, free_bytes, device)
     raise ConfigError(
         f"model: the weights need {format_bytes(unrounded_bytes)} as {dtype_name}, but only "
         f"{format_bytes(free_bytes)} are free. {remedy}"
@@ -69,7 +69,7 @@ def form_that_fits(config: EngineConfig, device: torch.device) -> WeightForm:
 def _remedy(
     config: EngineConfig,
     counts: WeightCounts,
-    number_bytes: int,
+    bytes_per_number: int,
     free_bytes: int,
     device: torch.device,
 ) -> str:
@@ -82,32 +82,32 @@ def _remedy(
     Args:
         config: the settings.
         counts: the numbers of the checkpoint's weights.
-        number_bytes: the size of an unquantised weight with these settings.
+        bytes_per_number: the size of an unquantised weight with these settings.
         free_bytes: the free memory.
         device: the device of the model.
     """
-    for setting, num_bytes in _smaller_settings(config, counts, number_bytes, device):
+    for setting, num_bytes in _smaller_settings(config, counts, bytes_per_number, device):
         if num_bytes <= free_bytes:
             return f"With {setting}, they need {format_bytes(num_bytes)}."
     return "Use a quantised checkpoint of the model, or a smaller model."
 
 
 def _smaller_settings(
-    config: EngineConfig, counts: WeightCounts, number_bytes: int, device: torch.device
+    config: EngineConfig, counts: WeightCounts, bytes_per_number: int, device: torch.device
 ) -> Iterator[tuple[str, int]]:
     """Yield settings that may reduce the memory of the weights, and the bytes that they then need.
 
     Example of an item: ("dtype=bfloat16", 2000000). The arguments are those of `_remedy`.
     """
-    if number_bytes > _HALF_BYTES:
+    if bytes_per_number > _FLOAT16_BYTES:
         keeps_integers = _keeps_integers(config, device)
-        yield "dtype=bfloat16", _weight_bytes(counts, _HALF_BYTES, keeps_integers=keeps_integers)
+        yield "dtype=bfloat16", _weight_bytes(counts, _FLOAT16_BYTES, keeps_integers=keeps_integers)
     if device.type != "cpu":
         return  # The other settings require a CPU.
     if counts.num_quantised_linear > 0:
-        yield "prepack=true", _weight_bytes(counts, number_bytes, keeps_integers=True)
+        yield "prepack=true", _weight_bytes(counts, bytes_per_number, keeps_integers=True)
     for weight_dtype in _ROUNDED_BYTES:
-        size = _rounded_bytes(counts, weight_dtype, number_bytes)
+        size = _rounded_bytes(counts, weight_dtype, bytes_per_number)
         yield f"weight_dtype={weight_dtype}", size
 
 
@@ -128,34 +128,35 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
     memory (keeps_integers), because the CPU kernels compute with integers.
     """
     sizes = {
-        "dtype=float32": _weight_bytes(counts, _FULL_BYTES, keeps_integers=True),
-        "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, keeps_integers=True),
+        "dtype=float32": _weight_bytes(counts, _FLOAT32_BYTES, keeps_integers=True),
+        "dtype=bfloat16": _weight_bytes(counts, _FLOAT16_BYTES, keeps_integers=True),
     }
     # The setting weight_dtype does not apply to checkpoints that are already quantised.
     can_be_rounded = counts.num_unquantised_linear > 0 and counts.num_quantised_linear == 0
     if can_be_rounded:
         for weight_dtype in _ROUNDED_BYTES:
-            size = _rounded_bytes(counts, weight_dtype, _HALF_BYTES)
+            size = _rounded_bytes(counts, weight_dtype, _FLOAT16_BYTES)
             sizes[f"weight_dtype={weight_dtype}"] = size
     return sizes
 
 
-def _rounded_bytes(counts: WeightCounts, weight_dtype: str, number_bytes: int) -> int:
+def _rounded_bytes(counts: WeightCounts, weight_dtype: str, bytes_per_number: int) -> int:
     """Return the size of the weights in bytes if linear layers store integers of 4 or 8 bits."""
-    others = counts.num_weights - counts.num_unquantised_linear
-    return int(counts.num_unquantised_linear * _ROUNDED_BYTES[weight_dtype]) + others * number_bytes
+    rounded_bytes = int(counts.num_unquantised_linear * _ROUNDED_BYTES[weight_dtype])
+    num_others = counts.num_weights - counts.num_unquantised_linear
+    return rounded_bytes + num_others * bytes_per_number
 
 
-def _weight_bytes(counts: WeightCounts, number_bytes: int, *, keeps_integers: bool) -> int:
+def _weight_bytes(counts: WeightCounts, bytes_per_number: int, *, keeps_integers: bool) -> int:
     """Return the size of the weights in memory, in bytes.
 
     If keeps_integers is False, the integers of quantised weights are converted to floating-point
-    numbers of `number_bytes` bytes.
+    numbers of `bytes_per_number` bytes.
     """
     if not keeps_integers:
-        return counts.num_weights * number_bytes
+        return counts.num_weights * bytes_per_number
     others = counts.num_weights - counts.num_quantised_linear
-    return counts.integer_bytes + others * number_bytes
+    return counts.integer_bytes + others * bytes_per_number
 
 
 def _bytes_per_number(folder: Path, dtype_setting: str, device: torch.device) -> int:
@@ -164,7 +165,7 @@ def _bytes_per_number(folder: Path, dtype_setting: str, device: torch.device) ->
     `dtype_setting` is the name of a data type, such as "bfloat16", or "auto".
     """
     dtype_name = _automatic_dtype(folder, device) if dtype_setting == "auto" else dtype_setting
-    return _HALF_BYTES if dtype_name in ("bfloat16", "float16") else _FULL_BYTES
+    return _FLOAT16_BYTES if dtype_name in ("bfloat16", "float16") else _FLOAT32_BYTES
 
 
 def _automatic_dtype(folder: Path, device: torch.device) -> str:

@@ -90,8 +90,8 @@ class Rank:
     def loading(self) -> Iterator[None]:
         """In the `with` block, let transformers load only the part of a model for this rank.
 
-        A rank is one of the processes that compute the model together. transformers divides a model
-        only if the caller passes a plan for tensor parallelism.
+        A rank is one of the processes that compute the model together. The caller must also pass a
+        plan for tensor parallelism to transformers. Otherwise, transformers loads the whole model.
         """
         with (
             _without_warnings(),

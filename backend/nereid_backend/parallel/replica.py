@@ -22,9 +22,7 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     """Assign some of the GPUs to this engine process, and return the settings of the process.
 
     With data parallelism, several engine processes load the same model, and each request is sent to
-    one of them. The CPUs and the disk space for the prefix cache are divided equally among the
-    processes. Each process has a different random seed, so that equal requests without a seed get
-    different outputs.
+    one of them.
 
     Call this function before the process uses a GPU.
 
@@ -35,10 +33,20 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     Raises:
         ConfigError: if the machine has fewer GPUs than the processes need.
     """
-    num_engines = config.data_parallel_size
-    if num_engines == 1:
+    if config.data_parallel_size == 1:
         return config
     _restrict_gpus(config, index)
+    return _settings_of_one_engine(config, index)
+
+
+def _settings_of_one_engine(config: EngineConfig, index: int) -> EngineConfig:
+    """Return the settings of the engine process with the number `index`.
+
+    The CPUs and the disk space for the prefix cache are divided equally among the processes. Each
+    process has a different random seed, so that equal requests without a seed get different
+    outputs.
+    """
+    num_engines = config.data_parallel_size
     # The setting prefix_cache_disk_bytes can be a text, such as "10GiB". The property
     # `prefix_cache_disk_size` is the same setting as a number.
     total_disk_bytes = config.prefix_cache_disk_size

@@ -87,7 +87,7 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
             spec,
             dtype=config.dtype,
             device=device,
-            attention_to_test=hook.name,
+            nereid_attention=hook.name,
             progress=progress,
         )
     store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)

@@ -21,7 +21,7 @@ from nereid_backend.pooling.forward.image_text_towers import (
     text_vectors,
 )
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
-from nereid_backend.pooling.forward.poolers import pool
+from nereid_backend.pooling.forward.poolers import Ranges, pool
 from nereid_backend.pooling.forward.pooling_forward import Head, PaddedForward, token_logits
 from nereid_backend.pooling.forward.pooling_outputs import (
     dense_outputs,
@@ -227,9 +227,11 @@ class PoolingModel:
         """
         loaded = self._loaded
         batch = self._token_batch(items)
-        if loaded.forward is None:  # The model has towers. They compute no token vectors.
+        has_towers = loaded.spec.loader == TOWERS
+        if has_towers:
             vectors = text_vectors(loaded.encoder, batch)
             return dense_outputs(vectors, items, normalizes=loaded.normalizes)
+        assert loaded.forward is not None, "every other model of batches has a chosen method"
         if loaded.head is not None:
             return self._classify(loaded.forward, loaded.head, batch, items)
         hidden = self._token_vectors(loaded.forward, batch, items)
@@ -249,16 +251,19 @@ class PoolingModel:
             items: the items of the texts.
         """
         loaded = self._loaded
-        if loaded.reranker is not None:  # a generative reranker
+        is_splade = loaded.spec.loader == MASKED
+        if loaded.reranker is not None:
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
-        if loaded.spec.loader == MASKED:  # a SPLADE model
-            # The weight of a vocabulary entry is the maximum or the sum ("max" or "sum") over all
-            # tokens. `splade_outputs` describes the formula.
-            strategy, num_log1p = loaded.spec.splade
-            logits = token_logits(loaded.encoder, hidden)
-            return splade_outputs(logits, batch, strategy, num_log1p)
+        if is_splade:
+            return self._splade_outputs(hidden, batch)
         return self._embed(hidden, batch, items)
+
+    def _splade_outputs(self, hidden: Tensor, batch: TokenBatch) -> list[Value | None]:
+        """Return the sparse weights of each text (see `splade_outputs` for the formula)."""
+        strategy, num_log1p = self._loaded.spec.splade
+        logits = token_logits(self._loaded.encoder, hidden)
+        return splade_outputs(logits, batch, strategy, num_log1p)
 
     def _token_batch(self, items: list[Prepared]) -> TokenBatch:
         """Return a batch that contains the tokens of all items."""
@@ -289,15 +294,16 @@ class PoolingModel:
         expanded queries is computed with an attention mask, which only the model's own attention
         supports. A batch contains either only expanded queries or none.
         """
-        # The number of tokens before the mask tokens; None for texts that are not expanded.
-        attended_lens = [prepared.num_attended for prepared in items]
-        are_expanded_queries = attended_lens[0] is not None
-        if not are_expanded_queries:
+        # For each expanded query, the number of tokens before the mask tokens.
+        attended_lens = tuple(
+            prepared.num_attended for prepared in items if prepared.num_attended is not None
+        )
+        if not attended_lens:
             return forward.forward(batch)
-        lens = tuple(length for length in attended_lens if length is not None)
+        assert len(attended_lens) == len(items), "`split_batch` separates expanded queries"
         encoder = self._loaded.encoder
         with own_attention(encoder, forward):
-            return PaddedForward(encoder)(replace(batch, attended_lens=lens))
+            return PaddedForward(encoder)(replace(batch, attended_lens=attended_lens))
 
     def _answer_scores_of_texts(
         self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
@@ -324,50 +330,48 @@ class PoolingModel:
         for layer in layers.tokens:  # the layers that convert token vectors to token vectors
             hidden = layer(hidden.float())
         starts = batch.starts  # the index of each text's first token, and the number of all tokens
-        dense = self._dense_outputs(hidden, starts, items)
-        outputs: list[Value | None] = []
+        # Dense vectors are computed in one batch, and other outputs one by one.
+        dense_indices = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
+        outputs = self._dense_outputs(hidden, starts, items, dense_indices)
         for i, prepared in enumerate(items):
-            token_vectors = hidden[starts[i] : starts[i + 1]].float()
+            token_vectors = hidden[starts[i] : starts[i + 1]]
             if prepared.item.kind == "sparse":
-                outputs.append(sparse_output(token_vectors, prepared.token_ids, layers))
+                outputs[i] = sparse_output(token_vectors.float(), prepared.token_ids, layers)
             elif prepared.item.kind == "multi_vector":
-                outputs.append(multi_vector_output(token_vectors, prepared, layers))
-            else:
-                outputs.append(dense[i])
-        return outputs
+                outputs[i] = multi_vector_output(token_vectors.float(), prepared, layers)
+        return [outputs[i] for i in range(len(items))]
 
     def _dense_outputs(
-        self, hidden: Tensor, starts: list[int], items: list[Prepared]
+        self, hidden: Tensor, starts: list[int], items: list[Prepared], dense_indices: list[int]
     ) -> dict[int, Value | None]:
-        """Compute the dense vectors of all items of the kind "dense".
+        """Compute the dense vectors of some items. Return a mapping from indices to vectors.
 
-        Return a mapping from the index of each such item to its vector. The token vectors of an
-        item are pooled: they are combined into one vector, for example by their mean. The tokens of
-        a prompt are left out if the checkpoint requires this (see Prepared.prompt_len).
+        The token vectors of an item are pooled: they are combined into one vector, for example by
+        their mean. The tokens of a prompt are left out if the checkpoint requires this (see
+        Prepared.prompt_len).
 
-        Example: the second of two items is dense, `starts` is [0, 4, 9], and the prompt of the item
-        has 2 tokens. The result maps 1 to a vector that is pooled from the tokens 6 to 8.
+        Example: the indices [1], the starts [0, 4, 9] and a prompt of 2 tokens in item 1 return a
+        dict that maps 1 to a vector, which is pooled from the tokens 6 to 8.
 
         Args:
             hidden: the outputs of the token layers, [num_tokens, size].
             starts: the index of each item's first token, followed by the number of all tokens.
             items: all items of the batch.
+            dense_indices: the indices of the items of the kind "dense".
         """
-        indices = [i for i, prepared in enumerate(items) if prepared.item.kind == "dense"]
-        if not indices:
+        if not dense_indices:
             return {}
         loaded = self._loaded
-        prompt_lens = [items[i].prompt_len for i in indices]
-        pooled_tokens = [
-            (starts[i] + prompt_len, starts[i + 1], prompt_len)
-            for i, prompt_len in zip(indices, prompt_lens, strict=True)
-        ]
-        vectors = pool(hidden, pooled_tokens, loaded.poolers)
+        ranges: Ranges = []
+        for i in dense_indices:
+            prompt_len = items[i].prompt_len
+            ranges.append((starts[i] + prompt_len, starts[i + 1], prompt_len))
+        vectors = pool(hidden, ranges, loaded.poolers)
         for layer in loaded.layers.vector:
             vectors = layer(vectors)
-        dense_items = [items[i] for i in indices]
+        dense_items = [items[i] for i in dense_indices]
         outputs = dense_outputs(vectors, dense_items, normalizes=loaded.normalizes)
-        return dict(zip(indices, outputs, strict=True))
+        return dict(zip(dense_indices, outputs, strict=True))
 
 
 def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:

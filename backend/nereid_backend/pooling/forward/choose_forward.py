@@ -143,11 +143,24 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     # with packed and merged layers, so that the tests also detect errors in these layers.
     prepack_linears(encoder.model)
     _merge_layers(encoder, expected)
+    return _first_exact_method(encoder, hook, name, expected)
+
+
+def _first_exact_method(
+    encoder: Encoder, hook: AttentionHook, name: str, expected: _ExpectedVectors
+) -> ChosenForward:
+    """Return the first of the model's candidates that computes the expected vectors.
+
+    `name` is the name of the architecture, for error messages. Mutates: the attention
+    implementation of the model.
+
+    Raises:
+        UnsupportedModelError: no candidate computes the expected vectors.
+    """
     # Maps each rejected method to the reason for the rejection.
     rejections: dict[str, str] = {}
-    if not encoder.accepts_nereid_attention:  # "packed" is not one of the candidates
+    if not encoder.accepts_nereid_attention:  # `_candidates` then leaves out "packed"
         rejections["packed"] = "it does not use transformers' attention interface"
-    # The fastest candidate comes first.
     for method, forward, attention in _candidates(encoder, hook, is_causal=expected.is_causal):
         if encoder.model.config._attn_implementation != attention:
             encoder.model.set_attn_implementation(attention)
@@ -170,12 +183,13 @@ def _merge_layers(encoder: Encoder, expected: _ExpectedVectors) -> None:
     forward = PaddedForward(encoder)
     first_text = expected.of_first_text()
 
-    def compute_difference() -> float:
-        return _compare_with_single_texts(forward, first_text).difference
+    def compute_first_text() -> _Comparison:
+        return _compare_with_single_texts(forward, first_text)
 
-    # `merge_linears` calls the function to find out which layers have the same input.
-    merge_linears(encoder.model, run=compute_difference)
-    if compute_difference() > TOLERANCE[encoder.dtype]:
+    # `merge_linears` observes the inputs of all layers during one run, and ignores the result.
+    merge_linears(encoder.model, run=compute_first_text)
+    comparison = compute_first_text()
+    if comparison.difference > TOLERANCE[encoder.dtype]:
         separate_linears(encoder.model)
 
 
@@ -194,18 +208,19 @@ def _compute_expected_vectors(
         ModelError: the vectors are not finite numbers.
         UnsupportedModelError: the model cannot compute one text alone.
     """
-    batch = random_batch(encoder, self_check_lens(max_len))
-    expected = _vectors_of_single_texts(encoder, batch, name)
-    is_causal = _is_causal(encoder, batch, expected)
-    # A sliding window affects only texts that are longer than the window. If the model can use
-    # Nereid's attention, texts that are longer than each window are added, so that an error in this
-    # attention is detected.
-    if encoder.accepts_nereid_attention:
-        long_lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
-        if long_lens:
-            batch = random_batch(encoder, (*batch.lens, *long_lens))
-            expected = _vectors_of_single_texts(encoder, batch, name)
-    return _ExpectedVectors(batch, expected, is_causal)
+    short_lens = self_check_lens(max_len)
+    short_texts = random_batch(encoder, short_lens)
+    vectors = _vectors_of_single_texts(encoder, short_texts, name)
+    is_causal = _is_causal(encoder, short_texts, vectors)
+    # A sliding window affects only texts that are longer than the window.
+    windows = _sliding_windows(encoder, hook, short_texts, is_causal=is_causal)
+    long_lens = _lens_beyond_windows(windows, max(short_lens), max_len)
+    if not long_lens:
+        return _ExpectedVectors(short_texts, vectors, is_causal)
+    # `random_batch` returns one batch, so the few short texts are computed again.
+    all_texts = random_batch(encoder, (*short_lens, *long_lens))
+    all_vectors = _vectors_of_single_texts(encoder, all_texts, name)
+    return _ExpectedVectors(all_texts, all_vectors, is_causal)
 
 
 def _candidates(encoder: Encoder, hook: AttentionHook, *, is_causal: bool) -> list[_Candidate]:
@@ -288,15 +303,17 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     text = batch.split()[-1]
     length = text.lens[0]
     if length < 2:
-        return False
+        return False  # A text of one token has no other tokens, so nothing can be measured.
     ids = text.token_ids.clone()
     ids[-1] = _other_token(batch, ids[-1])
-    changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
+    changed_text = TokenBatch(ids, text.type_ids, text.lens)
+    # Compare the vectors of all tokens of the text except the last token.
+    after_change = PaddedForward(encoder)(changed_text).float()[:-1]
+    before_change = expected[-length:-1]
     # Use the median of the errors, because a mixture-of-experts model may choose other experts for
     # a few tokens when the batch changes.
-    expected_of_text = expected[-length:]
-    errors = row_errors(changed[:-1], expected_of_text[:-1])
-    return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
+    median_error = row_errors(after_change, before_change).median().item()
+    return median_error < _CAUSAL_TOLERANCE[encoder.dtype]
 
 
 def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
@@ -307,40 +324,38 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
     return batch.token_ids[batch.token_ids != token_id][0]
 
 
-def _lens_beyond_windows(
-    encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
-) -> list[int]:
+def _lens_beyond_windows(windows: set[int], longest_tested: int, max_len: int) -> list[int]:
     """Return the lengths of further test texts, which are longer than the model's sliding windows.
 
-    For each sliding window, the result contains the length of a text that is longer than the
-    window. A length is left out if `batch` already contains a text that is at least as long, or if
-    the length exceeds `max_len` or `_LONGEST_TEXT`. Example: the windows have 8 and 64 tokens, and
-    the longest text in `batch` has 20 tokens. The result is [70], because a text is 6 tokens longer
-    than its window (`_BEYOND_WINDOW`).
+    A text has 6 tokens more than its window (`_BEYOND_WINDOW`). Example: the windows {8, 64} and
+    longest_tested=20 return [70], because a text of 20 tokens also tests the window 8.
 
-    Only packed batches are computed with Nereid's attention, in which a sliding window could be
-    wrong. If the model cannot compute packed batches, `_sliding_windows` finds no windows, and the
-    result is empty.
+    Args:
+        windows: the sizes of the sliding windows.
+        longest_tested: the length of the longest test text so far.
+        max_len: the length limit of inputs. Texts longer than `max_len` or `_LONGEST_TEXT` are left
+            out.
     """
-    windows = _sliding_windows(encoder, hook, batch, is_causal)
     longest_allowed = min(_LONGEST_TEXT, max_len)
-    lens = {window + _BEYOND_WINDOW for window in windows}
-    return sorted(length for length in lens if max(batch.lens) < length <= longest_allowed)
+    lens = sorted(window + _BEYOND_WINDOW for window in windows)
+    return [length for length in lens if longest_tested < length <= longest_allowed]
 
 
 def _sliding_windows(
-    encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool
+    encoder: Encoder, hook: AttentionHook, batch: TokenBatch, *, is_causal: bool
 ) -> set[int]:
-    """Return the sizes of the model's sliding windows.
+    """Return the sizes of the model's sliding windows, which one packed forward pass records.
 
-    The set is empty if the model has no windows, or cannot compute packed batches.
+    The set is empty if the model has no windows, or cannot compute packed batches. Only packed
+    batches use Nereid's attention, in which a sliding window could be wrong.
     """
-    # Each attention layer passes the size of its sliding window to `attention`. Run one packed
-    # forward pass to collect these sizes. This pass may use wrong position ids, because its vectors
-    # are not used.
+    if not encoder.accepts_nereid_attention:
+        return set()
+    # Each attention layer passes the size of its sliding window to `attention`.
     attention = PackedAttention(batch.groups(), is_causal)
-    first_position_id = _possible_first_position_ids(encoder)[0]
-    forward = PackedForward(encoder, hook, first_position_id, is_causal)
+    # The vectors are not used, so the position ids may be wrong.
+    any_first_id = _possible_first_position_ids(encoder)[0]
+    forward = PackedForward(encoder, hook, any_first_id, is_causal)
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)

@@ -45,21 +45,21 @@ def choose_head(
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    # The name of a method states which token vectors are passed to the head. "first" and "last" are
-    # tested before "all", because they pass only one token vector for each text.
-    methods: tuple[HeadMethod, ...] = ("tokens",) if per_token else ("first", "last", "all")
-    for method in methods:
+    # The name of a method states which token vectors the head gets (see `HeadMethod`). The cheapest
+    # method comes first.
+    methods_of_texts: tuple[HeadMethod, ...] = ("first", "last", "all", "whole")
+    methods_of_tokens: tuple[HeadMethod, ...] = ("tokens", "whole")
+    reason: str | None = None
+    for method in methods_of_tokens if per_token else methods_of_texts:
+        if method == "whole":
+            # Run the whole model as transformers itself does, with the model's own attention.
+            encoder.model.set_attn_implementation(encoder.own_attention)
         head = Head(encoder, method, per_token)
-        if _find_output_error(head, hidden, batch, expected) is None:
+        reason = _find_output_error(head, hidden, batch, expected)
+        if reason is None:
             return head
-    # None of the methods above has computed the correct output. Test the last method: run the whole
-    # model on a padded batch, as transformers itself does.
-    encoder.model.set_attn_implementation(encoder.own_attention)
-    whole_model = Head(encoder, "whole", per_token)
-    reason = _find_output_error(whole_model, hidden, batch, expected)
-    if reason is not None:
-        raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
-    return whole_model
+    # `reason` belongs to the last method, which runs the whole model.
+    raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:

@@ -44,9 +44,10 @@ class GroupAttention:
         length = query.shape[2]
         block_len = self._choose_block_len(query)
         # In a causal model, a token must not attend to later tokens. If one block contains the
-        # whole text, torch's attention function can ensure this without a mask. If the text is
-        # divided into several blocks, each block needs a mask.
+        # whole text, torch's attention function can hide the later keys without a mask. If the text
+        # is divided into several blocks, each block needs a mask.
         needs_mask = self._needs_mask(query, block_len)
+        hides_later_keys = self.options.is_causal and not needs_mask
         outputs = []
         for start in range(0, length, block_len):
             end = min(length, start + block_len)
@@ -61,6 +62,7 @@ class GroupAttention:
                 key[:, :, first_key:end_key],
                 value[:, :, first_key:end_key],
                 mask,
+                hides_later_keys=hides_later_keys,
             )
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -142,17 +144,24 @@ class GroupAttention:
         return mask
 
     def _attend_block(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        hides_later_keys: bool,
     ) -> Tensor:
         """Compute the attention of one block. A block contains consecutive queries of each text.
 
-        A `mask` of None means that the queries can attend to all keys. If the attention is causal,
-        `mask` is None only for a block that contains all queries of the texts, so that torch's
-        `is_causal` hides exactly the later keys.
-
-        Shapes: query [count, num_heads, num_queries, key_dim], key [count, num_kv_heads, num_keys,
-        key_dim], value [count, num_kv_heads, num_keys, value_dim], mask bool [num_queries,
-        num_keys].
+        Args:
+            query: the queries, [count, num_heads, num_queries, key_dim].
+            key: the keys, [count, num_kv_heads, num_keys, key_dim].
+            value: the values, [count, num_kv_heads, num_keys, value_dim].
+            mask: the keys to which each query can attend, bool [num_queries, num_keys]; None if no
+                mask is needed.
+            hides_later_keys: whether torch's function hides the keys after each query. The block
+                then contains whole texts, and `mask` is None.
         """
         if self._needs_explicit_scores():  # a softcap or sinks, which torch does not support
             return self._attend_with_explicit_scores(query, key, value, mask)
@@ -161,7 +170,7 @@ class GroupAttention:
             key,
             value,
             attn_mask=mask,
-            is_causal=self.options.is_causal and mask is None,
+            is_causal=hides_later_keys,
             scale=self.options.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

@@ -130,23 +130,41 @@ class Head:
             batch: the texts.
         """
         if self.method == "whole":
-            logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
-            return logits[batch.mask()] if self.is_per_token else logits
+            return self._logits_of_whole_model(batch)
         assert hidden is not None, "only the method `whole` needs no token vectors"
         match self.method:
-            case "first" | "last":  # The head needs one token vector of each text.
-                index = torch.tensor(self._token_indices(batch), device=hidden.device)
-                ids = batch.token_ids[index][:, None]
-                return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
-            case "all":  # The head needs all token vectors of a text.
-                padding = self.encoder.model.config.get_text_config().pad_token_id or 0
-                ids = batch.pad(batch.token_ids, padding)
-                return self._run(batch.pad(hidden), ids, batch.mask().long())
-            case "tokens":  # The head classifies single tokens.
-                # Treat all tokens as one text, because the classification head computes each token
-                # separately.
-                ids = batch.token_ids[None]
-                return self._run(hidden[None], ids, torch.ones_like(ids))[0]
+            case "first" | "last":
+                return self._logits_of_one_token(hidden, batch)
+            case "all":
+                return self._logits_of_padded_texts(hidden, batch)
+            case "tokens":
+                return self._logits_of_each_token(hidden, batch)
+
+    def _logits_of_whole_model(self, batch: TokenBatch) -> Tensor:
+        """Return the logits of texts or of single tokens, computed by the whole model."""
+        logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
+        return logits[batch.mask()] if self.is_per_token else logits
+
+    def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return logits [num_texts, num_labels], computed from one token vector of each text."""
+        index = torch.tensor(self._token_indices(batch), device=hidden.device)
+        # For the head, each text consists of one token.
+        rows = hidden[index].unsqueeze(1)
+        ids = batch.token_ids[index].unsqueeze(1)
+        return self._run(rows, ids, torch.ones_like(ids))
+
+    def _logits_of_padded_texts(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return logits [num_texts, num_labels], computed from all token vectors of each text."""
+        padding = self.encoder.model.config.get_text_config().pad_token_id or 0
+        ids = batch.pad(batch.token_ids, padding)
+        return self._run(batch.pad(hidden), ids, batch.mask().long())
+
+    def _logits_of_each_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return logits [num_tokens, num_labels], computed from each token alone."""
+        # The head computes each token separately, so all tokens can form one text.
+        ids = batch.token_ids.unsqueeze(0)
+        logits_of_text = self._run(hidden.unsqueeze(0), ids, torch.ones_like(ids))
+        return logits_of_text[0]
 
     def _run(self, rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Run the classification head on token vectors. Return logits [num_texts, num_labels].
@@ -186,9 +204,9 @@ class Head:
 
 
 def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Compute the logits over the vocabulary from token vectors, in slices of at most 256 tokens.
+    """Compute the logits over the vocabulary from token vectors, in slices that limit the memory.
 
-    The slices limit the memory.
+    Each slice has at most `_LOGIT_TOKENS` tokens.
 
     Shapes: hidden [num_tokens, hidden_size]; yields one pair for each slice: the index of the
     slice's first token, and the logits of the slice [n, vocab_size].
@@ -197,12 +215,12 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
         # `rows` is a batch with a single text, [1, n, hidden_size]. This text consists of all
         # tokens of the slice.
         rows = hidden[start : start + _LOGIT_TOKENS][None]
-        # In transformers, the head cannot be called alone. Therefore the whole model is called, and
-        # its base model is replaced by a function that returns `rows`. The token ids then have no
-        # effect. Only their shape is checked.
+        # transformers cannot call the head alone. Therefore the whole model is called, while its
+        # base model only returns `rows`. The token ids have no effect except for their shape.
         ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
         with replace_base_output(encoder, rows):
-            yield start, encoder.model(input_ids=ids).logits[0]
+            logits = encoder.model(input_ids=ids).logits[0]
+        yield start, logits
 
 
 @contextmanager

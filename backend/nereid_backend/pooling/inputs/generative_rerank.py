@@ -71,9 +71,9 @@ class GenerativeReranker:
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
-            answer_tokens: the token ids of "yes" and "no" in the checkpoint's files. Only the files
-                of checkpoints for sentence-transformers contain these ids. None means the ids of
-                "yes" and "no" in the vocabulary, and a prompt format for other checkpoints.
+            answer_tokens: the token ids of "yes" and "no" in the files of a checkpoint for
+                sentence-transformers. None means another checkpoint, whose ids are looked up in
+                the vocabulary.
             template_kwargs: the variables of the chat template.
             has_parts: whether the content of a message must be a list of parts. Templates of
                 vision-language models expect such a list.
@@ -84,10 +84,12 @@ class GenerativeReranker:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._has_parts = has_parts
+        # Only the files of checkpoints for sentence-transformers contain the answer tokens.
         self._format = self._choose_format(is_for_sentence_transformers=answer_tokens is not None)
-        if answer_tokens is None:
-            answer_tokens = AnswerTokens(self._token_id("yes"), self._token_id("no"))
-        self.yes, self.no = answer_tokens
+        if answer_tokens is not None:
+            self.yes, self.no = answer_tokens
+        else:
+            self.yes, self.no = self._token_id("yes"), self._token_id("no")
         # For the format PAIR, the tokenizer truncates the texts on its own `truncation_side`. For
         # all other formats, the method `tokens` removes the end of the document.
         is_pair = self._format is _Format.PAIR
@@ -166,6 +168,7 @@ class GenerativeReranker:
             ids = self._encode(self._render(query, truncated, instruction))
             if len(ids) <= limit:
                 return ids
+        # A shorter query leaves more tokens for the document, even if only the attempts failed.
         raise RequestError(
             f"input: the query and the instruction have {num_without_document} tokens without the "
             f"document, but the limit is {limit} (max_model_len). Shorten the query."
@@ -195,7 +198,7 @@ class GenerativeReranker:
         If the template supports the roles "query" and "document", the variables are those in the
         checkpoint's files. Example: the query "a" and the document "b" return the messages
         [{"role": "query", "content": "a"}, {"role": "document", "content": "b"}]. An instruction
-        becomes a system message before these messages.
+        becomes a system message before these messages. The last message ends with the document.
 
         Otherwise, a system message contains the task, one user message contains the instruction,
         the query and the document, and the variables are {"add_generation_prompt": True,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads and calls the image processors of embedding checkpoints without a chat template."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,10 +60,12 @@ def load_tower_processor(folder: Path) -> Any:  # noqa: ANN401 - a processor of 
         ModelError: the processor is missing or broken, or pillow is not installed.
     """
     try:
-        import PIL.Image  # noqa: F401 - transformers needs pillow only when an image is processed
-
-        load: Any = AutoImageProcessor.from_pretrained
-        return load(folder, local_files_only=True, trust_remote_code=False)
+        # transformers imports pillow only when it processes an image. This import finds a missing
+        # pillow when the model is loaded.
+        importlib.import_module("PIL.Image")
+        return AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except ImportError as error:
         raise ModelError(
             f"{folder} needs a package for images that is not installed: {error}"

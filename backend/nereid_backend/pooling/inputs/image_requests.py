@@ -15,18 +15,13 @@ from nereid_backend.vision.packed_tensors import unpack_images
 # The worker process for models such as ColPali and for models with an image tower (see
 # pooling_image_worker.py).
 IMAGE_WORKER = "nereid_backend.pooling.inputs.pooling_image_worker"
-# The image worker also prepares the images of chats, so its error messages begin with "messages:
-# image 1: ". An input of a pooling model has no field `messages` and at most one image. Therefore,
-# "messages: image 1: " is replaced by "image: ".
-_CHAT_FIELD = "messages: "
-_FIRST_IMAGE = "image 1: "
 
 
 class TowerImages:
     """Prepares images for a model with a text tower and an image tower.
 
     Attributes:
-        process: the process that decodes and prepares images.
+        image_process: the process that decodes and prepares images.
         num_tokens: the number of tokens that is counted for one image.
     """
 
@@ -37,7 +32,7 @@ class TowerImages:
             ModelError: the processor is missing or broken, or pillow is not installed.
         """
         load_tower_processor(spec.folder)
-        self.process = ImageProcess(IMAGE_WORKER, str(spec.folder))
+        self.image_process = ImageProcess(IMAGE_WORKER, str(spec.folder))
         self.num_tokens = num_tokens
 
     def pixels(self, data: bytes) -> Tensor:
@@ -47,7 +42,7 @@ class TowerImages:
             RequestError: the data is not a readable image, or the image is too large.
             EngineError: the process that decodes images cannot be started.
         """
-        _, images = prepare_images(self.process, "", [data])
+        _, images = prepare_images(self.image_process, "", [data])
         pixels = images.arguments["pixel_values"]
         assert isinstance(pixels, Tensor)
         return pixels
@@ -70,8 +65,15 @@ def prepare_images(
     try:
         token_ids, packed = process.call([text, list(images)])
     except RequestError as error:
-        # Example: "messages: image 1: it is damaged." becomes "image: it is damaged." The number of
-        # the image is not needed, because an input of a pooling model has at most one image.
-        problem = str(error).removeprefix(_CHAT_FIELD).removeprefix(_FIRST_IMAGE)
-        raise RequestError(f"image: {problem}") from error
+        raise RequestError(f"image: {_problem_of_image(str(error))}") from error
     return token_ids, unpack_images(packed)
+
+
+def _problem_of_image(message: str) -> str:
+    """Remove the names of the field and of the image from an error message of the image process.
+
+    The process also prepares the images of chats. An input of a pooling model has no field
+    `messages` and at most one image. Example: "messages: image 1: it is damaged." returns "it is
+    damaged."
+    """
+    return message.removeprefix("messages: ").removeprefix("image 1: ")

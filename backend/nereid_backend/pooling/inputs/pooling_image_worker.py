@@ -15,12 +15,13 @@ from nereid_backend.fast_imports import importing
 from nereid_backend.vision.image_worker import Prepare, run_worker
 
 
-def _load(folder: Path) -> Prepare:
+def _load_image_preparer(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares an image file.
 
     The function returns the message that this process sends: ["done", token ids, packed images].
     """
     _import_libraries()
+    _configure_libraries()
     # These modules import torch, so they are imported after `_import_libraries`.
     from transformers import AutoConfig
 
@@ -34,10 +35,9 @@ def _load(folder: Path) -> Prepare:
     process = load_image_processor(folder, config)
 
     def prepare(_text: str, images: list[bytes]) -> list[Any]:
-        # A request contains one image. `pop` removes the file from the caller's list, so that the
-        # memory of the file is freed before the image is prepared. `prepare_images` replaces the
-        # name "image 1" in error messages.
-        image = decode_image(images.pop(), "image 1", ImageLimits())
+        # A request contains one image, and its text is empty. `pop` removes the file from the
+        # caller's list, so that the memory of the file is freed before the image is prepared.
+        image = decode_image(images.pop(), "image 1", ImageLimits())  # the name is for errors
         token_ids, arguments = process(image)
         # The digest and the first token are needed only for a prefix cache. Models for embedding
         # and reranking have no prefix cache.
@@ -48,16 +48,22 @@ def _load(folder: Path) -> Prepare:
 
 
 def _import_libraries() -> None:
-    """Import torch and transformers, and set them up for this process."""
+    """Import torch and transformers."""
     # `declare_operators` makes torchvision usable without CUDA. The function must run before
     # transformers is imported, so the other modules are not imported at the top of the file.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
     with importing():  # makes these imports faster
-        import torch
+        import torch  # noqa: F401
 
         import nereid_backend.pooling.inputs.image_processors  # noqa: F401 - imports transformers
+
+
+def _configure_libraries() -> None:
+    """Set up Pillow and torch, which are already imported, for this process."""
+    import torch
+
     from nereid_backend.vision.read_image import ImageLimits
     from nereid_backend.vision.shared_pixels import share_pixels
 
@@ -70,4 +76,4 @@ def _import_libraries() -> None:
 
 
 if __name__ == "__main__":
-    run_worker(_load)
+    run_worker(_load_image_preparer)

@@ -101,7 +101,7 @@ class ItemPreparer:
         self._prompts = prompts
         # The process that decodes images; None if the model accepts no images.
         image_source = images or prompts
-        self._image_process = image_source.process if image_source is not None else None
+        self._image_process = image_source.image_process if image_source is not None else None
         # The object that validates an item, and fills in the missing fields of the item.
         truncation_side = (reranker or tokenizer).truncation_side
         text_limit = TextLimit(info.max_model_len, info.max_token_bytes, truncation_side)
@@ -174,15 +174,14 @@ class ItemPreparer:
 
         Return None for a text or a pair that is tokenised together with other texts.
         """
-        if self._prompts is not None and item.token_ids is None:
-            # The processor of a vision-language model prepares one text or image at a time.
-            return self._with_prompt(self._prompts, item)
-        if item.image is not None:
-            assert self._images is not None, "the checker refuses images for other models"
-            pixels = self._images.pixels(item.image)
-            return Prepared(item, [], pixels=pixels, num_tokens=self._images.num_tokens)
         if item.token_ids is not None:
             return self._with_token_ids(item, item.token_ids)
+        if self._prompts is not None:
+            # The processor of a vision-language model prepares one text or image at a time.
+            return self._with_prompt(self._prompts, item)
+        if self._images is not None and item.image is not None:
+            pixels = self._images.pixels(item.image)
+            return Prepared(item, [], pixels=pixels, num_tokens=self._images.num_tokens)
         return None
 
     def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
@@ -249,42 +248,37 @@ class ItemPreparer:
             items: the items by their index in the request. All items are single texts, or all items
                 are pairs. There is at least one item.
         """
-        # For single texts, the tokenizer gets one list. For pairs, the tokenizer gets two lists:
-        # the first text of each pair, and the second text of each pair.
         texts_of_items = [_texts_of(item) for item in items.values()]
-        texts_by_position = [list(texts) for texts in zip(*texts_of_items, strict=True)]
+        first_texts = [texts[0] for texts in texts_of_items]
+        second_texts = [texts[1] for texts in texts_of_items if len(texts) > 1]  # only for pairs
         encoded: Any = self._tokenizer(
-            *texts_by_position,
+            first_texts,
+            second_texts or None,
             return_attention_mask=False,
             return_token_type_ids=self._wants_types,
             verbose=False,
         )
         types = encoded.get("token_type_ids") or [None] * len(items)
-        yield from zip(items, encoded["input_ids"], types, strict=True)
+        yield from zip(items.keys(), encoded["input_ids"], types, strict=True)
 
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Tokenise prompts for a generative reranker. Yield the index and the tokens of each item.
+        """Tokenise pairs for a generative reranker. Yield the index and the tokens of each item.
 
-        The tokens are those of the prompt, which contains the query and the document.
+        The tokens are those of a chat message, which contains an instruction, the query and the
+        document. If an item has no instruction, `item.prompt` is the instruction.
 
         Args:
-            reranker: builds the prompt that contains the query, the document and an instruction.
-            items: the items by their index in the request. Each item has a pair.
+            reranker: builds the chat message.
+            items: the items by their index in the request. Each item has a pair of texts.
         """
         for index, item in items.items():
-            assert item.pair is not None
-            query, document = item.pair
-            assert isinstance(document, str)
-            # If the prompt must not be truncated, it is built without a limit. A prompt that is too
-            # long is refused later.
+            # If an item must not be truncated, a message that is too long is refused later.
             limit = self._info.max_model_len if item.truncate else None
-            # If the item has no instruction, its prompt (from the request or the checkpoint) is
-            # used as the instruction.
             instruction = item.instruction or item.prompt
-            token_ids = reranker.tokens((query, document), instruction, limit)
-            type_ids = None  # The prompt is one text, so all tokens have the default type.
+            token_ids = reranker.tokens(_text_pair(item), instruction, limit)
+            type_ids = None  # The message is one text, so all tokens have the default type.
             yield index, token_ids, type_ids
 
     def _prepare_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
@@ -301,28 +295,22 @@ class ItemPreparer:
         Raises:
             RequestError: the text has no tokens, or is too long and must not be truncated.
         """
-        # Queries and documents can have different limits.
-        limit, limit_name = self._rules.limit(item)
-        if len(ids) > limit:
-            self._check_truncation(item, len(ids), limit, limit_name)
-            ids, types = self._truncated_tokens(item, limit)
-        if not ids:
+        kept_ids, kept_types = self._limit_tokens(item, ids, types)
+        if not kept_ids:
             raise RequestError(
                 "input: the text is empty and has no tokens. Send at least one character."
             )
-        expanded = self._rules.expand(item, ids, types)
+        expanded = self._rules.expand(item, kept_ids, kept_types)
         needs_offsets = item.kind == "token_classify"
-        # The offsets are truncated like `ids`.
-        offsets = self._offsets(item, limit) if needs_offsets else None
         return Prepared(
             item,
             token_ids=expanded.token_ids,
             type_ids=expanded.type_ids,
-            prompt_len=self._num_unpooled_tokens(item, len(ids)),
+            prompt_len=self._num_unpooled_tokens(item, len(kept_ids)),
             num_tokens=len(expanded.token_ids),
             num_attended=expanded.num_attended,
             skips_words=self._rules.skips_words(item),
-            offsets=offsets,
+            offsets=self._offsets(item) if needs_offsets else None,
         )
 
     def _num_unpooled_tokens(self, item: PoolingItem, num_tokens: int) -> int:
@@ -334,14 +322,19 @@ class ItemPreparer:
             return 0
         return min(self._prompt_len(item.prompt), num_tokens - 1)
 
-    def _truncated_tokens(
-        self, item: PoolingItem, limit: int
+    def _limit_tokens(
+        self, item: PoolingItem, ids: list[int], types: list[int] | None
     ) -> tuple[list[int], list[int] | None]:
-        """Return the first `limit` tokens of a text or pair, and the type ids of these tokens.
+        """Truncate the tokens of an item to the item's limit. Return the tokens and their type ids.
 
-        The text is tokenised again, because cutting the list of ids would remove the special token
-        at the end. If the input is a pair, the tokenizer truncates the longer text.
+        Queries and documents can have different limits. If the item is a pair, the tokenizer
+        truncates the longer text.
         """
+        limit, limit_name = self._rules.limit(item)
+        if len(ids) <= limit:
+            return ids, types
+        self._check_truncation(item, len(ids), limit, limit_name)
+        # Tokenise again, because cutting the list of ids would remove the special token at the end.
         encoded: Any = self._tokenizer(
             *_texts_of(item),
             truncation="longest_first",
@@ -351,8 +344,12 @@ class ItemPreparer:
         )
         return encoded["input_ids"], encoded.get("token_type_ids")
 
-    def _offsets(self, item: PoolingItem, limit: int) -> NDArray[np.int32]:
-        """Return the range of characters for each token of a text (see PoolingResult.offsets)."""
+    def _offsets(self, item: PoolingItem) -> NDArray[np.int32]:
+        """Return the range of characters for each token of a text (see PoolingResult.offsets).
+
+        The ranges are truncated like the tokens.
+        """
+        limit, _ = self._rules.limit(item)
         encoded: Any = self._tokenizer(
             item.text, truncation=True, max_length=limit, return_offsets_mapping=True, verbose=False
         )
@@ -414,3 +411,11 @@ def _texts_of(item: PoolingItem) -> tuple[str, ...]:
     first, *rest = (field for field in fields if isinstance(field, str))
     prompt = item.prompt or ""
     return (prompt + first, *rest)
+
+
+def _text_pair(item: PoolingItem) -> tuple[str, str]:
+    """Return the query and the document of a pair whose document is a text."""
+    assert item.pair is not None, "the checker requires a pair for a reranker"
+    query, document = item.pair
+    assert isinstance(document, str), "only vision-language models accept images as documents"
+    return query, document

@@ -9,7 +9,8 @@ for queries (texts).
 """
 
 import base64
-import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nereid_backend.errors import ModelError, RequestError
@@ -34,30 +35,32 @@ class ChatPrompts:
     """Renders inputs as chat messages.
 
     Attributes:
-        process: the process that decodes and prepares images.
+        image_process: the process that prepares prompts with images.
     """
 
     def __init__(self, spec: CheckpointSpec, reranker: GenerativeReranker | None) -> None:
         """Load the processor.
 
+        Args:
+            spec: the description of the checkpoint.
+            reranker: builds the messages for a query and a document; None if the model embeds.
+
         Raises:
             ModelError: the processor is missing or broken, or the checkpoint of a reranker has no
                 chat template.
         """
-        # `process` is a separate process. It prepares prompts with images, because a damaged image
-        # can crash the image decoder. `_processor` prepares prompts without images in the current
-        # process.
-        self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
-        self._processor = ChatProcessor(spec.folder, spec.config)
+        self._processor = ChatProcessor(spec.folder, spec.config)  # prepares prompts without images
+        if reranker is not None and not self._processor.has_template:
+            raise ModelError(
+                f"{spec.folder} has no chat template, which a vision-language reranker needs."
+            )
+        # Images need a separate process, because a damaged image can crash the image decoder.
+        self.image_process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._reranker = reranker
         # A checkpoint without a modules.json is an ordinary chat model, so its prompts end with the
         # beginning of an answer (the generation prompt). sentence-transformers adds a generation
         # prompt only if the files of a checkpoint set `add_generation_prompt`.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
-        if reranker is not None and not self._processor.has_template:
-            raise ModelError(
-                f"{spec.folder} has no chat template, which a vision-language reranker needs."
-            )
 
     def prepare(self, item: PoolingItem) -> ImagePrompt:
         """Convert an input to a prompt, and return the prompt.
@@ -80,33 +83,30 @@ class ChatPrompts:
         if item.prompt:
             system = [{"type": "text", "text": item.prompt}]
             messages.insert(0, {"role": "system", "content": system})
-        return self._prepare(messages, item.image, self._variables)
+        return self._build_prompt(messages, item.image, self._variables)
 
     def _prepare_pair(self, pair: tuple[str, str | bytes], instruction: str | None) -> ImagePrompt:
         """Convert a pair of a query and a document to a prompt. The document may be an image."""
         assert self._reranker is not None, "only requests to a reranker contain pairs"
         query, document = pair
-        # The reranker accepts only texts. Therefore, `image_mark` represents an image in the
-        # messages of the reranker, and `_parts` then replaces `image_mark` by a part for the image.
-        # `image_mark` is random, so that no query contains it.
-        image_mark = secrets.token_hex()
         if isinstance(document, bytes):
-            text, image = image_mark, document
+            text, image = "", document
         else:
             text, image = document, None
         messages, variables = self._reranker.messages(query, text, instruction)
-        messages_with_parts = [
-            {**message, "content": _parts(message["content"], image_mark)} for message in messages
+        messages_with_parts: list[dict[str, Any]] = [
+            {**message, "content": _text_parts(message["content"])} for message in messages
         ]
-        return self._prepare(messages_with_parts, image, variables)
+        if image is not None:
+            # The reranker accepts only texts. Its last message ends with the document, so the image
+            # is added at the end.
+            messages_with_parts[-1]["content"].append({"type": "image"})
+        return self._build_prompt(messages_with_parts, image, variables)
 
-    def _prepare(
+    def _build_prompt(
         self, messages: list[dict[str, Any]], image: bytes | None, variables: dict[str, Any]
     ) -> ImagePrompt:
-        """Convert messages to a prompt.
-
-        If there is an image, a separate process decodes and prepares the image, because a damaged
-        file can crash the decoder.
+        """Render and tokenise messages. A separate process prepares the image, if there is one.
 
         Args:
             messages: the messages, with a placeholder for the image.
@@ -117,24 +117,34 @@ class ChatPrompts:
             RequestError: the image or the text is invalid. The message begins with "image: " or
                 "input: ".
         """
-        try:
+        with _errors_of_input():
             if image is None:
                 return self._processor.prepare_with_media(messages, [], variables)
             text = self._processor.render(messages, variables)
-        except RequestError as error:
-            # The client has sent the field `input`, not the field `messages`.
-            raise RequestError(f"input: {str(error).removeprefix('messages: ')}") from error
         # The image process expects images in base64, because it also prepares the images of chat
         # requests, which clients send in base64.
-        token_ids, images = prepare_images(self.process, text, [base64.b64encode(image)])
+        token_ids, images = prepare_images(self.image_process, text, [base64.b64encode(image)])
         return ImagePrompt(token_ids, images, text)
+
+
+@contextmanager
+def _errors_of_input() -> Iterator[None]:
+    """Replace the name of the field in a RequestError that the `with` block raises.
+
+    The client has sent the field `input`, not the field `messages`. Example: "messages: the
+    template fails" becomes "input: the template fails".
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"input: {str(error).removeprefix('messages: ')}") from error
 
 
 class RetrievalPrompts:
     """Prepares queries and pages for a checkpoint such as ColPali.
 
     Attributes:
-        process: the process that decodes and prepares pages.
+        image_process: the process that decodes and prepares pages.
     """
 
     def __init__(self, spec: CheckpointSpec) -> None:
@@ -143,7 +153,7 @@ class RetrievalPrompts:
         Raises:
             ModelError: the processor is missing or broken, or has no prompts for retrieval.
         """
-        self.process = ImageProcess(IMAGE_WORKER, str(spec.folder))
+        self.image_process = ImageProcess(IMAGE_WORKER, str(spec.folder))
         self._processor = load_page_processor(spec.folder, spec.config)
 
     def prepare(self, item: PoolingItem) -> ImagePrompt:
@@ -165,7 +175,7 @@ class RetrievalPrompts:
             )
         if item.image is not None:
             # The text is empty, because the processor adds a fixed prompt to each page.
-            token_ids, images = prepare_images(self.process, "", [item.image])
+            token_ids, images = prepare_images(self.image_process, "", [item.image])
             return ImagePrompt(token_ids, images, text="")
         assert item.text is not None, "the checker requires a text or an image"
         outputs = run_processor(self._processor.process_queries, text=[item.text])
@@ -187,13 +197,9 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
         )
 
 
-def _parts(content: str, image_mark: str) -> list[dict[str, str]]:
-    """Convert the content of a message to content parts. Replace `image_mark` with an image part.
+def _text_parts(content: str) -> list[dict[str, str]]:
+    """Convert the text of a message to content parts.
 
-    Example: "<Document>: a1b2" and the mark "a1b2" return [{"type": "text", "text":
-    "<Document>: "}, {"type": "image"}].
+    Example: "Hi" returns [{"type": "text", "text": "Hi"}]. An empty text has no parts.
     """
-    before, mark, after = content.partition(image_mark)
-    texts = [{"type": "text", "text": text} if text else None for text in (before, after)]
-    parts = [texts[0], {"type": "image"} if mark else None, texts[1]]
-    return [part for part in parts if part is not None]
+    return [{"type": "text", "text": content}] if content else []

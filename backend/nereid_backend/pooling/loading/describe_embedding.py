@@ -130,12 +130,11 @@ def _describe_token_vectors(
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
     base = replace(base, token_modules=token_modules)
-    # Checkpoints of Stanford's ColBERT library do not list modules. All models of this library have
-    # multi-vector output. In other checkpoints, a list of modules without the module Pooling means
-    # multi-vector output. Without a list of modules, the token vectors are pooled.
-    is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
-    has_pooling = not later_modules or find_config(later_modules, "Pooling") is not None
-    if is_stanford_colbert or not has_pooling:
+    if base.architecture == STANFORD_ARCHITECTURE:
+        # Checkpoints of Stanford's ColBERT library list no modules, but have multi-vector output.
+        return _describe_multi_vector(base, root, later_modules)
+    if later_modules and find_config(later_modules, "Pooling") is None:
+        # Modules without pooling mean multi-vector output.
         return _describe_multi_vector(base, root, later_modules)
     return _describe_dense(base, settings, root, later_modules)
 
@@ -145,20 +144,22 @@ def _describe_multi_vector(
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with only multi-vector output, such as ColBERT.
 
-    `later_modules` contains the modules that follow the transformers model, and no Pooling module.
-    The list is empty for a checkpoint in the format of Stanford's ColBERT.
+    Args:
+        base: the fields that every task has.
+        root: the folder of the checkpoint. In some checkpoints, the folder of the transformers
+            model (`base.folder`) is a subfolder of `root`.
+        later_modules: the modules that follow the transformers model, without a Pooling module. The
+            list is empty for a checkpoint in the format of Stanford's ColBERT.
     """
-    saved = read_json(root / SENTENCE_CONFIG_FILE)
-    is_colbert = base.architecture == STANFORD_ARCHITECTURE or has_pylate_model_type(saved)
+    sentence_config = read_json(root / SENTENCE_CONFIG_FILE)
+    is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
+    is_colbert = is_stanford_colbert or has_pylate_model_type(sentence_config)
     _check_multi_vector_modules(root, later_modules, is_colbert=is_colbert)
     token_modules = _colbert_modules(root, later_modules) if is_colbert else base.token_modules
-    # The settings file is in the folder of the transformers model. In some checkpoints, this folder
-    # is a subfolder of `root`.
-    settings = read_settings(base.folder)
-    # The rules for queries and documents. `with_markers` adds markers to the prompts, such as "[Q]"
-    # for queries. `longest_limit` returns the larger of the two length limits of queries and
-    # documents.
-    rules = read_late_interaction(root, base.architecture, settings, saved, later_modules)
+    # The rules for queries and documents, such as their length limits.
+    rules = read_late_interaction(
+        root, base.architecture, read_settings(base.folder), sentence_config, later_modules
+    )
     return replace(
         base,
         kinds=("multi_vector",),
@@ -224,25 +225,33 @@ def _describe_dense(
     Raises:
         UnsupportedModelError: the checkpoint expands queries, or its pooling is not supported.
     """
-    if read_settings(base.folder).get("query_expansion"):
+    _refuse_query_expansion(base.folder)
+    description = replace(
+        base, kinds=_kinds_of_files(root), vector_modules=_vector_modules(later_modules)
+    )
+    pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
+    if not pooling_modules:
+        # Without a setting, `poolers` stays empty, and the model determines the pooling method.
+        return replace(description, poolers=(settings.pooling,) if settings.pooling else ())
+    pooling = pooling_modules[0]
+    return replace(
+        description,
+        poolers=_poolers_of(pooling),
+        include_prompt=bool(pooling.config.get("include_prompt", True)),
+        normalizes=ends_with_normalize(later_modules),
+    )
+
+
+def _refuse_query_expansion(folder: Path) -> None:
+    """Raise an UnsupportedModelError if the files of a dense model expand queries.
+
+    `folder` is the folder of the transformers model.
+    """
+    if read_settings(folder).get("query_expansion"):
         raise UnsupportedModelError(
-            f"{base.folder}: query_expansion requires a checkpoint with one vector for each token, "
+            f"{folder}: query_expansion requires a checkpoint with one vector for each token, "
             "but this checkpoint pools its token vectors."
         )
-    pooling_modules = [module for module in later_modules if module.kind == "Pooling"]
-    pooling = pooling_modules[0] if pooling_modules else None
-    # Whether pooling includes the tokens of the prompt. The default is True.
-    includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
-    # Whether vectors are scaled to length 1. None means the default for the model.
-    normalizes = None if pooling is None else ends_with_normalize(later_modules)
-    return replace(
-        base,
-        kinds=_kinds_of_files(root),
-        poolers=(settings.pooling,) if settings.pooling else _poolers_of(pooling),
-        include_prompt=includes_prompt,
-        vector_modules=_vector_modules(later_modules),
-        normalizes=normalizes,
-    )
 
 
 def _vector_modules(later_modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
@@ -272,11 +281,10 @@ def _kinds_of_files(root: Path) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
+def _poolers_of(pooling: ModuleSpec) -> tuple[str, ...]:
     """Return the pooling methods that are set in the config of the module `pooling`.
 
-    If `pooling` is None, the result is empty, and the model determines the method. If the config of
-    the module contains other fields, but no method, the result is ("mean",).
+    If the config contains other fields, but no method, the result is ("mean",).
 
     Example: {"pooling_mode": "cls"} returns ("cls",). In an older checkpoint,
     {"pooling_mode_cls_token": true} returns ("cls",).
@@ -285,8 +293,6 @@ def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
         ModelError: the config of the module is missing.
         UnsupportedModelError: a method is not supported.
     """
-    if pooling is None:
-        return ()
     if not pooling.config:
         raise ModelError(
             f"{pooling.folder}/config.json is missing or empty, so the pooling method is not "

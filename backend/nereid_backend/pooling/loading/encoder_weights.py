@@ -71,26 +71,36 @@ def load_encoder_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrained
         ModelError: the weights are damaged or incomplete.
         UnsupportedModelError: transformers has no code for the model.
     """
-    # The arguments describe where the weights are. For an ordinary checkpoint, transformers reads
-    # the files in the folder. For a quantised checkpoint, Nereid dequantises the weights, and
-    # passes them as a dict. The argument for the folder is then None.
+    # The weights are in one of two places. For an ordinary checkpoint, transformers reads the files
+    # in the folder. For a quantised checkpoint, Nereid dequantises the weights, and passes a dict.
     arguments = weight_arguments(spec.folder, spec.config, dtype)
-    reads_folder = arguments["pretrained_model_name_or_path"] is not None
-    try:
-        load = _loading_function(spec, reads_folder=reads_folder)
+    weights_are_dict = arguments["pretrained_model_name_or_path"] is None
+    with _translated_errors(spec):
+        load = _loading_function(spec, weights_are_dict=weights_are_dict)
         with quiet():
             model, report = load(
                 **arguments, dtype=dtype, local_files_only=True, output_loading_info=True
             )
+    _check_missing_weights(spec, report["missing_keys"])
+    _check_unused_weights(spec, report["unexpected_keys"])
+    return model
+
+
+@contextmanager
+def _translated_errors(spec: CheckpointSpec) -> Iterator[None]:
+    """Convert errors of transformers in the `with` block to a ModelError or its subclass.
+
+    An UnsupportedModelError means that transformers has no code for the model. Another ModelError
+    means that the checkpoint is damaged.
+    """
+    try:
+        yield
     except _UNSUPPORTED_ERRORS as error:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: {first_line(error)}"
         ) from error
     except _DAMAGE_ERRORS as error:
         raise ModelError(_describe_damage(spec, error)) from error
-    _check_missing_weights(spec, report["missing_keys"])
-    _check_unused_weights(spec, report["unexpected_keys"])
-    return model
 
 
 def _describe_damage(spec: CheckpointSpec, error: Exception) -> str:
@@ -141,18 +151,19 @@ def _check_unused_weights(spec: CheckpointSpec, names: Iterable[str]) -> None:
 
     `names` contains the names of the weights in the checkpoint that the model does not use.
     """
-    check_unused_weights(spec.folder, sorted(names))
-    if hasattr(transformers, spec.architecture):
+    unused = sorted(names)
+    check_unused_weights(spec.folder, unused)
+    has_own_class = hasattr(transformers, spec.architecture)
+    if has_own_class:
         return  # The unused weights belong to a head that this task does not need.
-    # transformers has no class for this architecture, so another class has loaded the weights. If
-    # that class leaves weights unused, its outputs may be wrong, because the architecture may need
-    # these weights.
-    unused = sorted(name for name in names if not _may_stay_unused(spec, name))
-    if unused:
+    # The weights were loaded by a class for a similar architecture. The checkpoint's own
+    # architecture may need the weights that this class does not use.
+    needed = [name for name in unused if not _may_stay_unused(spec, name)]
+    if needed:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
-            f"for {spec.config.model_type} does not use {len(unused)} of the weights, such as "
-            f"{unused[0]}."
+            f"for {spec.config.model_type} does not use {len(needed)} of the weights, such as "
+            f"{needed[0]}."
         )
 
 
@@ -168,13 +179,15 @@ def _may_stay_unused(spec: CheckpointSpec, name: str) -> bool:
     return is_projection or "pooler." in name or name.endswith(_SUFFIXES_OF_CONSTANTS)
 
 
-def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[..., Any]:
+def _loading_function(spec: CheckpointSpec, *, weights_are_dict: bool) -> Callable[..., Any]:
     """Return a function that loads the model: `from_pretrained` of a transformers class.
 
     Example: for a classifier in a folder, the result is the function of
     AutoModelForSequenceClassification.
 
-    If `reads_folder` is False, the caller passes the weights as a dict.
+    Args:
+        spec: the description of the checkpoint.
+        weights_are_dict: whether the caller passes the weights as a dict instead of a folder.
 
     Raises:
         UnsupportedModelError: transformers has no class for the model or its encoder.
@@ -184,34 +197,11 @@ def _loading_function(spec: CheckpointSpec, *, reads_folder: bool) -> Callable[.
     if spec.loader == BASE:
         return _loading_function_without_head(spec)
     auto_class = _AUTO[spec.loader]
-    if reads_folder:
-        return _auto_loading_function(auto_class)
-    return _loading_function_for_dict(spec, auto_class)
-
-
-def _auto_loading_function(auto_class: Any) -> Callable[..., Any]:  # noqa: ANN401 - an auto class
-    """Return a function that loads a model with an auto class of transformers.
-
-    An auto class, such as AutoModel, reads the config of the checkpoint, and chooses the class of
-    the model. The function raises a ValueError if the auto class does not support the config.
-    """
+    if weights_are_dict:
+        # An auto class can only read a folder, so use the class that it would choose.
+        return _model_class(auto_class, spec).from_pretrained  # type: ignore[no-any-return]
     # With trust_remote_code=True, an auto class would run Python files of the checkpoint.
     return partial(auto_class.from_pretrained, trust_remote_code=False)
-
-
-def _loading_function_for_dict(
-    spec: CheckpointSpec,
-    auto_class: Any,  # noqa: ANN401 - an auto class
-) -> Callable[..., Any]:
-    """Return a function that loads a model whose weights are passed as a dict.
-
-    An auto class cannot load weights from a dict. The class of the model can, so the result is the
-    function of the class that `auto_class` would choose.
-    """
-    model_class = _model_class(auto_class, spec)
-    if model_class is None:
-        return _auto_loading_function(auto_class)  # raises an error that lists supported configs
-    return model_class.from_pretrained  # type: ignore[no-any-return]
 
 
 def _retrieval_loading_function(spec: CheckpointSpec) -> Callable[..., Any]:
@@ -235,29 +225,41 @@ def _loading_function_without_head(spec: CheckpointSpec) -> Callable[..., Any]:
 
     A pooler is a layer that follows the token vectors. Nereid does not use the pooler, and the
     weights of a pooler are often untrained. AutoModel cannot leave out the pooler, so the result is
-    the function of the class that AutoModel would choose. Of an encoder-decoder model, only the
-    encoder is loaded, because the encoder computes the token vectors.
+    the function of the class that AutoModel would choose.
 
     Raises:
-        UnsupportedModelError: transformers has no class for the encoder of the model.
+        UnsupportedModelError: transformers has no class for the model or its encoder.
     """
-    model_class = _model_class(AutoModel, spec)
-    if model_class is None:
-        return _auto_loading_function(AutoModel)  # raises an error that lists supported configs
-    is_encoder_decoder = getattr(spec.config, "is_encoder_decoder", False)
-    loaded_class = _encoder_class(spec, model_class) if is_encoder_decoder else model_class
+    loaded_class = _class_without_head(spec)
     has_pooler = "add_pooling_layer" in inspect.signature(loaded_class.__init__).parameters
     if has_pooler:
         return partial(loaded_class.from_pretrained, add_pooling_layer=False)
     return loaded_class.from_pretrained  # type: ignore[no-any-return]
 
 
-def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
-    """Return the class that the auto class `auto` assigns to the config, or None."""
+def _class_without_head(spec: CheckpointSpec) -> Any:  # noqa: ANN401 - a model class
+    """Return transformers' class that computes token vectors.
+
+    Of an encoder-decoder model, only the encoder is loaded, because it computes the token vectors.
+    """
+    model_class = _model_class(AutoModel, spec)
+    is_encoder_decoder = getattr(spec.config, "is_encoder_decoder", False)
+    return _encoder_class(spec, model_class) if is_encoder_decoder else model_class
+
+
+def _model_class(auto_class: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - transformers' classes
+    """Return the class that an auto class, such as AutoModel, assigns to the checkpoint's config.
+
+    Raises:
+        UnsupportedModelError: the auto class assigns no class to the config.
+    """
     try:
-        mapped = auto._model_mapping[type(spec.config)]
-    except KeyError:
-        return None
+        mapped = auto_class._model_mapping[type(spec.config)]
+    except KeyError as error:
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: Unrecognized configuration class "
+            f"{type(spec.config)} for this kind of AutoModel: {auto_class.__name__}."
+        ) from error
     # Some configs belong to several classes.
     classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
     for model_class in classes:

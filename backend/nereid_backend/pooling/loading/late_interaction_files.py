@@ -12,7 +12,7 @@ files describe the differences between queries and documents:
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,34 @@ class LateInteraction:
         return marked
 
 
+@dataclass(frozen=True, slots=True)
+class _JsonRules:
+    """The rules for queries and documents as JSON values, which are not validated yet.
+
+    None means that the files do not contain the rule.
+
+    Attributes:
+        query_length: the length limit of queries in tokens.
+        document_length: the length limit of documents in tokens.
+        query_expansion: the rule for expanding queries (see `_expansion`).
+        markers: pairs of a role and a marker. An empty marker means that there is no marker.
+        skiplist_words: the tokens that get no vector.
+        skiplist_tasks: the roles of the texts to which `skiplist_words` applies.
+    """
+
+    query_length: Any = None
+    document_length: Any = None
+    query_expansion: Any = None
+    markers: tuple[tuple[str, str], ...] = ()
+    skiplist_words: Any = None
+    skiplist_tasks: Any = None
+
+
 def read_late_interaction(
     root: Path,
     architecture: str,
     settings: Mapping[str, Any],
-    saved: Mapping[str, Any],
+    sentence_config: Mapping[str, Any],
     modules: Sequence[ModuleSpec],
 ) -> LateInteraction:
     """Read the rules by which a checkpoint with late interaction treats queries and documents.
@@ -142,169 +165,155 @@ def read_late_interaction(
         root: the folder of the checkpoint.
         architecture: the name of the model's class in config.json.
         settings: the content of the settings file of the transformers model.
-        saved: the content of config_sentence_transformers.json.
+        sentence_config: the content of config_sentence_transformers.json.
         modules: the modules in modules.json.
 
     Raises:
         UnsupportedModelError: the files name a query expansion that is not supported.
         ModelError: a value in the files has a wrong type.
     """
-    # `values` maps the names of rules to JSON values. The possible names are "query_length",
-    # "document_length", "query_expansion", "markers", "skiplist_words" and "skiplist_tasks".
     if architecture == STANFORD_ARCHITECTURE:
-        values = _stanford_values(read_json(root / _STANFORD_FILE))
+        rules = _stanford_rules(read_json(root / _STANFORD_FILE))
     else:
-        values = _pylate_values(saved)
+        rules = _pylate_rules(sentence_config)
     # The files of sentence-transformers override the other files.
-    values |= _sentence_transformers_values(settings, modules)
-    expansion = _expansion(root, values.get("query_expansion"))
-    query_length = _length(root, "query_length", values.get("query_length"))
+    return _validate(root, replace(rules, **_sentence_transformers_rules(settings, modules)))
+
+
+def _validate(root: Path, rules: _JsonRules) -> LateInteraction:
+    """Convert rules from JSON values, and raise an error if a value is wrong.
+
+    `root` is the folder of the checkpoint, for error messages.
+    """
+    expansion = _expansion(root, rules.query_expansion)
+    query_length = _length(root, "query_length", rules.query_length)
     if expansion is not None and expansion.is_limit:
-        # Each query is expanded or truncated to the same length.
+        # Each query is expanded or truncated to exactly the length of the rule.
         query_length = expansion.length
     return LateInteraction(
         query_length=query_length,
-        document_length=_length(root, "document_length", values.get("document_length")),
+        document_length=_length(root, "document_length", rules.document_length),
         expansion=expansion,
-        markers=tuple((role, marker) for role, marker in values.get("markers", ()) if marker),
-        skip_words=tuple(values.get("skiplist_words") or ()),
-        skip_roles=_skip_roles(values.get("skiplist_tasks")),
+        markers=tuple((role, marker) for role, marker in rules.markers if marker),
+        skip_words=tuple(rules.skiplist_words or ()),
+        skip_roles=_skip_roles(rules.skiplist_tasks),
     )
 
 
-# These keys in the settings file determine how queries and documents are treated. PyLate's file has
-# the same keys.
-_KEYS_OF_SETTINGS = ("query_length", "document_length", "query_expansion")
-
-
-def _sentence_transformers_values(
+def _sentence_transformers_rules(
     settings: Mapping[str, Any], modules: Sequence[ModuleSpec]
 ) -> dict[str, Any]:
-    """Read the rules for queries and documents from the files of sentence-transformers.
+    """Return the fields of `_JsonRules` that the files of sentence-transformers set.
 
-    The result contains only the rules that these files set, because it overrides the rules of other
+    Fields that these files do not set are left out, because the result overrides the rules of other
     files. Example: the settings {"query_length": 32} return {"query_length": 32}.
 
     Args:
         settings: the content of the settings file of the transformers model.
         modules: the modules in modules.json.
     """
-    values = {name: settings[name] for name in _KEYS_OF_SETTINGS if settings.get(name) is not None}
+    names = ("query_length", "document_length", "query_expansion")
+    rules = {name: settings[name] for name in names if settings.get(name) is not None}
     # The module MultiVectorMask lists the tokens that get no vector. The module has priority over
     # other files, even if it contains no list. The value None then replaces the list from the other
     # files, so that every token gets a vector.
     mask = find_config(modules, "MultiVectorMask")
     if mask is not None:
-        values["skiplist_words"] = mask.get("skiplist_words")
-        values["skiplist_tasks"] = mask.get("skiplist_tasks")
-    return values
+        rules["skiplist_words"] = mask.get("skiplist_words")
+        rules["skiplist_tasks"] = mask.get("skiplist_tasks")
+    return rules
 
 
-def has_pylate_model_type(saved: Mapping[str, Any]) -> bool:
+def has_pylate_model_type(sentence_config: Mapping[str, Any]) -> bool:
     """Return whether PyLate saved the checkpoint.
 
     The modules.json of such a checkpoint names no MultiVectorMask and no Normalize, although the
     model leaves out punctuation and scales its vectors to length 1.
 
     Args:
-        saved: the content of config_sentence_transformers.json.
+        sentence_config: the content of config_sentence_transformers.json.
     """
-    return saved.get("model_type") == _PYLATE_TYPE
+    return sentence_config.get("model_type") == _PYLATE_TYPE
 
 
-def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rules for queries and documents from a file of PyLate, a library for ColBERT.
+def _pylate_rules(sentence_config: Mapping[str, Any]) -> _JsonRules:
+    """Return the rules in a file of PyLate, a library for ColBERT.
 
-    `saved` is the content of config_sentence_transformers.json. The keys of the result are the
-    names that sentence-transformers uses for the same rules. A missing rule is None.
+    Example: {"query_prefix": "[Q] ", "query_length": 48} returns the query_length 48, the marker
+    "[Q] " of queries, and a rule that expands queries to 48 tokens. PyLate expands queries unless
+    the file turns the expansion off.
 
-    Example: {"query_prefix": "[Q] ", "query_length": 48} returns the query_length 48, the markers
-    [("query", "[Q] "), ("document", "")], and a query_expansion to 48 tokens. The document_length
-    and the skiplist_words (the words that get no vectors) are None.
+    Args:
+        sentence_config: the content of config_sentence_transformers.json.
     """
-    return {
-        **{name: saved.get(name) for name in _KEYS_OF_SETTINGS},
-        "skiplist_words": _pylate_skip_words(saved),
-        **_pylate_markers_and_expansion(saved),
-    }
+    return _JsonRules(
+        query_length=sentence_config.get("query_length"),
+        document_length=sentence_config.get("document_length"),
+        query_expansion=_pylate_expansion(sentence_config),
+        markers=(
+            (QUERY, sentence_config.get("query_prefix") or ""),
+            (DOCUMENT, sentence_config.get("document_prefix") or ""),
+        ),
+        skiplist_words=_pylate_skip_words(sentence_config),
+    )
 
 
-def _pylate_skip_words(saved: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
+def _pylate_skip_words(sentence_config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
     """Return the words that get no vectors, such as ["!", "?"]; None if the file lists no words.
 
     If the file has PyLate's model type, the default is a list of all punctuation.
     """
-    words = saved.get("skiplist_words")
-    if words is None and has_pylate_model_type(saved):
+    words = sentence_config.get("skiplist_words")
+    if words is None and has_pylate_model_type(sentence_config):
         return list(string.punctuation)
     return words
 
 
-def _pylate_markers_and_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PyLate's rules for markers and query expansion; {} if the file has no keys of PyLate.
+def _pylate_expansion(sentence_config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON
+    """Return the rule for expanding queries in the JSON format of sentence-transformers.
 
-    A file with keys of PyLate may have another model type. The key `query_expansion` of
-    sentence-transformers has priority over PyLate's keys. If it exists, the result contains no rule
-    for query expansion.
-
-    Example: {"query_prefix": "[Q] ", "do_query_expansion": false} returns {"markers": [("query",
-    "[Q] "), ("document", "")]}. An empty marker means that there is no marker.
-    """
-    if _PYLATE_KEYS.isdisjoint(saved):
-        return {}
-    values: dict[str, Any] = {
-        "markers": [
-            (QUERY, saved.get("query_prefix") or ""),
-            (DOCUMENT, saved.get("document_prefix") or ""),
-        ]
-    }
-    expands_queries = saved.get("do_query_expansion") is not False
-    if expands_queries and "query_expansion" not in saved:
-        values["query_expansion"] = _pylate_expansion_rule(saved)
-    return values
-
-
-def _pylate_expansion_rule(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PyLate's rule for expanding queries, in the JSON format of sentence-transformers.
+    The key `query_expansion`, which already has this format, has priority over PyLate's keys. The
+    result is None if the file has no keys of PyLate, or if it turns the expansion off.
 
     Example: {"query_length": 48} returns {"strategy": "fixed", "attend": False, "length": 48}.
     """
+    if "query_expansion" in sentence_config:
+        return sentence_config["query_expansion"]
+    has_pylate_keys = not _PYLATE_KEYS.isdisjoint(sentence_config)
+    if not has_pylate_keys or sentence_config.get("do_query_expansion") is False:
+        return None
     # `attend_to_expansion_tokens` and `attend_to_mask_tokens` have the same meaning. A file of
     # PyLate may contain either key.
-    attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
+    attends_to_masks = sentence_config.get("attend_to_mask_tokens")
     return {
         "strategy": "fixed",
-        "attend": bool(attends),
-        "length": saved.get("query_length") or _DEFAULT_QUERY_LENGTH,
+        "attend": bool(sentence_config.get("attend_to_expansion_tokens", attends_to_masks)),
+        "length": sentence_config.get("query_length") or _DEFAULT_QUERY_LENGTH,
     }
 
 
-def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the content of `artifact.metadata` to the rules for queries and documents.
+def _stanford_rules(metadata: Mapping[str, Any]) -> _JsonRules:
+    """Return the rules in `artifact.metadata`, a file of Stanford's ColBERT.
 
-    `artifact.metadata` is a file of Stanford's ColBERT. The keys of the result are the names that
-    sentence-transformers uses. Example: {"doc_maxlen": 300} returns {"document_length": 300, ...}.
-    Missing rules have the defaults of Stanford's ColBERT.
+    Example: {"doc_maxlen": 300} returns the document_length 300. Missing rules have the defaults of
+    Stanford's ColBERT.
     """
     skips_punctuation = metadata.get("mask_punctuation", True)
     # The markers are tokens before queries and documents. The names of the keys end in "_id", but
     # the values are the texts of the tokens.
     query_token = metadata.get("query_token_id") or "[unused0]"
     document_token = metadata.get("doc_token_id") or "[unused1]"
-    return {
-        "document_length": metadata.get("doc_maxlen"),
-        "query_expansion": {
+    return _JsonRules(
+        document_length=metadata.get("doc_maxlen"),
+        query_expansion={
             "strategy": "fixed",  # each query is expanded or truncated to exactly `length` tokens
             # Whether the tokens of the query attend to the appended mask tokens.
             "attend": bool(metadata.get("attend_to_mask_tokens")),
             "length": metadata.get("query_maxlen") or _DEFAULT_QUERY_LENGTH,
         },
-        "skiplist_words": list(string.punctuation) if skips_punctuation else [],
-        "markers": [
-            (QUERY, query_token + " "),
-            (DOCUMENT, document_token + " "),
-        ],
-    }
+        markers=((QUERY, query_token + " "), (DOCUMENT, document_token + " ")),
+        skiplist_words=list(string.punctuation) if skips_punctuation else [],
+    )
 
 
 def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401 - JSON

@@ -72,7 +72,7 @@ def load_encoder(
     *,
     dtype: str,
     device: torch.device,
-    attention_to_test: str,
+    nereid_attention: str,
     progress: Callable[[str], None],
 ) -> Encoder:
     """Load the weights and the tokenizer of a checkpoint.
@@ -81,9 +81,9 @@ def load_encoder(
         spec: the description of the checkpoint.
         dtype: the setting `dtype`.
         device: the device for the weights.
-        attention_to_test: the name under which Nereid's attention function is registered in
-            transformers. The result states whether the model accepts this attention. The model
-            keeps its own attention.
+        nereid_attention: the name under which Nereid's attention function is registered in
+            transformers. The model keeps its own attention, but `Encoder.accepts_nereid_attention`
+            states whether the model could use Nereid's attention.
         progress: called with one line for each slow operation.
 
     Raises:
@@ -91,19 +91,11 @@ def load_encoder(
         UnsupportedModelError: transformers has no code for the model.
     """
     check_files(spec.folder)
-    torch_dtype = _choose_dtype(dtype, spec.config, device)
-    name = str(torch_dtype).removeprefix("torch.")
-    progress(f"loading {spec.architecture} from {spec.folder} as {name}")
-    model = load_encoder_weights(spec, torch_dtype)
-    if device.type != "cpu":
-        progress(f"copying the weights to {device}")
-        model.to(device)
-    model.train(False)
-    if spec.loader == SEQUENCE:  # a head that classifies whole texts
-        # Some heads that classify whole texts need the padding token, to find the last token of a
-        # text.
+    model = _load_model(spec, _choose_dtype(dtype, spec.config, device), device, progress)
+    if spec.loader == SEQUENCE:
+        # Some heads that classify whole texts need the padding token to find the last token.
         _set_missing_padding_token(model)
-    # The name of the attention implementation that transformers has chosen for the model.
+    # The attention implementation that transformers has chosen for the model.
     own_attention = str(model.config._attn_implementation)
     return Encoder(
         model=model,
@@ -111,8 +103,24 @@ def load_encoder(
         tokenizer=load_tokenizer(spec),
         device=device,
         own_attention=own_attention,
-        accepts_nereid_attention=_accepts_attention(model, attention_to_test, own_attention),
+        accepts_nereid_attention=_accepts_attention(model, nereid_attention, own_attention),
     )
+
+
+def _load_model(
+    spec: CheckpointSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> PreTrainedModel:
+    """Load the model in eval mode on `device`. Report each slow operation to `progress`."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    progress(f"loading {spec.architecture} from {spec.folder} as {dtype_name}")
+    model = load_encoder_weights(spec, dtype)
+    if device.type != "cpu":
+        progress(f"copying the weights to {device}")
+        model.to(device)
+    return model.eval()
 
 
 def _set_missing_padding_token(model: PreTrainedModel) -> None:

@@ -67,18 +67,12 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
             f"{root} is not a folder. Set model to the folder of a Hugging Face checkpoint."
         )
     modules = read_modules(root)
-    folder = modules[0].folder if modules else root  # the folder of the transformers model
-    check_files(folder)
-    config = _read_config(folder)
-    architectures = getattr(config, "architectures", None) or [config.model_type]
-    architecture = architectures[0]
+    spec = _read_architecture_and_task(root, settings, modules)
     sentence_config = read_json(root / SENTENCE_CONFIG_FILE)  # {} if the file is missing
-    task = choose_task(settings, architecture, modules, config, folder)
-    spec = CheckpointSpec(folder, config, architecture, task, has_modules=bool(modules))
     try:
         spec = _add_input_rules(spec, sentence_config)
         _check_default_prompt(root, spec)
-        if task == "embed":
+        if spec.task == "embed":
             return describe_embedding(spec, settings, root, _embedding_modules(settings, modules))
         return _describe_scoring(spec, modules, sentence_config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -87,6 +81,26 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
             f"a JSON file in {root}, such as {SENTENCE_CONFIG_FILE}, has a value of a wrong type, "
             f"or lacks a value ({type(error).__name__}: {error}). Download the JSON files again."
         ) from error
+
+
+def _read_architecture_and_task(
+    root: Path, settings: PoolingConfig, modules: list[ModuleSpec]
+) -> CheckpointSpec:
+    """Return a description that contains only the architecture, the task and their sources.
+
+    `root` is the folder of the checkpoint. The first of its `modules` is the transformers model.
+    """
+    folder = modules[0].folder if modules else root  # the folder of the transformers model
+    check_files(folder)
+    config = _read_config(folder)
+    architectures = getattr(config, "architectures", None) or [config.model_type]
+    return CheckpointSpec(
+        folder=folder,
+        config=config,
+        architecture=architectures[0],
+        task=choose_task(settings, architectures[0], modules, config, folder),
+        has_modules=bool(modules),
+    )
 
 
 def _embedding_modules(settings: PoolingConfig, modules: list[ModuleSpec]) -> list[ModuleSpec]:

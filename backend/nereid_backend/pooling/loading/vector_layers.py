@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -79,34 +78,50 @@ class Layer:
 
 
 def load_layer(module: ModuleSpec, device: torch.device) -> Layer:
-    """Load a module with its weights.
+    """Load a module of the kind "Dense", "LayerNorm" or "Normalize" with its weights.
 
     Raises:
         ModelError: the config of a module Dense or the weights are missing or broken.
         UnsupportedModelError: the activation is not a module of torch.nn.
     """
-    if module.kind == "Normalize":
-        return Layer("Normalize")
-    if module.kind == "Dense" and not module.config:
+    match module.kind:
+        case "Normalize":
+            return Layer("Normalize")
+        case "LayerNorm":
+            return Layer("LayerNorm", _load_weights(module, device, required="norm.weight"))
+        case _:  # "Dense"
+            return _load_dense(module, device)
+
+
+def _load_dense(module: ModuleSpec, device: torch.device) -> Layer:
+    """Load a module of the kind "Dense": a linear layer with an activation."""
+    if not module.config:
         raise ModelError(
             f"{module.folder}/config.json is missing or empty, so the activation of the module "
             "Dense is not known. Download the file again."
         )
+    return Layer(
+        "Dense",
+        _load_weights(module, device, required="linear.weight"),
+        activation=_activation(module),
+        residual=bool(module.config.get("use_residual")),
+    )
+
+
+def _load_weights(module: ModuleSpec, device: torch.device, *, required: str) -> dict[str, Tensor]:
+    """Return the weights of a module by name, float32. Raise a ModelError if `required` is missing.
+
+    `required` is the name of the weight that every module of this kind has.
+    """
     weights = {
         name: tensor.float().to(device) for name, tensor in _read_weights(module.folder).items()
     }
-    required = "norm.weight" if module.kind == "LayerNorm" else "linear.weight"
     if required not in weights:
         raise ModelError(
             f"{module.folder}: the weights of the module {module.kind} have no {required}. "
             "Download the checkpoint again."
         )
-    return Layer(
-        module.kind,
-        weights,
-        activation=_activation(module) if module.kind == "Dense" else None,
-        residual=bool(module.config.get("use_residual")),
-    )
+    return weights
 
 
 def load_linear(path: Path, device: torch.device) -> Layer:
@@ -171,23 +186,30 @@ def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
         UnsupportedModelError: the class is not a module of torch.nn.
     """
     name = str(module.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
+    activation = _create_torch_module(name)
+    if activation is None:
+        raise UnsupportedModelError(
+            f"{module.folder}: the activation {name} is not supported, because it is not a module "
+            "of torch.nn that can be created without arguments."
+        )
+    return None if isinstance(activation, nn.Identity) else activation
+
+
+def _create_torch_module(name: str) -> nn.Module | None:
+    """Create a module of torch.nn from its full class name, without arguments.
+
+    Return None if torch.nn has no such module, or if the module needs arguments. Example:
+    "torch.nn.modules.activation.ReLU" returns nn.ReLU().
+    """
     package, _, class_name = name.rpartition(".")
     # The name comes from the checkpoint, and importing an arbitrary package could run any code.
     # Therefore only classes of torch are allowed.
-    is_in_torch = package == "torch.nn" or package.startswith("torch.nn.modules.")
-    error = UnsupportedModelError(
-        f"{module.folder}: the activation {name} is not supported, because it is not a module "
-        "of torch.nn that can be created without arguments."
-    )
-    if not is_in_torch:
-        raise error
-    activation_class: Any = getattr(nn, class_name, None)
-    if activation_class is nn.Identity:
+    if package != "torch.nn" and not package.startswith("torch.nn.modules."):
+        return None
+    module_class = getattr(nn, class_name, None)
+    if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
         return None
     try:
-        activation = activation_class()
-    except TypeError:  # The class does not exist, or its constructor requires arguments.
-        raise error from None
-    if not isinstance(activation, nn.Module):
-        raise error
-    return activation
+        return module_class()
+    except TypeError:  # The constructor requires arguments.
+        return None

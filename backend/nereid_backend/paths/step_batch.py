@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
-from nereid_backend.attention.gpu.gpu_batch import PackedRows, PrefillShape, StepLayout
+from nereid_backend.attention.gpu.gpu_batch import PrefillShape, StepLayout
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 from nereid_backend.paths.block_table_rows import BlockTableRows
@@ -210,7 +210,7 @@ class BatchBuilder:
         ]
         attention.other_groups = tuple(other_groups)
         if self._layout is not None:
-            attention.kernel_metadata = PackedRows(self._layout, list(tensors))
+            attention.kernel_metadata = self._layout.packed_rows(tensors)
         if plan.pending:
             assert sampled is not None, "a plan with pending tokens needs the sampled tokens"
             indices, sources = pending

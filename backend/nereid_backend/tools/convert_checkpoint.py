@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -41,6 +41,34 @@ _WRITTEN_FILES = ("config.json", INDEX)
 _FAILURE = 2  # the exit code if the conversion fails
 
 
+class _Integers(NamedTuple):
+    """States which weights of a checkpoint become integers.
+
+    Attributes:
+        bits: the size of an integer, 4 or 8.
+        names: the names of the weights that become integers.
+        missing_names: the names of the linear layers' weights that the checkpoint does not contain.
+    """
+
+    bits: int
+    names: set[str]
+    missing_names: set[str]
+
+
+class _Conversion(NamedTuple):
+    """The weights of a checkpoint, and the data types that they get.
+
+    Attributes:
+        weights: the weights of the source by name. A weight is read from disk when it is indexed.
+        float_dtype: the new data type of all floating point weights that do not become integers.
+        integers: states which weights become integers; None if no weight becomes integers.
+    """
+
+    weights: Mapping[str, Any]
+    float_dtype: torch.dtype
+    integers: _Integers | None = None
+
+
 def convert(source: str, target: str, dtype: Target) -> None:
     """Write a copy of a checkpoint in which the weights have another data type.
 
@@ -59,31 +87,40 @@ def convert(source: str, target: str, dtype: Target) -> None:
     check_files(folder)
     _check_target(new_folder)
     modules = read_modules(folder)
-    config = read_config(folder, trust_remote_code=False)
-    if model_class(config) is None:
-        raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
-    bits = _BITS.get(dtype)  # None if no weight becomes integers
-    float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
-    arguments = weight_arguments(folder, config, float_dtype, as_dict=True)
-    weights = arguments["state_dict"]  # Each weight is read only when it is used.
-    integer_names: set[str] = set()
-    quantization_config = None
-    if bits is not None:
-        unquantised_config = arguments["config"]  # `config` without quantization_config
-        linear_weights = _linear_weights(unquantised_config)
-        integer_names = linear_weights & weights.keys()
-        if not integer_names:  # example: an embedding model without the prefix "bert." in the names
-            raise UnsupportedModelError(
-                f"No weight of {folder} can become {dtype}, because none has the name of a linear "
-                f"layer of {model_class(config).__name__}. Convert it to bfloat16 or float32."
-            )
-        quantization_config = _quantization_config(bits, linear_weights, integer_names)
+    conversion = _plan_conversion(folder, dtype)
     new_folder.mkdir(parents=True, exist_ok=True)
     _copy_other_files(folder, new_folder)
     _copy_modules(folder, new_folder, modules)
-    _write_shards(new_folder, _converted_tensors(weights, integer_names, bits, float_dtype))
-    dtype_name = str(float_dtype).removeprefix("torch.")
-    _write_config(folder, new_folder, dtype_name, quantization_config)
+    _write_shards(new_folder, _converted_tensors(conversion))
+    _write_config(folder, new_folder, conversion)
+
+
+def _plan_conversion(folder: Path, dtype: Target) -> _Conversion:
+    """Decide which data type each weight of the checkpoint in `folder` gets.
+
+    Raises: UnsupportedModelError if the model has no class, or if `dtype` is an integer type and no
+    weight belongs to a linear layer.
+    """
+    config = read_config(folder, trust_remote_code=False)
+    architecture = model_class(config)
+    if architecture is None:
+        raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
+    is_integer = dtype in _BITS
+    float_dtype = _dtype_of(config) if is_integer else getattr(torch, dtype)
+    arguments = weight_arguments(folder, config, float_dtype, as_dict=True)
+    weights = arguments["state_dict"]
+    if not is_integer:
+        return _Conversion(weights, float_dtype)
+    unquantised_config = arguments["config"]  # `config` without quantization_config
+    linear_weights = _linear_weights(unquantised_config)
+    integer_names = linear_weights & weights.keys()
+    if not integer_names:  # example: an embedding model without the prefix "bert." in the names
+        raise UnsupportedModelError(
+            f"No weight of {folder} can become {dtype}, because none has the name of a linear "
+            f"layer of {architecture.__name__}. Convert it to bfloat16 or float32."
+        )
+    integers = _Integers(_BITS[dtype], integer_names, linear_weights - integer_names)
+    return _Conversion(weights, float_dtype, integers)
 
 
 def _check_target(folder: Path) -> None:
@@ -110,30 +147,24 @@ def _linear_weights(config: Any) -> set[str]:  # noqa: ANN401 - configs of trans
         return linear_names(model_class(config)(config))
 
 
-def _converted_tensors(
-    weights: Mapping[str, Any], integer_names: set[str], bits: int | None, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _converted_tensors(conversion: _Conversion) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the value of each tensor in the new checkpoint.
 
     Example: with 8 bits, the weight "up_proj.weight" gives the integers "up_proj.weight" and the
     scales "up_proj.weight_scale".
 
-    Args:
-        weights: the weights of the source by name. A weight is read from disk when it is indexed.
-        integer_names: the names of the weights of linear layers, which become integers of `bits`
-            bits.
-        bits: 4 or 8; None if no weight becomes integers.
-        dtype: the data type of the other weights.
+    `conversion` contains the weights of the source, and the data types that they get.
     """
-    for name, lazy_weight in weights.items():
+    integers = conversion.integers
+    for name, lazy_weight in conversion.weights.items():
         weight = lazy_weight[...]  # read from disk
         is_matrix = weight.dim() == 2  # `quantise_weight` accepts only matrices.
-        if bits is not None and name in integer_names and is_matrix:
+        if integers is not None and name in integers.names and is_matrix:
             layer_name = name.removesuffix(".weight")
-            for suffix, tensor in _rounded_tensors(weight, bits).items():
+            for suffix, tensor in _rounded_tensors(weight, integers.bits).items():
                 yield layer_name + suffix, tensor
         elif weight.is_floating_point():
-            yield name, weight.to(dtype)
+            yield name, weight.to(conversion.float_dtype)
         else:
             yield name, weight
 
@@ -147,11 +178,13 @@ def _rounded_tensors(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:  # Integers of 8 bits have no zero points, and torch has a type for them.
         return {".weight": values, ".weight_scale": scales.half()}
-    packed_zeros = _pack(zeros.to(torch.uint8).T)
+    # The format packs the zero points of 8 consecutive outputs, and `_pack` packs along rows.
+    zeros_by_group = zeros.to(torch.uint8).T  # [groups, outputs]
+    packed_zeros_by_group = _pack(zeros_by_group)  # [groups, outputs / 8]
     return {
         ".weight_packed": _pack(values),
         ".weight_scale": scales.half(),
-        ".weight_zero_point": packed_zeros.T.contiguous(),  # [outputs / 8, groups]
+        ".weight_zero_point": packed_zeros_by_group.T.contiguous(),
         ".weight_shape": torch.tensor(weight.shape),
     }
 
@@ -242,17 +275,13 @@ def _copy_modules(folder: Path, new_folder: Path, modules: list[ModuleSpec]) -> 
             shutil.copytree(module.folder, new_folder / module.folder.name)
 
 
-def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -> dict[str, Any]:
+def _quantization_config(integers: _Integers) -> dict[str, Any]:
     """Return the quantization_config of the new checkpoint.
 
     This part of config.json describes the integers in the format of the compressed-tensors library.
-
-    Args:
-        bits: 4 or 8.
-        layers: the names of the weights of all linear layers except the output layer.
-        integer_names: the names in `layers` whose weights become integers. The checkpoint does not
-            contain the other names, so their layers are listed as not converted.
+    The output layer and the layers whose weights are missing are listed as not converted.
     """
+    bits = integers.bits
     # `quantise_weight` returns zero points only for 4-bit integers. 8-bit integers are symmetric,
     # so the integer 0 always represents the weight 0.
     is_symmetric = bits == 8
@@ -265,7 +294,7 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
     }
     # The format "pack-quantized" stores several integers in one 32-bit word.
     file_format = "pack-quantized" if bits == 4 else "int-quantized"
-    unconverted = sorted(name.removesuffix(".weight") for name in layers - integer_names)
+    unconverted = sorted(name.removesuffix(".weight") for name in integers.missing_names)
     return {
         "quant_method": "compressed-tensors",
         "format": file_format,
@@ -275,16 +304,13 @@ def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -
     }
 
 
-def _write_config(
-    folder: Path, new_folder: Path, dtype_name: str, quantization_config: dict[str, Any] | None
-) -> None:
+def _write_config(folder: Path, new_folder: Path, conversion: _Conversion) -> None:
     """Write a copy of a checkpoint's config.json that describes the new data type of the weights.
 
     Args:
         folder: the folder of the source.
         new_folder: the folder of the copy.
-        dtype_name: the data type of the floating point weights, such as "bfloat16".
-        quantization_config: describes the integers; None if no weight is an integer.
+        conversion: the weights, and the data types that they get.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
@@ -296,9 +322,9 @@ def _write_config(
         section.pop("torch_dtype", None)
     # `dtype` in the main section of the config determines the data type of the whole model. A field
     # `dtype` in `text_config` has no effect, so it is not changed.
-    config["dtype"] = dtype_name
-    if quantization_config is not None:
-        config["quantization_config"] = quantization_config
+    config["dtype"] = str(conversion.float_dtype).removeprefix("torch.")  # such as "bfloat16"
+    if conversion.integers is not None:
+        config["quantization_config"] = _quantization_config(conversion.integers)
     text = json.dumps(config, indent=2)
     (new_folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.engine.engine import Engine
 from nereid_backend.errors import NereidError
 from nereid_backend.load_checkpoint import check_files, read_config
+from nereid_backend.loading_progress import no_progress
 from nereid_backend.main_memory import available_memory, format_bytes
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.weight_memory import memory_by_setting
@@ -32,7 +33,21 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.text.load_decoder import load_decoder
 
-Finding = dict[str, Any]
+_Path = TypeVar("_Path", str, Path)
+
+
+class Finding(TypedDict):
+    """The result of one check of a checkpoint.
+
+    Attributes:
+        check: the name of the check, such as "tokenizer".
+        ok: whether no error was found.
+        finding: the description of the checked part, or the error message.
+    """
+
+    check: str
+    ok: bool
+    finding: str
 
 
 def describe(path: str, *, loads: bool = False) -> list[Finding]:
@@ -46,31 +61,28 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
         loads: whether the checkpoint is loaded to find its forward path, which is the method by
             which the engine runs the model. The engine chooses this method while it loads a model.
     """
-    files = _run_check("files", lambda: _describe_files(path))
+    files = _run_check("files", _describe_files, path)
     if not files["ok"]:
         return [files]
     folder = Path(checkpoint_folder(path))
-    weights = _run_check("weights", lambda: _describe_weights(folder))
-    findings = [
-        files,
-        _run_check("architecture", lambda: _describe_architecture(folder)),
-        weights,
-        *(_memory_findings(folder) if weights["ok"] else ()),
-        _run_check("tokenizer", lambda: _describe_tokenizer(folder)),
-        _run_check("chat template", lambda: _describe_template(folder)),
-    ]
+    weights = _run_check("weights", _describe_weights, folder)
+    findings = [files, _run_check("architecture", _describe_architecture, folder), weights]
+    if weights["ok"]:
+        findings += _memory_findings(folder)
+    findings.append(_run_check("tokenizer", _describe_tokenizer, folder))
+    findings.append(_run_check("chat template", _describe_template, folder))
     if loads:
-        findings.append(_run_check("forward path", lambda: _describe_path(path)))
+        findings.append(_run_check("forward path", _describe_path, path))
     return findings
 
 
-def _run_check(check: str, describe_part: Callable[[], str]) -> Finding:
-    """Run one check of a checkpoint, and return a dictionary that describes the result.
+def _run_check(check: str, describe_part: Callable[[_Path], str], path: _Path) -> Finding:
+    """Describe one part of the checkpoint at `path`. An error becomes a finding that is not ok.
 
-    If the check raises an error, `ok` is False.
+    `check` is the name of the check, such as "tokenizer".
     """
     try:
-        return {"check": check, "ok": True, "finding": describe_part()}
+        return {"check": check, "ok": True, "finding": describe_part(path)}
     except NereidError as error:
         return {"check": check, "ok": False, "finding": str(error)}
 
@@ -114,7 +126,7 @@ def _memory_findings(folder: Path) -> list[Finding]:
     memory. Another data type or another machine can be chosen.
     """
     free_bytes = available_memory()
-    findings = []
+    findings: list[Finding] = []
     for setting, weight_bytes in memory_by_setting(count_weights(folder)).items():
         text = f"{format_bytes(weight_bytes)} for the weights"
         if weight_bytes > free_bytes:
@@ -145,17 +157,32 @@ def _describe_path(path: str) -> str:
     Raises: NereidError if the checkpoint is neither a language model nor a pooling model.
     """
     try:
-        lines: list[str] = []
-        engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
-        engine.close()
-        path_lines = [line for line in lines if line.startswith("path: ")]
-        path_line = path_lines[0] if path_lines else engine.info.path
-        return f"{path_line.removeprefix('path: ')} Data type: {engine.info.dtype}"
+        return _describe_language_model(path)
     except NereidError as error:
-        try:
-            info = PoolingEngine(PoolingConfig(path), lambda _: None).info
-        except NereidError:
-            raise error from None
+        language_model_error = error
+    try:
+        return _describe_pooling_model(path)
+    except NereidError:
+        raise language_model_error from None
+
+
+def _describe_language_model(path: str) -> str:
+    """Load a language model, and return the line about its forward path, and its data type.
+
+    The engine reports its progress in lines. The line "path: padded (packed: <reason>)." also names
+    the faster forward paths that the model does not support, unlike `engine.info`.
+    """
+    lines: list[str] = []
+    engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
+    engine.close()
+    path_lines = [line for line in lines if line.startswith("path: ")]
+    path_line = path_lines[0] if path_lines else engine.info.path
+    return f"{path_line.removeprefix('path: ')} Data type: {engine.info.dtype}"
+
+
+def _describe_pooling_model(path: str) -> str:
+    """Load an embedding model or a reranker, and return its forward path, task and data type."""
+    info = PoolingEngine(PoolingConfig(path), no_progress).info
     return f"{info.path} Task: {info.task}. Data type: {info.dtype}"
 
 

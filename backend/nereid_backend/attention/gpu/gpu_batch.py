@@ -9,7 +9,7 @@ other arrays of the step in one copy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -122,8 +122,8 @@ class GpuBatch:
             decode_shapes.append((num_seqs, num_blocks))
         prefill_shapes = [PrefillShape.of(prefill) for prefill in batch.prefills]
         arrays = layout.arrays(decode_shapes, prefill_shapes)
-        packed = PackedRows(layout, upload_packed(arrays, batch.slots.device))
-        return packed.unpack(batch)
+        tensors = upload_packed(arrays, batch.slots.device)
+        return layout.packed_rows(tensors).unpack(batch)
 
 
 class Tiling(NamedTuple):
@@ -198,13 +198,13 @@ class StepLayout:
             arrays += [tile_rows(prefills, tiling) for tiling in self._tilings]
         return arrays
 
-    @property
-    def tilings(self) -> tuple[Tiling, ...]:
-        """The distinct tilings of the model's layers.
-
-        A tiling is the number of new tokens in a tile of a prefill, and the attention window.
-        """
-        return self._tilings
+    def packed_rows(self, tensors: Iterable[Tensor]) -> "PackedRows":
+        """Name the arrays of a step, which `arrays` has returned and the caller has copied."""
+        table_starts, *prefill_tensors = tensors
+        if not prefill_tensors:
+            return PackedRows(table_starts)
+        sequences, *tiles = prefill_tensors
+        return PackedRows(table_starts, sequences, dict(zip(self._tilings, tiles, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,27 +212,27 @@ class PackedRows:
     """The arrays that `StepLayout.arrays` returned for a step, copied to the device.
 
     Attributes:
-        layout: the layout that created the arrays.
-        tensors: the arrays on the device. The first tensor contains the start of each decode's
-            block table. If the step has prefills, the second tensor contains the position and the
-            sizes of each prefill, and each further tensor contains the tiles of one tiling.
+        table_starts: the index at which the block table of each decode starts.
+        sequences: the position and the sizes of each prefill; None if the step has no prefills.
+        tiles: the tiles of the prefills for each tiling.
     """
 
-    layout: StepLayout
-    tensors: list[Tensor]
+    table_starts: Tensor
+    sequences: Tensor | None = None
+    tiles: dict[Tiling, Tensor] = field(default_factory=dict)
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Build the metadata of a step for the GPU kernels from the tensors on the device."""
+        """Build the metadata of a step for the GPU kernels from these arrays and from `batch`.
+
+        `batch` contains the block tables and the lengths of the sequences in the same step.
+        """
         decodes = None
         prefills = None
         if batch.num_decodes:
-            table_starts = self.tensors[0]
-            decodes = _decode_rows(batch.decodes, batch.block_size, table_starts)
-        if batch.prefills:
-            positions_and_sizes, *tiles = self.tensors[1:]
-            tiles_by_tiling = dict(zip(self.layout.tilings, tiles, strict=True))
+            decodes = _decode_rows(batch.decodes, batch.block_size, self.table_starts)
+        if self.sequences is not None:
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
-            prefills = PrefillRows(batch.prefills, table, positions_and_sizes, tiles_by_tiling)
+            prefills = PrefillRows(batch.prefills, table, self.sequences, self.tiles)
         return GpuBatch(decodes, prefills)
 
 

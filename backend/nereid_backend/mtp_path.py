@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -187,7 +186,6 @@ class MtpPath:
         mtp_model: Any,  # noqa: ANN401 - transformers' class has no types
         *,
         hook: AttentionHook,
-        layers: list[LayerSpec],
         cache: KVCache,
         builder: BatchBuilder,
         hidden: HiddenStates,
@@ -200,7 +198,6 @@ class MtpPath:
         Args:
             mtp_model: an MtpModel of transformers.
             hook: Nereid's attention function, which transformers calls in each layer.
-            layers: the attention layers of the first MTP layer.
             cache: the KV cache of the MTP layer.
             builder: builds the tensors of each pass from the block tables of the sequences.
             hidden: the hidden states of the large model.
@@ -208,7 +205,6 @@ class MtpPath:
         self.hidden = hidden
         self._model = mtp_model
         self._hook = hook
-        self._layers = layers
         self._cache = cache
         self._builder = builder
         # Maps each sequence of the MTP layer to the corresponding sequence of the large model.
@@ -256,7 +252,7 @@ class MtpPath:
         """
         batch = self._builder.build(plan, self._cache.device)
         hidden = torch.cat([self._previous_hidden_states(chunk) for chunk in plan.chunks])
-        attention = PagedForward(self._layers, self._cache, batch.attention)
+        attention = PagedForward(self._cache, batch.attention)
         with self._hook.serving(attention):
             # The MTP layer skips the first token of each sequence, so its positions begin at 1.
             output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)

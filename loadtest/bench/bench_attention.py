@@ -113,7 +113,7 @@ def decode_call(
     module = torch.nn.Module()
 
     def step() -> None:
-        forward = PagedForward([spec] * num_layers, cache, batch.attention)
+        forward = PagedForward(cache, batch.attention)
         for _ in range(num_layers):
             forward(module, query, key, key)
 

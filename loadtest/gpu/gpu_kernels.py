@@ -158,7 +158,7 @@ class LayerStep:
         query, key, value = self.inputs
         return gpu_attention.attend(
             (query, key, value),
-            (0, self.spec),
+            0,
             self.cache,
             self.batch,
             scale=self.scale,
@@ -182,7 +182,7 @@ class LayerStep:
             cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
         out = reference.attend(
             (query, key, value),
-            (0, self.spec),
+            0,
             cache,
             self.batch,
             scale=self.scale,

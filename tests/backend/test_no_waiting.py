@@ -227,7 +227,7 @@ def test_a_step_and_the_attention_of_all_its_layers_are_one_upload(lengths, monk
         max_model_len=4096,
         block_size=BLOCK,
         null_block=cache.null_block,
-        layout=step_layout(cache, SPECS),
+        layout=step_layout(cache),
     )
     launched = []
 
@@ -255,7 +255,7 @@ def test_a_step_and_the_attention_of_all_its_layers_are_one_upload(lengths, monk
             torch.empty(1, heads, num_tokens, 16, dtype=torch.bfloat16, device=DEVICE)
             for heads in (4, 2, 2)
         ]
-        forward = PagedForward(SPECS, cache, batch.attention)
+        forward = PagedForward(cache, batch.attention)
         for _ in SPECS:
             forward(torch.nn.Module(), *inputs)
     assert watch.num_copies == 1

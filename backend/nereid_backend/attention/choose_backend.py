@@ -21,9 +21,11 @@ from nereid_backend.attention.gpu import gpu_attention, gpu_check
 from nereid_backend.attention.gpu.backends.attention_backend import ChosenBackends
 from nereid_backend.attention.gpu.fastest_backend import fastest_backends, supported_backends
 from nereid_backend.attention.gpu.gpu_batch import StepLayout
+from nereid_backend.attention.gpu.gpu_check import TrialLayer
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +121,8 @@ def checked_cache_class(
     """
     if not issubclass(cache_class, gpu_attention.GpuKVCache) or device.type != "cuda":
         return cache_class
-    distinct_layers = dict.fromkeys(layers)  # Most layers of a model have equal properties.
-    for spec in distinct_layers:
-        # `why_unusable` is cached, so its arguments must be hashable. The type checker wrongly
-        # reports that `cache_class`, a class, is not hashable.
-        reason = gpu_check.why_unusable(cache_class, spec, block_size, dtype, device)  # type: ignore[arg-type]
+    for layer in _distinct_layers(cache_class, layers, block_size, dtype, device):
+        reason = gpu_check.why_unusable(layer)
         if reason is not None:
             logger.warning(_NO_GPU_KERNELS, reason)
             return _first_superclass(cache_class, _REFERENCE_TYPES)
@@ -142,7 +141,7 @@ def _first_superclass(
 
 def attend(
     inputs: tuple[Tensor, Tensor, Tensor],
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: KVCache,
     batch: AttentionBatch,
     *,
@@ -157,7 +156,7 @@ def attend(
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the KV cache. Mutated.
         batch: the metadata of the step: cache slots, block tables and sequence lengths.
         scale: the factor by which the scores are multiplied.
@@ -178,28 +177,27 @@ def attend(
 
 
 def store_layer(
-    key: Tensor, value: Tensor, layer: tuple[int, LayerSpec], cache: KVCache, batch: AttentionBatch
+    key: Tensor, value: Tensor, layer: int, cache: KVCache, batch: AttentionBatch
 ) -> None:
     """Store the keys and values of a step's new tokens in the cache of one layer.
 
     Args:
         key: [num_kv_heads, num_tokens, key_dim].
         value: [num_kv_heads, num_tokens, value_dim].
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the KV cache. Mutated.
         batch: the metadata of the step, which contains the place of each token in the cache.
     """
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.store_layer(key, value, layer, cache, batch)
-        return
-    layer_index, spec = layer
-    rows = batch.store_rows(spec.num_kv_heads)
-    cache.store(layer_index, key.transpose(0, 1), value.transpose(0, 1), rows)
+    else:
+        rows = batch.store_rows(cache.layers[layer].num_kv_heads)
+        cache.store(layer, key.transpose(0, 1), value.transpose(0, 1), rows)
 
 
 def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     query: Tensor,
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: KVCache,
     batch: AttentionBatch,
     *,
@@ -214,7 +212,7 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the KV cache, which contains the keys and values of the step.
         batch: the metadata of the step. The step must have at least one sequence.
         scale: the factor by which the scores are multiplied.
@@ -234,58 +232,55 @@ def uses_gpu_kernels(cache: KVCache) -> bool:
     return isinstance(cache, gpu_attention.GpuKVCache)
 
 
-def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | None:
-    """Return the `StepLayout` of a model; None if no GPU kernels are used.
-
-    Args:
-        cache: the KV cache of a model.
-        layers: the attention layers of the model.
-    """
-    if isinstance(cache, gpu_attention.GpuKVCache):
-        return gpu_attention.step_layout(cache, layers)
-    return None
+def step_layout(cache: KVCache) -> StepLayout | None:
+    """Return the `StepLayout` of the model that uses a KV cache; None without GPU kernels."""
+    return gpu_attention.step_layout(cache) if isinstance(cache, gpu_attention.GpuKVCache) else None
 
 
-def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
+def use_fastest_backends(cache: KVCache) -> int:
     """Let the cache use the attention libraries that are faster than the project's GPU kernels.
 
     For each kind of layer, a library can be selected in each of three situations: decodes, prompts
-    with cached tokens, and prompts without cached tokens. Do nothing if no GPU kernels are used.
+    with cached tokens, and prompts without cached tokens. Do nothing if no GPU kernels are used, or
+    if the cache stores 8-bit numbers, which the libraries cannot read.
 
     Args:
         cache: the KV cache of a model. Mutated.
-        layers: the attention layers of the model.
 
     Returns:
         The number of pairs (kind of layer, situation) for which a library is used.
     """
-    if not isinstance(cache, gpu_attention.GpuKVCache) or not cache.values:
+    if not isinstance(cache, gpu_attention.GpuKVCache):
         return 0
-    _, _, block_size, _ = cache.values[0].shape
-    distinct_layers = tuple(dict.fromkeys(layers))
-    # `functools.cache` requires hashable arguments. The type checker wrongly reports that a class
-    # is not hashable.
+    if isinstance(cache, ScaledKVCache):
+        logger.info("Attention libraries are not measured, because they do not read 8-bit caches.")
+        return 0
     cache.backends = _fastest_backends(
-        type(cache),  # type: ignore[arg-type]
-        layers=distinct_layers,
-        block_size=block_size,
-        dtype=cache.dtype,
-        device=cache.device,
+        _distinct_layers(type(cache), cache.layers, cache.block_size, cache.dtype, cache.device)
     )
     return len(cache.backends)
 
 
 @functools.cache
-def _fastest_backends(
+def _fastest_backends(layers: tuple[TrialLayer, ...]) -> ChosenBackends:
+    """Call `fastest_backends`, and cache the result for later calls with the same layers."""
+    return fastest_backends(layers, supported_backends())
+
+
+def _distinct_layers(
     cache_class: type[gpu_attention.GpuKVCache],
-    layers: tuple[LayerSpec, ...],
+    layers: Sequence[LayerSpec],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> ChosenBackends:
-    """Call `fastest_backends`, and cache the result for later calls with the same arguments."""
-    backends = supported_backends()
-    return fastest_backends(cache_class, layers, block_size, dtype, device, backends=backends)
+) -> tuple[TrialLayer, ...]:
+    """Return one layer of each kind. Most layers of a model have equal properties.
+
+    `TrialLayer` documents the arguments.
+    """
+    return tuple(
+        TrialLayer(cache_class, spec, block_size, dtype, device) for spec in dict.fromkeys(layers)
+    )
 
 
 def attention_name(cache_class: type[KVCache]) -> str:

@@ -2,6 +2,7 @@
 """The paged KV cache. Each attention layer has one tensor of keys and one tensor of values."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ class KVCache:
     token are contiguous made bfloat16 decoding on a CPU up to nine times slower.
 
     Attributes:
+        stored_dtype: the data type of the stored numbers; None if it is `dtype`.
+        layers: the properties of the attention layers.
+        block_size: the number of tokens in one block.
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
         values: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
         null_block: the index of the last block, which always contains zeros. Block tables are
@@ -33,6 +37,8 @@ class KVCache:
         dtype: the data type of the keys and values that `gather` returns.
         group_of: for each layer, the index of its group.
     """
+
+    stored_dtype: ClassVar[torch.dtype | None] = None
 
     def __init__(
         self,
@@ -52,26 +58,34 @@ class KVCache:
             block_size: the number of tokens in one block.
             dtype: the data type of keys and values.
             device: the device of the cache.
-            groups: the group and the place of each layer; None if all layers form one group. Layers
-                with the same place must have the same number of heads and the same head sizes.
+            groups: for each layer, the number of its group, and its place (its number in the
+                group). None if all layers form one group. Layers with the same place share their
+                tensors, so they must have the same number of heads and the same head sizes.
         """
         groups = groups or single_group(layers)
+        self.layers = tuple(layers)
+        self.block_size = block_size
         self.group_of = [group for group, _ in groups.places]
         self._places = [place for _, place in groups.places]
         # The null block is one additional block at the end, which always contains zeros.
         self.null_block = num_blocks
         self.dtype = dtype
         self.device = device
-        keys_of_place: list[Tensor] = []
-        values_of_place: list[Tensor] = []
+        self.keys = self._zeros_of_layers([layer.key_dim for layer in layers])
+        self.values = self._zeros_of_layers([layer.value_dim for layer in layers])
+
+    def _zeros_of_layers(self, dims: list[int]) -> list[Tensor]:
+        """Return a tensor of zeros for each layer, [num_blocks + 1, num_kv_heads, block_size, dim].
+
+        `dims` contains the last dimension for each layer. Layers with the same place (their number
+        in their group) share one tensor.
+        """
+        tensor_of_place: list[Tensor] = []
         for index in self._first_layer_of_each_place():
-            layer = layers[index]
-            # `shape` lacks the last dimension, whose size can differ between keys and values.
-            shape = (num_blocks + 1, layer.num_kv_heads, block_size)
-            keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
-            values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
-        self.keys = self._assign_to_layers(keys_of_place)
-        self.values = self._assign_to_layers(values_of_place)
+            num_kv_heads = self.layers[index].num_kv_heads
+            shape = (self.null_block + 1, num_kv_heads, self.block_size, dims[index])
+            tensor_of_place.append(_zeros(shape, self.stored_dtype or self.dtype, self.device))
+        return self._assign_to_layers(tensor_of_place)
 
     @property
     def num_groups(self) -> int:

@@ -27,7 +27,7 @@ StepInputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 def attend(
     inputs: StepInputs,
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: KVCache,
     batch: AttentionBatch,
     *,
@@ -43,7 +43,7 @@ def attend(
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
             key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the key and the value are
             None, they are read from the cache.
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the KV cache, which already contains the keys and values of this step.
         batch: the metadata of the step. The step has at least one token.
         scale: the factor by which the scores are multiplied.
@@ -63,7 +63,7 @@ def attend(
 
 def _attend_decodes(
     query: Tensor,
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: KVCache,
     batch: AttentionBatch,
     scale: float,
@@ -78,24 +78,27 @@ def _attend_decodes(
     Returns:
         The output of attention, [num_decodes, num_heads, value_dim].
     """
-    layer_index, spec = layer
-    rows = query[:, : batch.num_decodes].transpose(0, 1)
+    spec = cache.layers[layer]
+    decode_queries = query[:, : batch.num_decodes].transpose(0, 1)  # [decodes, num_heads, key_dim]
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     for group in batch.decodes:
         # `group.tokens` is None if the group contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
         # Copy the blocks that overlap the attention window. The bias is -inf for the tokens of
         # these blocks that are outside the window, and 0 for all other tokens.
-        keys, values = cache.gather(layer_index, group.rows(spec.window, spec.num_kv_heads))
+        cache_rows = group.rows(spec.window, spec.num_kv_heads)
+        keys, values = cache.gather(layer, cache_rows)
         bias = group.visible(spec.window).bias
-        group_inputs = (rows[tokens].unsqueeze(2), keys, values)
-        out[tokens] = _attend_stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
+        # `_attend_stepwise` expects a dimension for the queries of a sequence. A decode has one.
+        group_query = decode_queries[tokens].unsqueeze(2)  # [num_seqs, num_heads, 1, key_dim]
+        group_out = _attend_stepwise((group_query, keys, values), bias, spec, scale, sinks)
+        out[tokens] = group_out.squeeze(2)
     return out
 
 
 def _attend_prefills(
     inputs: StepInputs,
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: KVCache,
     batch: AttentionBatch,
     scale: float,
@@ -104,14 +107,14 @@ def _attend_prefills(
     """Compute the attention of all prefills in a step, [num_tokens, num_heads, value_dim].
 
     A prefill is a sequence that adds several tokens. The step must have at least one prefill.
-    `attend` documents the arguments.
+    `attend` documents the arguments. A prefill whose tokens attend to all earlier tokens gets no
+    mask, because torch is faster without a mask.
     """
     query, _, _ = inputs
-    _, spec = layer
+    spec = cache.layers[layer]
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
         keys, values = _keys_and_values(inputs, layer, cache, prefill)
-        # torch is faster without a mask.
         needs_mask = not _attends_to_all_earlier_tokens(prefill, spec)
         mask = batch.prefill_mask(index, spec.window) if needs_mask else None
         prefill_query = query[None, :, prefill.start : prefill.end]
@@ -131,7 +134,7 @@ def _attends_to_all_earlier_tokens(prefill: Prefill, spec: LayerSpec) -> bool:
 
 
 def _keys_and_values(
-    inputs: StepInputs, layer: tuple[int, LayerSpec], cache: KVCache, prefill: Prefill
+    inputs: StepInputs, layer: int, cache: KVCache, prefill: Prefill
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and the values of all tokens of a prefill's sequence.
 
@@ -145,16 +148,16 @@ def _keys_and_values(
         value_dim].
     """
     query, key, value = inputs
-    layer_index, spec = layer
     # If the cache stores rounded numbers, the new keys and values are also read from the cache.
     # Attention then uses rounded numbers for all tokens. Therefore, the answer does not depend on
     # the division of a prompt into chunks.
-    is_exact = cache.keys[layer_index].dtype == query.dtype
+    is_exact = cache.keys[layer].dtype == query.dtype
     may_skip_cache = is_exact and prefill.num_cached == 0
     if may_skip_cache and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
         return key[None, :, tokens], value[None, :, tokens]
-    keys, values = cache.gather(layer_index, gather_rows(prefill.blocks, spec.num_kv_heads))
+    num_kv_heads = cache.layers[layer].num_kv_heads
+    keys, values = cache.gather(layer, gather_rows(prefill.blocks, num_kv_heads))
     return keys[:, :, : prefill.seq_len], values[:, :, : prefill.seq_len]
 
 

@@ -6,14 +6,12 @@ has its own factor, so a stored vector does not depend on the other vectors of i
 int8_cache.py and float8_cache.py define the formats of the 8-bit numbers.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerGroups, LayerSpec
 
 
 class ScaledKVCache(KVCache):
@@ -31,41 +29,17 @@ class ScaledKVCache(KVCache):
 
     stored_dtype: ClassVar[torch.dtype]
 
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: LayerGroups | None = None,
-    ) -> None:
-        """Allocate the blocks and the scaling factors, filled with zeros.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of KVCache
+        """Allocate the blocks and the scaling factors, filled with zeros; see `KVCache.__init__`.
 
-        The keys and values are stored as 8-bit numbers (`stored_dtype`), and each vector has a
-        factor, which restores its numbers. `dtype` is the data type of the restored vectors.
-        `KVCache.__init__` describes the other arguments.
+        There is one factor for each key vector, and one for each value vector.
         """
-        super().__init__(
-            layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=self.stored_dtype,
-            device=device,
-            groups=groups,
-        )
-        # The constructor of the base class has set `dtype` to `stored_dtype`, but `gather` returns
-        # restored vectors.
-        self.dtype = dtype
-        # Layers that share a tensor of keys also share a tensor of factors. The null block has the
-        # number `num_blocks`.
-        shapes = [
-            (num_blocks + 1, layers[index].num_kv_heads, block_size)
-            for index in self._first_layer_of_each_place()
-        ]
-        key_scales = [torch.zeros(shape, device=device) for shape in shapes]
-        value_scales = [torch.zeros(shape, device=device) for shape in shapes]
+        super().__init__(*args, **kwargs)
+        # The tensors of values are [num_blocks + 1, num_kv_heads, block_size, value_dim]. Layers
+        # that share a tensor of values also share the tensors of factors.
+        shapes = [values.shape[:3] for values in self._distinct_tensors(self.values)]
+        key_scales = [torch.zeros(shape, device=self.device) for shape in shapes]
+        value_scales = [torch.zeros(shape, device=self.device) for shape in shapes]
         self.key_scales = self._assign_to_layers(key_scales)
         self.value_scales = self._assign_to_layers(value_scales)
 

@@ -20,7 +20,6 @@ from nereid_backend.attention import choose_backend
 from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import EngineError
 
 _hook_numbers = itertools.count()
@@ -97,19 +96,15 @@ class PagedForward:
     attention layer.
     """
 
-    def __init__(self, layers: list[LayerSpec], cache: KVCache, batch: AttentionBatch) -> None:
+    def __init__(self, cache: KVCache, batch: AttentionBatch) -> None:
         """Create an object that computes the attention calls of one forward pass.
 
         Args:
-            layers: the attention layers of the model, in the order of their calls.
-            cache: the KV cache.
+            cache: the KV cache. Its layers have the order of their calls in a forward pass.
             batch: the metadata of the step for the first group of layers. `batch.other_groups`
                 contains the metadata for the other groups.
         """
-        self._layers = layers
-        # An iterator over the indices of the layers. The n-th attention call of the forward pass
-        # takes the n-th index.
-        self._layer_indices = iter(range(len(layers)))
+        self._num_calls = 0  # the number of attention calls in this forward pass so far
         self._cache = cache
         self._batches = (batch, *batch.other_groups)
 
@@ -124,7 +119,7 @@ class PagedForward:
         If the cache is not a CpuKVCache, the context manager does nothing.
         """
         if isinstance(self._cache, cpu_attention.CpuKVCache):
-            return cpu_attention.serving(self._cache, self._layers, self._batches)
+            return cpu_attention.serving(self._cache, self._batches)
         return nullcontext()
 
     def __call__(
@@ -135,18 +130,20 @@ class PagedForward:
         `AttentionForward` documents the arguments and the result. The n-th call in a forward pass
         belongs to the n-th layer.
         """
-        layer_index = next(self._layer_indices, None)
-        if layer_index is None:
+        layer = self._num_calls
+        num_layers = len(self._cache.layers)
+        if layer == num_layers:
             raise EngineError(
-                f"The model made more than {len(self._layers)} attention calls in one forward "
-                f"pass. When it was loaded, a forward pass made {len(self._layers)} calls."
+                f"The model made more than {num_layers} attention calls in one forward pass. When "
+                f"it was loaded, a forward pass made {num_layers} calls."
             )
+        self._num_calls += 1
         scale = scale_of(module, query, kwargs)
-        return self.attend(layer_index, query, key, value, scale, sinks_of(kwargs))
+        return self.attend(layer, query, key, value, scale, sinks_of(kwargs))
 
     def attend(
         self,
-        layer_index: int,
+        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -155,21 +152,22 @@ class PagedForward:
     ) -> Tensor:
         """Store the keys and values of one layer in the cache, and compute the layer's attention.
 
-        `AttentionForward` documents the shapes.
-
         Args:
-            layer_index: the index of the layer.
-            query: the queries of the step.
-            key: the keys of the step.
-            value: the values of the step.
+            layer: the index of the layer in the cache.
+            query: [1, num_heads, num_tokens, key_dim].
+            key: [1, num_kv_heads, num_tokens, key_dim].
+            value: [1, num_kv_heads, num_tokens, value_dim].
             scale: the factor by which the scores are multiplied.
             sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
+
+        Returns:
+            [1, num_tokens, num_heads, value_dim].
         """
-        # The first dimension of the tensors is the batch, and its size is always 1.
-        inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
-        layer = (layer_index, self._layers[layer_index])
         # Each group of layers has its own blocks, and therefore its own metadata.
-        batch = self._batches[self._cache.group_of[layer_index]]
+        batch = self._batches[self._cache.group_of[layer]]
+        # `attend` expects no batch dimension. Its size is always 1, because all sequences of a step
+        # are packed into one row.
+        inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         out = choose_backend.attend(inputs, layer, self._cache, batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)
 

@@ -174,14 +174,8 @@ class DiskTier:
         if read.needs_snapshot and not read.has_all_files:
             return
         self._insert_blocks(read.hashes, read.contents_by_hash())
-        # The memory may have too few free blocks for all blocks.
-        if read.state is not None and all(map(self._is_in_memory, read.hashes)):
-            snapshots = self._cache.snapshots
-            assert snapshots is not None
-            if read.hashes[-1] not in snapshots:
-                snapshot_id = snapshots.reserve_id(read.hashes[-1])
-                if snapshot_id is not None:
-                    self._prefixes.write_snapshot(snapshot_id, read.state)
+        if read.state is not None:
+            self._insert_snapshot(read.hashes, read.state)
 
     def _insert_blocks(self, hashes: list[bytes], contents: dict[bytes, bytes]) -> None:
         """Add blocks to the prefix cache in memory. The blocks were read from disk.
@@ -206,6 +200,24 @@ class DiskTier:
             [block for _, block in new_blocks],
             [contents[block_hash] for block_hash, _ in new_blocks],
         )
+
+    def _insert_snapshot(self, hashes: list[bytes], state: bytes) -> None:
+        """Add a snapshot to the prefix cache in memory. The snapshot was read from disk.
+
+        Do nothing if the cache already contains the snapshot, or lacks a block before it.
+
+        Args:
+            hashes: the hashes of the blocks before the snapshot.
+            state: the bytes of the snapshot, which is the recurrent state after the last block.
+        """
+        snapshots = self._cache.snapshots
+        assert snapshots is not None, "a snapshot is read only if the model has snapshots"
+        # A block is missing if the memory had too few free blocks.
+        if hashes[-1] in snapshots or not all(map(self._is_in_memory, hashes)):
+            return
+        snapshot_id = snapshots.reserve_id(hashes[-1])
+        if snapshot_id is not None:
+            self._prefixes.write_snapshot(snapshot_id, state)
 
     def cancel(self, request_id: str) -> None:
         """Stop reading the prefix of a request. Do nothing if its prefix is not being read."""
@@ -297,26 +309,34 @@ class DiskTier:
     def _read_files(self, read: _PrefixRead) -> None:
         """Read the files of a request into `read.state` and `read.contents`.
 
-        This method runs in a reader thread. If a file is damaged, the blocks after this file cannot
-        be used, so their contents are not stored.
+        This method runs in a reader thread. If the snapshot is damaged, the blocks are not read,
+        because they cannot be used without the snapshot.
         """
         if read.needs_snapshot:
             read.state = self._store.read(_snapshot_key(read.hashes[-1]))
             if read.state is None:
                 return
-        has_damaged_block = False
-        for block_hash in read.missing_hashes:
+        if self._prefixes.has_blocks:
+            self._read_blocks(read)
+        else:  # The blocks of a model without a KV cache contain no data.
+            read.contents.extend(b"" for _ in read.missing_hashes)
+
+    def _read_blocks(self, read: _PrefixRead) -> None:
+        """Read the missing blocks of a request into `read.contents`, until a file is damaged."""
+        hashes = iter(read.missing_hashes)
+        for block_hash in hashes:
             if read.is_cancelled:
                 return
-            # Blocks after a damaged block cannot be used. They are read nevertheless, because
-            # `DiskStore.read` deletes a damaged file. The engine can then write the file again.
-            content: bytes | None = b""  # The blocks of a model without a KV cache have no data.
-            if self._prefixes.has_blocks:
-                content = self._store.read(_block_key(block_hash))
+            content = self._store.read(_block_key(block_hash))
             if content is None:
-                has_damaged_block = True
-            elif not has_damaged_block:
-                read.contents.append(content)
+                break
+            read.contents.append(content)
+        # The blocks after a damaged block cannot be used. They are read nevertheless, because
+        # `DiskStore.read` deletes damaged files, and the engine can then write these files again.
+        for block_hash in hashes:
+            if read.is_cancelled:
+                return
+            self._store.read(_block_key(block_hash))
 
 
 def _save_oldest_first(unsaved: dict[bytes, None], save: Callable[[bytes], bool]) -> bool:

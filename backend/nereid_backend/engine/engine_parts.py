@@ -219,26 +219,34 @@ def _make_scheduler(
 def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Drafter | None:
     """Return the object that proposes draft tokens; None if speculative decoding is off.
 
-    If the settings request draft tokens, but the forward path cannot remove rejected draft tokens
-    from the KV cache, `report` is called.
+    The draft model proposes the tokens if there is one. Otherwise, prompt lookup proposes tokens if
+    the settings select it, and if the forward path can remove rejected tokens from the KV cache.
     """
     if loaded.draft is not None:
         return loaded.draft
-    # By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU. It
-    # cannot be combined with async scheduling.
-    is_used_by_default = loaded.info.device == "cpu" and not config.async_scheduling
-    if config.max_draft_tokens == 0 or not (config.requests_drafts or is_used_by_default):
+    if not _selects_prompt_lookup(config, loaded.info.device):
         return None
-    if loaded.spec.removes_tokens:  # the forward path can remove rejected draft tokens
+    can_remove_rejected_tokens = loaded.spec.removes_tokens
+    if can_remove_rejected_tokens:
         # If the keys of sequences with images are not in blocks, draft tokens cannot be removed.
         accepts_images = loaded.images.shares_blocks
         return PromptLookup(config.max_draft_tokens, accepts_images=accepts_images)
-    if config.requests_drafts:
+    if config.requests_drafts:  # A default that is impossible is not reported.
         report(
             "Speculative decoding (num_speculative_tokens) is off, because the forward path "
             f"{loaded.info.path} of {loaded.info.architecture} cannot remove rejected draft tokens."
         )
     return None
+
+
+def _selects_prompt_lookup(config: EngineConfig, device: str) -> bool:
+    """Return whether the settings, or their default values for a device, select prompt lookup.
+
+    By default, prompt lookup is used only on a CPU, because it has not been measured on a GPU, and
+    only without async scheduling, which excludes draft tokens.
+    """
+    is_default = device == "cpu" and not config.async_scheduling
+    return config.max_draft_tokens > 0 and (config.requests_drafts or is_default)
 
 
 def _can_be_async(
@@ -250,19 +258,25 @@ def _can_be_async(
     """
     if not config.async_scheduling:
         return False
+    obstacle = _async_obstacle(loaded, scheduler)
+    if obstacle is not None:
+        report(f"Async scheduling is off, because {obstacle}.")
+    return obstacle is None
+
+
+def _async_obstacle(loaded: Loaded, scheduler: Scheduler) -> str | None:
+    """Return the reason why async scheduling is impossible, as a clause; None if it is possible."""
     if scheduler.drafter is not None:
-        obstacle = "speculative decoding needs the last token before it can propose draft tokens"
-    elif loaded.images.name not in ("", "packed"):
-        obstacle = "images need a forward path that computes one sequence at a time"
-    elif loaded.info.path != "packed":
-        obstacle = (
+        return "speculative decoding needs the last token before it can propose draft tokens"
+    accepts_images = loaded.images.name != ""
+    if accepts_images and loaded.images.name != "packed":
+        return "images need a forward path that computes one sequence at a time"
+    if loaded.info.path != "packed":
+        return (
             'it requires the forward path "packed", but this model uses the forward path '
             f'"{loaded.info.path}"'
         )
-    else:
-        return True
-    report(f"Async scheduling is off, because {obstacle}.")
-    return False
+    return None
 
 
 def _open_disk(

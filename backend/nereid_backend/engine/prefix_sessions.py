@@ -120,7 +120,8 @@ class PrefixSessions:
         Args:
             operation: the name of a method: "statistics", "extend" or "drop".
             values: the arguments of the method by their names. "client_id" and "prompt_cache_key"
-                may be missing, and are then None. "seconds" must exist for "extend".
+                may be missing, and are then None. For "extend", the caller has checked that
+                "seconds" is a valid number.
 
         Raises:
             RequestError: if the operation is unknown, or if "extend" has no prompt_cache_key.
@@ -133,9 +134,8 @@ class PrefixSessions:
             case "drop":
                 return {"num_dropped_tokens": self.drop(client_id, key)}
             case "extend" if key is not None:
-                # The caller has checked that `seconds` is a valid number.
                 return {"num_sessions": self.extend(client_id, key, values["seconds"])}
-        # The operation is unknown, or it is "extend" without a key.
+        # One message explains both mistakes: an unknown operation, and "extend" without a key.
         raise RequestError(
             "cache: the value must be 'statistics', 'drop' or 'extend' ('extend' requires "
             f"prompt_cache_key), but it is {operation!r}."

@@ -83,6 +83,9 @@ class ReloadableModel:
     ) -> None:
         """Free the old weights, and then load the new weights.
 
+        Both configs contain the paths of the adapters that are loaded now (`lora_adapters`), so the
+        adapters are loaded again together with the weights.
+
         Raises:
             RequestError: if the new weights cannot be loaded. In this case, the old weights have
                 been loaded again.
@@ -90,7 +93,7 @@ class ReloadableModel:
         """
         try:
             # If an adapter can no longer be loaded, the old weights must not be freed, because
-            # neither the new model nor the old model could be loaded with this adapter.
+            # neither model could be loaded with this adapter.
             self.parts.adapters.check_files()
         except ModelError as error:
             raise _load_error(error) from error
@@ -100,11 +103,15 @@ class ReloadableModel:
         except Exception as error:
             # Loading can raise any exception. Each exception is sent to the client that requested
             # the reload.
-            try:
-                self.parts = EngineParts(old_config, report)
-            except NereidError as failure:
-                raise EngineError(f"the old weights cannot be loaded again: {failure}") from failure
+            self._restore(old_config, report)
             raise _load_error(error) from error
+
+    def _restore(self, old_config: EngineConfig, report: Report) -> None:
+        """Load the old weights again. Raise an EngineError if they cannot be loaded."""
+        try:
+            self.parts = EngineParts(old_config, report)
+        except NereidError as failure:
+            raise EngineError(f"the old weights cannot be loaded again: {failure}") from failure
 
     def _release(self) -> None:
         """Close the objects of the engine, and free the weights and the KV cache."""

@@ -3,7 +3,7 @@
 
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 _GUIDE_WAIT_S = 0.02
 
 
+class _Compilation(NamedTuple):
+    """The compilation of a request's grammar, which has not been used yet.
+
+    Attributes:
+        guide: the future of the guide, which applies the grammar to the tokens.
+        start_time: the time at which the compilation was started, by time.monotonic().
+    """
+
+    guide: Future[Any]
+    start_time: float
+
+
 class RequestPreparation:
     """The requests that wait for a compiled grammar or for cached blocks from disk.
 
@@ -28,8 +40,9 @@ class RequestPreparation:
     after its preparation.
 
     Attributes:
-        compiled: the requests whose compiled grammars the last call of `start_prepared` has
-            received; see `StepEngine.compiled`.
+        compiled: one triple for each request whose grammar compilation the last call of
+            `start_prepared` has found finished: the request id, the time at which the compilation
+            was started, and the time of this call. Both times are by time.monotonic().
     """
 
     def __init__(
@@ -49,9 +62,7 @@ class RequestPreparation:
         self._scheduler = scheduler
         self._disk = disk
         self._guides: Guides | None = None
-        # The compilations that are not finished, by request id: the future of the guide, and the
-        # time at which the compilation was started.
-        self._compilations: dict[str, tuple[Future[Any], float]] = {}
+        self._compilations: dict[str, _Compilation] = {}  # by request id
 
     @property
     def has_guides(self) -> bool:
@@ -71,15 +82,14 @@ class RequestPreparation:
             future = self._load_guides().prepare(sequence.params, sequence.stop_token_ids)
             if future.done() and isinstance(error := future.exception(), CapacityError):
                 raise error
-            self._compilations[sequence.request_id] = (future, time.monotonic())
+            self._compilations[sequence.request_id] = _Compilation(future, time.monotonic())
         is_reading = self._disk is not None and self._disk.start_reading(sequence)
         self._scheduler.add(sequence, is_prepared=not (needs_guide or is_reading))
 
     def cancel(self, request_id: str) -> None:
         """Stop the preparation of a request. Do nothing if the request is not being prepared."""
         if request_id in self._compilations:
-            future, _ = self._compilations.pop(request_id)
-            future.cancel()
+            self._compilations.pop(request_id).guide.cancel()
         if self._disk is not None:
             self._disk.cancel(request_id)
 
@@ -97,29 +107,31 @@ class RequestPreparation:
         self.compiled = self._start_after_compiling()
 
     def _start_after_compiling(self) -> list[tuple[str, float, float]]:
-        """Start the requests whose grammar is compiled. End the requests whose grammar is invalid.
+        """Start or end each request whose grammar compilation has finished.
 
-        Return the items of `compiled`.
+        Return the request id, the start time and the end time of each compilation.
         """
         compiled = []
-        for request_id, (future, time_added) in list(self._compilations.items()):
-            if not future.done():
-                continue
-            del self._compilations[request_id]
-            compiled.append((request_id, time_added, time.monotonic()))
-            if self._disk is not None:
-                # The request starts now, even if only a part of its prefix has been read from disk.
-                self._disk.finish_reading(request_id)
-            error = future.exception()
-            if error is None:
-                guide = future.result()  # applies the grammar to the tokens
-                self._scheduler.start(request_id, guide)
-            else:
-                # A RequestError means that the grammar is invalid, so the client has caused the
-                # error. Any other error is a failure of the server.
-                is_refused = isinstance(error, RequestError)
-                self._scheduler.end_with_error(request_id, str(error), is_refused=is_refused)
+        for request_id, compilation in list(self._compilations.items()):
+            if compilation.guide.done():
+                del self._compilations[request_id]
+                compiled.append((request_id, compilation.start_time, time.monotonic()))
+                self._start_or_end(request_id, compilation.guide)
         return compiled
+
+    def _start_or_end(self, request_id: str, guide: Future[Any]) -> None:
+        """Start a request whose grammar was compiled. End it if the compilation has failed."""
+        if self._disk is not None:
+            # The request starts now, even if only a part of its prefix has been read from disk.
+            self._disk.finish_reading(request_id)
+        error = guide.exception()
+        if error is None:
+            self._scheduler.start(request_id, guide.result())
+        else:
+            # A RequestError means that the grammar is invalid, so the client has caused the error.
+            # Any other error is a failure of the server.
+            is_refused = isinstance(error, RequestError)
+            self._scheduler.end_with_error(request_id, str(error), is_refused=is_refused)
 
     def wait(self) -> None:
         """Wait until a prefix has been read or a grammar has been compiled.
@@ -127,7 +139,7 @@ class RequestPreparation:
         Return after `_GUIDE_WAIT_S` seconds even if nothing has been read or compiled.
         """
         if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
-            futures = [future for future, _ in self._compilations.values()]
+            futures = [compilation.guide for compilation in self._compilations.values()]
             if futures:
                 wait(futures, timeout=_GUIDE_WAIT_S, return_when=FIRST_COMPLETED)
 

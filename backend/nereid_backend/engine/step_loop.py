@@ -132,20 +132,22 @@ class StepLoop:
     ) -> list[RequestUpdate]:
         """Wait for a step and commit its result. With async scheduling, start the next step first.
 
-        `start_time` is the time at which the step was started, by time.perf_counter(). With async
-        scheduling, it may be None, because only the cost of draft tokens is computed from it.
+        The next step is discarded if this step fails. `start_time` is the time at which this step
+        was started, by time.perf_counter(). If it is given, the duration of the step is recorded,
+        from which the scheduler computes the cost of draft tokens.
         """
         next_step = self._start_next(step) if self._is_async else None
-        result: StepResult | None = None
         try:
             result = self._runner.finish(step)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             updates = self._fail(step.plan, error)
-        else:
-            self._num_failures = 0
-            if start_time is not None:
-                self._scheduler.add_time(step.plan, time.perf_counter() - start_time)
-            updates = self._scheduler.commit(step.plan, result)
+            if next_step is not None:
+                updates += self._discard(next_step)
+            return updates
+        self._num_failures = 0
+        if start_time is not None:
+            self._scheduler.add_time(step.plan, time.perf_counter() - start_time)
+        updates = self._scheduler.commit(step.plan, result)
         if next_step is not None:
             updates += self._sample_next(next_step, result)
         return updates
@@ -170,28 +172,17 @@ class StepLoop:
             # The error is handled later, because the running step must be committed first.
             return _NextStep(plan, error=error)
 
-    def _sample_next(
-        self, step: _NextStep, previous_result: StepResult | None
-    ) -> list[RequestUpdate]:
+    def _sample_next(self, step: _NextStep, previous_result: StepResult) -> list[RequestUpdate]:
         """Launch the sampling of the next step, whose forward pass has already been started.
 
-        If the previous step or one of its sequences has failed, discard the next step. The loop
-        then plans this step again. `previous_result` is None if the previous step failed.
+        If a sequence of the previous step has failed, or if the next step was not started, discard
+        the next step. Return the updates of the sequences that end because the next step failed.
 
-        If the next step has failed, return the updates that end its sequences, else [].
-
-        Mutates: `_running_step`, unless the step was discarded or has failed.
+        Mutates: `_running_step`, which becomes the next step if its sampling was launched.
         """
-        if step.error is not None:
-            return self._fail(step.plan, step.error)
-        assert step.running is not None
-        has_failed_sequence = previous_result is None or any(
-            sampled.error is not None for sampled in previous_result.sampled
-        )
-        if previous_result is None or has_failed_sequence:
-            # The forward pass of the next step used tokens that were not sampled correctly.
-            self._scheduler.drop(step.plan)
-            return []
+        has_failed_sequence = any(sampled.error is not None for sampled in previous_result.sampled)
+        if step.running is None or has_failed_sequence:
+            return self._discard(step)
         plan = self._scheduler.settle(step.plan, previous_result.device_token_ids)
         try:
             self._runner.sample(step.running, plan)
@@ -200,14 +191,27 @@ class StepLoop:
         self._running_step = step.running
         return []
 
+    def _discard(self, step: _NextStep) -> list[RequestUpdate]:
+        """Discard the next step. If it could not be started, end its sequences with its error.
+
+        A started step has read tokens that were not sampled correctly. Its sequences continue: the
+        loop plans the step again, so there are no updates.
+        """
+        if step.error is not None:
+            return self._fail(step.plan, step.error)
+        self._scheduler.drop(step.plan)
+        return []
+
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
         """End the sequences of a failed step with an error, and return their last updates.
+
+        The loop can continue after most errors. The errors below end the loop.
 
         Mutates: `_num_failures`.
 
         Raises:
-            EngineError: the GPU is lost, or too many consecutive steps have failed.
             LostRankError: a process of tensor parallelism has ended.
+            EngineError: the GPU is lost, or too many consecutive steps have failed.
         """
         if isinstance(error, LostRankError):
             raise error

@@ -68,7 +68,6 @@ class OpenedMtp:
         mtp_path = MtpPath(
             self.model,
             hook=self.hook,
-            layers=self.layers,
             cache=kv_cache,
             builder=batch_builder,
             hidden=hidden_states,

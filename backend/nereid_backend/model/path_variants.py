@@ -172,7 +172,7 @@ def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int 
 
     def build(sizes: Sizes) -> ForwardPath:
         cache, builder = make_blocks(checkpoint, layers, sizes)
-        return PackedPath(checkpoint, hook, layers, cache, builder)
+        return PackedPath(checkpoint, hook, cache, builder)
 
     return PathSpec("packed", build, layers, hook)
 
@@ -233,7 +233,7 @@ def _rows_variants_with_hook(checkpoint: Checkpoint, hook: AttentionHook) -> lis
     def make_keys(sizes: Sizes) -> RowKeys:
         # A model with only convolutions and recurrences has no attention layers.
         blocks = make_blocks(checkpoint, layers, sizes) if layers else None
-        return HookedKeys(checkpoint.model.config, hook, layers, blocks)
+        return HookedKeys(checkpoint.model.config, hook, blocks)
 
     return _make_rows_variants(checkpoint, make_keys, layers, hook)
 
@@ -422,7 +422,7 @@ def make_blocks(
         null_block=cache.null_block,
         # `layout` describes how the GPU kernels divide prefills. It is None if no GPU kernels are
         # used.
-        layout=step_layout(cache, layers),
+        layout=step_layout(cache),
         num_groups=cache.num_groups,
     )
     return cache, builder

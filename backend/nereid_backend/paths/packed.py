@@ -10,7 +10,6 @@ from torch import Tensor
 from nereid_backend.attention.choose_backend import use_fastest_backends, uses_gpu_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
@@ -55,7 +54,6 @@ class PackedPath:
         self,
         checkpoint: Checkpoint,
         hook: AttentionHook,
-        layers: list[LayerSpec],
         cache: KVCache,
         builder: BatchBuilder,
     ) -> None:
@@ -65,7 +63,6 @@ class PackedPath:
             checkpoint: the model. Its attention function is `hook`.
             hook: the attention function that transformers calls in each layer. In each step, it
                 calls the `PagedForward` object of the step.
-            layers: the attention layers of a forward pass, in order.
             cache: the KV cache.
             builder: converts the plan of each step into the inputs of the model.
         """
@@ -77,7 +74,6 @@ class PackedPath:
         self._position_embeddings = PositionEmbeddings(self._model)
         self._adapters = checkpoint.adapters
         self._hook = hook
-        self._layers = layers
         self._cache = cache
         self._builder = builder
         # The optional parts of this path. The caller sets them later, if the model and the device
@@ -166,7 +162,7 @@ class PackedPath:
 
     def _attention(self, batch: StepBatch) -> PagedForward:
         """Return a function that computes the attention of a step, using this object's KV cache."""
-        return PagedForward(self._layers, self._cache, batch.attention)
+        return PagedForward(self._cache, batch.attention)
 
     def _run_own_code(self, batch: StepBatch, attention: PagedForward) -> Tensor:
         """Compute a step with the model's own code. Return the logits, [num_logits, vocab_size].
@@ -211,7 +207,7 @@ class PackedPath:
             report: called with a line of text if steps are not replayed.
         """
         return PiecewiseGraphs(
-            self.run_without_graphs, capture, self._layers, self._cache, sizes, report
+            self.run_without_graphs, capture, self._cache, sizes, report
         )
 
     def choose_attention(self) -> int:
@@ -220,7 +216,7 @@ class PackedPath:
         A library is chosen for each pair of a layer kind and a `Situation`. Return the number of
         pairs for which a library is used.
         """
-        return use_fastest_backends(self._cache, self._layers)
+        return use_fastest_backends(self._cache)
 
     def empty(self) -> None:
         """Set all keys and values in the KV cache to zero.

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.transformers_hook import AttentionHook, PagedForward
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.gathered_cache import (
@@ -59,7 +58,6 @@ class HookedKeys:
         self,
         config: PretrainedConfig,
         hook: AttentionHook,
-        layers: list[LayerSpec],
         paged: tuple[KVCache, BatchBuilder] | None,
     ) -> None:
         """Create an object that stores keys and values for Nereid's own attention function.
@@ -68,12 +66,10 @@ class HookedKeys:
             config: the config of the model, from which the layers of a transformers cache are
                 created.
             hook: Nereid's attention function, which transformers calls in each layer.
-            layers: the attention layers, in the order in which a forward pass calls them.
             paged: the KV cache and the block tables; None if the model has no attention.
         """
         self._config = config
         self._hook = hook
-        self._layers = layers
         self._paged = paged
 
     @property
@@ -115,7 +111,7 @@ class HookedKeys:
         # pass. The attention metadata must describe only these chunks.
         plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
         batch = builder.build(plan, kv_cache.device)
-        attention = PagedForward(self._layers, kv_cache, batch.attention)
+        attention = PagedForward(kv_cache, batch.attention)
         return self._hook.serving(RowsForward(attention))
 
 

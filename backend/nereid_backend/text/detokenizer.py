@@ -127,21 +127,28 @@ class Detokenizer:
     def _return_decodable(self, returned_text: str) -> str:
         """Return the new text without the incomplete character at its end.
 
-        Leave out the last token, then the last two tokens and so on, until the text ends with a
-        complete character. A character has at most four tokens. If the text still ends with U+FFFD
-        without the last four tokens, its bytes are invalid, and the text is returned with U+FFFD.
-        Call this method only if more than four tokens wait.
-
-        Args:
-            returned_text: the text of the tokens in the window whose text was returned earlier.
+        The tokens of this character still wait. Call this method only if more than four tokens
+        wait. `returned_text` is the text of the tokens whose text was returned earlier.
         """
-        for num_left_out in range(1, _MAX_CHARACTER_TOKENS + 1):
-            num_decoded = len(self._window) - num_left_out
-            text = self._decode(self._window[:num_decoded])
-            if not text.endswith(_REPLACEMENT):
-                break
-        self._mark_returned(num_decoded)  # The tokens that were left out still wait.
+        num_decodable = self._num_decodable()
+        text = self._decode(self._window[:num_decodable])
+        self._mark_returned(num_decodable)
         return text[len(returned_text) :]
+
+    def _num_decodable(self) -> int:
+        """Return the number of tokens in the window before the incomplete character at its end.
+
+        A character has at most four tokens. Example: the text without the last token ends with
+        U+FFFD, and the text without the last two tokens ends with "a". Then all tokens except the
+        last two can be decoded. If the text without the last three tokens still ends with U+FFFD,
+        the bytes are invalid, and only the last four tokens are left out.
+        """
+        num_tokens = len(self._window)
+        for num_left_out in range(1, _MAX_CHARACTER_TOKENS):
+            text = self._decode(self._window[: num_tokens - num_left_out])
+            if not text.endswith(_REPLACEMENT):
+                return num_tokens - num_left_out
+        return num_tokens - _MAX_CHARACTER_TOKENS
 
     def _mark_returned(self, end: int) -> None:
         """Record that the text of the tokens before the index `end` has been returned.

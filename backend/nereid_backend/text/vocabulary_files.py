@@ -45,7 +45,7 @@ def describe_tokenizer_error(folder: Path, error: Exception) -> str:
     `error` is the exception of `from_pretrained`, which must have been called with
     trust_remote_code=False.
     """
-    reason, remedy = one_line(error), ""
+    reason = one_line(error).removesuffix(".")
     # This error of transformers has no class of its own, but its message names the argument.
     needs_code_of_checkpoint = "trust_remote_code" in reason
     if needs_code_of_checkpoint:
@@ -53,15 +53,16 @@ def describe_tokenizer_error(folder: Path, error: Exception) -> str:
             "tokenizer_config.json names a class in a Python file of the checkpoint, which is not "
             "run"
         )
-        remedy = (
-            "Remove auto_map from the file, and set tokenizer_class to TokenizersBackend, which "
-            "reads tokenizer.json."
-        )
     if not (folder / "tokenizer.json").is_file():
         # Other vocabulary files, such as tokenizer.model, can be read only with further packages.
-        remedy = (
-            f"{folder} has no tokenizer.json. Download this file, or create it with this "
+        return (
+            f"{reason}. {folder} has no tokenizer.json. Download this file, or create it with this "
             "command, which needs the packages transformers, sentencepiece, tiktoken and protobuf: "
             f'python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
         )
-    return f"{reason.removesuffix('.')}. {remedy}".rstrip()
+    if needs_code_of_checkpoint:
+        return (
+            f"{reason}. Remove auto_map from the file, and set tokenizer_class to "
+            "TokenizersBackend, which reads tokenizer.json."
+        )
+    return f"{reason}."

@@ -67,7 +67,7 @@ def attention_of(cache_type, spec, dtype, *, poison=None):
         value = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.value_dim).to(dtype)
         if poison is not None:
             key[0, poison] = float("nan")
-        return PagedForward([spec], cache, batch.attention)(
+        return PagedForward(cache, batch.attention)(
             torch.nn.Module(),
             query,
             key.transpose(1, 2),

@@ -66,9 +66,7 @@ def decode(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = cpu_attention.attend(
-            (query, key, value), (0, spec), cache, batch, scale=scale, sinks=sinks
-        )
+        found = cpu_attention.attend((query, key, value), 0, cache, batch, scale=scale, sinks=sinks)
     finally:
         torch.set_num_threads(before)
     if isinstance(cache, CpuInt8KVCache):

@@ -81,12 +81,12 @@ def attend(
         value = torch.randn(at, spec.num_kv_heads, spec.value_dim).transpose(0, 1).to(dtype)
         sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
         batch = AttentionBatch(torch.cat(slots), 0, [], prefills, block_size)
-        inputs, layer = (query, key, value), (0, spec)
+        inputs = (query, key, value)
         if isinstance(cache, CpuKVCache):
-            return cpu_attention.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)
+            return cpu_attention.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
         rows = batch.store_rows(spec.num_kv_heads)
         cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
-        return reference.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)
+        return reference.attend(inputs, 0, cache, batch, scale=0.3, sinks=sinks)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

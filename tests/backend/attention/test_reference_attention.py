@@ -92,7 +92,7 @@ def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch)
     new_keys = torch.cat([k[c:] for (k, _), (c, _) in zip(sequences, SHAPES, strict=True)])
     new_values = torch.cat([v[c:] for (_, v), (c, _) in zip(sequences, SHAPES, strict=True)])
     sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
-    out = PagedForward([spec], cache, batch.attention)(
+    out = PagedForward(cache, batch.attention)(
         torch.nn.Module(),
         query,
         new_keys.transpose(0, 1)[None],

@@ -125,5 +125,5 @@ class Steps:
         query, key, value = (
             tensor.to(self.device, self.dtype).transpose(1, 2) for tensor in (query, key, value)
         )
-        forward = PagedForward([spec], self.cache, batch.attention)
+        forward = PagedForward(self.cache, batch.attention)
         return forward(torch.nn.Module(), query, key, value, scaling=0.3, s_aux=self._sinks)

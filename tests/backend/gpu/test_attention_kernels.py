@@ -228,7 +228,13 @@ def written(kinds, key, value, device):
         for kind in kinds
     ]
     call = AttentionCall(
-        spec, ours.keys[0], ours.values[0], 1.0, None, *gpu_attention.number_format(ours, 0)
+        spec,
+        ours.keys[0],
+        ours.values[0],
+        1.0,
+        None,
+        gpu_attention.scales_of(ours, 0),
+        gpu_attention.float8_conversion(ours),
     )
     gpu_attention.store(key, value, call, slots)
     theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, num_heads, 4))

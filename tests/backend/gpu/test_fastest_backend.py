@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nereid_backend.attention import reference
+from nereid_backend.attention import choose_backend, reference
 from nereid_backend.attention.gpu import fastest_backend, gpu_attention
 from nereid_backend.attention.gpu.backends import torch_varlen
 from nereid_backend.attention.gpu.backends.attention_backend import Situation
@@ -14,6 +14,7 @@ from nereid_backend.attention.gpu.backends.cudnn_sdpa import CudnnSdpa
 from nereid_backend.attention.gpu.backends.flashinfer_prefill import FlashInferPrefill
 from nereid_backend.attention.gpu.backends.torch_varlen import TorchVarlen
 from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.gpu.gpu_check import TrialLayer
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from torch.nn.attention import SDPBackend
@@ -42,9 +43,7 @@ class ReferenceBackend:
         cache.keys, cache.values = [call.keys], [call.values]
         stored = [torch.full_like(inputs.query[: call.spec.num_kv_heads], float("nan"))] * 2
         found = inputs.new or stored
-        whole = reference.attend(
-            (inputs.query, *found), (0, call.spec), cache, batch, scale=call.scale
-        )
+        whole = reference.attend((inputs.query, *found), 0, cache, batch, scale=call.scale)
         is_decode = situation is Situation.DECODE
         rows = slice(0, batch.num_decodes) if is_decode else slice(batch.num_decodes, None)
         out[rows] = whole[rows] * self.factor
@@ -70,12 +69,11 @@ def reference_kernels(monkeypatch):
     monkeypatch.setattr(fastest_backend, "_MEASURED", small)
 
 
-def choose(backends, times, spec=SPEC, kind=GpuKVCache):
+def choose(backends, times, spec=SPEC):
     """The choice, where `times` are the measured milliseconds: own kernels first, in each turn."""
     left = iter(times)
-    return fastest_backend.fastest_backends(
-        kind, [spec], 4, torch.float32, CPU, backends=backends, timer=lambda work: next(left)
-    )
+    layer = TrialLayer(GpuKVCache, spec, 4, torch.float32, CPU)
+    return fastest_backend.fastest_backends([layer], backends, timer=lambda work: next(left))
 
 
 def test_a_library_is_used_only_where_it_is_faster():
@@ -105,7 +103,8 @@ def test_a_library_that_fails_or_differs_is_named_and_not_used(library, reason, 
 
 def test_libraries_are_not_measured_for_caches_of_8_bits(caplog):
     caplog.set_level(logging.INFO)
-    assert choose([ReferenceBackend()], [], kind=GpuInt8KVCache) == {}
+    cache = GpuInt8KVCache([SPEC], num_blocks=1, block_size=4, dtype=torch.float32, device=CPU)
+    assert choose_backend.use_fastest_backends(cache) == 0
     assert "8-bit caches" in caplog.text
 
 

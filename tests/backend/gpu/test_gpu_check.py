@@ -6,6 +6,7 @@ from nereid_backend.attention import choose_backend
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import decode_splits, gpu_attention, gpu_check
 from nereid_backend.attention.gpu.gpu_attention import GpuFloat8KVCache, GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.gpu.gpu_check import TrialLayer
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
@@ -26,11 +27,15 @@ def large_tiles(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_that_are_right_pass(kind, device):
-    assert gpu_check.check_kernels(kind, ODD, 16, torch.float32, device) < 1e-4
+    assert gpu_check.check_kernels(TrialLayer(kind, ODD, 16, torch.float32, device)) < 1e-4
 
 
 def test_kernels_that_are_right_pass_in_half_precision(device):
-    assert 1e-4 < gpu_check.check_kernels(GpuKVCache, PLAIN, 5, torch.bfloat16, device) < 0.015
+    assert (
+        1e-4
+        < gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 5, torch.bfloat16, device))
+        < 0.015
+    )
 
 
 def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monkeypatch):
@@ -44,7 +49,7 @@ def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monke
     monkeypatch.setattr(decode_splits, "split_size_and_count", noted)
     # As on a data-centre GPU.
     monkeypatch.setattr(decode_splits, "num_processors", lambda device: 132)
-    gpu_check.check_kernels(GpuKVCache, PLAIN, 16, torch.float32, device)
+    gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
     (_, num_parts), *_ = launched
     assert num_parts > 1
     # A tile of keys that all tokens of a chunk see.
@@ -80,7 +85,7 @@ def break_part(name, monkeypatch):
 def test_kernels_that_are_wrong_are_noticed(name, kind, device, monkeypatch):
     break_part(name, monkeypatch)
     with pytest.raises(gpu_check.KernelError, match=r"differ|stored other keys"):
-        gpu_check.check_kernels(kind, PLAIN, 16, torch.float32, device)
+        gpu_check.check_kernels(TrialLayer(kind, PLAIN, 16, torch.float32, device))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
@@ -93,7 +98,7 @@ def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
 
     monkeypatch.setattr(gpu_attention, "decode", odd)
     with pytest.raises(gpu_check.KernelError, match="nan"):
-        gpu_check.check_kernels(GpuKVCache, PLAIN, 16, torch.float32, device)
+        gpu_check.check_kernels(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +110,9 @@ def test_where_kernels_fail_the_reference_serves_and_the_log_says_why(
 ):
     tried = []
 
-    def why_unusable(kind, spec, block_size, dtype, device):
-        tried.append(spec)
-        return "out of resources: shared memory" if spec == ODD else None
+    def why_unusable(layer):
+        tried.append(layer.spec)
+        return "out of resources: shared memory" if layer.spec == ODD else None
 
     monkeypatch.setattr(gpu_check, "why_unusable", why_unusable)
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
@@ -128,6 +133,6 @@ def test_a_failure_of_the_compiler_is_a_reason_not_an_error(device, monkeypatch)
         raise RuntimeError("ptxas: no such target\nand more")
 
     monkeypatch.setattr(gpu_attention, "store", fails)
-    reason = gpu_check.why_unusable(GpuKVCache, PLAIN, 16, torch.float32, device)
+    reason = gpu_check.why_unusable(TrialLayer(GpuKVCache, PLAIN, 16, torch.float32, device))
     gpu_check.why_unusable.cache_clear()
     assert reason == "RuntimeError: ptxas: no such target"

@@ -362,7 +362,7 @@ def test_a_file_without_permission_is_reported_as_such(name, checkpoint):
 
 def packed_path(loaded, hook, layers, sizes):
     cache, builder = make_blocks(loaded, layers, sizes)
-    return PackedPath(loaded, hook, layers, cache, builder)
+    return PackedPath(loaded, hook, cache, builder)
 
 
 def change_window(layer):

@@ -30,7 +30,6 @@ from nereid_backend.attention.cpu.cpu_library import (
     kernels,
 )
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -119,35 +118,29 @@ class CpuKVCache(KVCache):
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
-        # For each layer, the arguments and the result of the last call of `layer_struct`.
+        # For each layer, the arguments and the result of its last call of `layer_struct`.
         self._structs: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         # The result of `layer_structs`; None before the first call.
         self._all_structs: ctypes.Array[NativeLayer] | None = None
 
-    def layer_struct(
-        self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
-    ) -> NativeLayer:
+    def layer_struct(self, layer: int, scale: float, dtype: torch.dtype) -> NativeLayer:
         """Return the C struct that contains the sizes and the cache addresses of one layer.
 
         The struct is cached. It is built again only if the arguments change.
 
         Args:
-            layer: the index of the layer, and the properties of the layer.
+            layer: the index of the layer.
             scale: the factor by which the scores are multiplied.
             dtype: the data type of the query, float32 or bfloat16.
-            block_size: the number of tokens in one block.
         """
-        layer_index, spec = layer
-        arguments = (spec, scale, dtype, block_size)
-        cached_arguments, struct = self._structs.get(layer_index, (None, None))
+        arguments = (scale, dtype)
+        cached_arguments, struct = self._structs.get(layer, (None, None))
         if struct is None or cached_arguments != arguments:
-            struct = self._make_layer_struct(layer_index, *arguments)
-            self._structs[layer_index] = (arguments, struct)
+            struct = self._make_layer_struct(layer, scale, dtype)
+            self._structs[layer] = (arguments, struct)
         return struct
 
-    def layer_structs(
-        self, specs: Sequence[LayerSpec], block_size: int
-    ) -> "ctypes.Array[NativeLayer]":
+    def layer_structs(self) -> "ctypes.Array[NativeLayer]":
         """Return the C structs of all layers, for the kernels that compiled models call.
 
         A struct contains the sizes and the cache addresses of a layer. The field `scale` is 0,
@@ -155,21 +148,15 @@ class CpuKVCache(KVCache):
         """
         if self._all_structs is None:
             structs = [
-                self._make_layer_struct(
-                    index, spec, scale=0.0, dtype=self.dtype, block_size=block_size
-                )
-                for index, spec in enumerate(specs)
+                self._make_layer_struct(layer, scale=0.0, dtype=self.dtype)
+                for layer in range(len(self.layers))
             ]
             self._all_structs = (NativeLayer * len(structs))(*structs)
         return self._all_structs
 
-    def _make_layer_struct(
-        self, index: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
-    ) -> NativeLayer:
-        """Build the C struct of the layer with the given index.
-
-        `layer_struct` documents the arguments.
-        """
+    def _make_layer_struct(self, layer: int, scale: float, dtype: torch.dtype) -> NativeLayer:
+        """Build the C struct of one layer. `layer_struct` documents the arguments."""
+        spec = self.layers[layer]
         # The value 0 disables the attention window (`window`), the attention chunks (`chunk`) or
         # the softcap (`softcap`).
         shape = NativeShape(
@@ -177,7 +164,7 @@ class CpuKVCache(KVCache):
             num_kv_heads=spec.num_kv_heads,
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
-            block_size=block_size,
+            block_size=self.block_size,
             window=spec.window.size or 0,
             chunk=spec.window.chunk or 0,
             scale=scale,
@@ -187,10 +174,10 @@ class CpuKVCache(KVCache):
         return NativeLayer(
             shape=shape,
             is_bfloat16=dtype is torch.bfloat16,
-            keys=self.keys[index].data_ptr(),
-            values=self.values[index].data_ptr(),
-            key_scales=self.key_scales[index].data_ptr() if has_scales else None,
-            value_scales=self.value_scales[index].data_ptr() if has_scales else None,
+            keys=self.keys[layer].data_ptr(),
+            values=self.values[layer].data_ptr(),
+            key_scales=self.key_scales[layer].data_ptr() if has_scales else None,
+            value_scales=self.value_scales[layer].data_ptr() if has_scales else None,
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
@@ -256,7 +243,7 @@ def _with_transposed_shape(zeros: Tensor) -> Tensor:
 
 def attend(
     inputs: tuple[Tensor, Tensor, Tensor],
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: CpuKVCache,
     batch: AttentionBatch,
     *,
@@ -271,10 +258,10 @@ def attend(
     # return.
     query, key, value = (with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
-    _, spec = layer
+    spec = cache.layers[layer]
     step = _native_step(batch)
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
-    native_layer = ctypes.byref(cache.layer_struct(layer, scale, query.dtype, batch.block_size))
+    native_layer = ctypes.byref(cache.layer_struct(layer, scale, query.dtype))
     layer_step = NativeLayerStep(
         query=native_rows(query),
         keys=native_rows(key),
@@ -304,9 +291,7 @@ def attend(
 
 
 @contextmanager
-def serving(
-    cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
-) -> Iterator[None]:
+def serving(cache: CpuKVCache, batches: Sequence[AttentionBatch]) -> Iterator[None]:
     """Return a context manager that makes the attention of compiled models use `cache`.
 
     A compiled model calls the kernels without Python, so it cannot pass the cache and the metadata
@@ -316,13 +301,12 @@ def serving(
 
     Args:
         cache: the KV cache, into which the keys and values of the step are stored. Mutated.
-        layers: the attention layers of the model.
         batches: the metadata of the step for each group of layers.
     """
-    # The structs below contain only the addresses of arrays. The local variables keep these arrays
-    # in memory until the `with` block ends.
+    # `forward` contains only the addresses of three arrays: `layer_structs`, `group_steps` and
+    # `group_of`. These local variables keep the arrays in memory until the `with` block ends.
     steps = [_native_step(batch) for batch in batches]
-    layer_structs = cache.layer_structs(layers, batches[0].block_size)
+    layer_structs = cache.layer_structs()
     group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
     group_of = (ctypes.c_int64 * len(layer_structs))(*cache.group_of)
     # `kernel_times` is set only while the time in the kernels is measured. The kernels add their

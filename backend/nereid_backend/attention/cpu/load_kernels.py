@@ -154,15 +154,14 @@ def _build_lock(path: Path) -> Iterator[None]:
     """Return a context manager that keeps other processes from building the same library.
 
     The context locks the file `path`, and deletes the file at the end. If the process crashes, the
-    operating system releases the lock.
+    operating system releases the lock. If the file cannot be created or locked, the library is
+    built without a lock.
 
-    The lock only saves work. If two processes build the library at the same time, the result is
-    still correct, because `_build` writes a temporary file and then renames it. This can happen if
-    the folder does not support locks, or if a process waits for the lock of a file that another
-    process then deletes.
+    The lock only saves work, and rarely fails to exclude another process. Two processes can build
+    the library at the same time, because `_build` writes a temporary file and then renames it.
     """
     with contextlib.ExitStack() as end_of_context:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # for example, the file system does not support locks
             path.parent.mkdir(parents=True, exist_ok=True)
             file = end_of_context.enter_context(path.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -42,9 +42,9 @@ def split_size_and_count(
     """Return the size of a split in tokens, and the number of splits of the longest sequence.
 
     A split is a part of a sequence's keys. Different programs compute the splits in parallel, and a
-    reduction combines their results. Splits are made as long as possible, because each additional
-    split reads the query again and makes the reduction slower. However, there must be enough
-    programs to keep the GPU busy.
+    reduction combines their results. The splits are as short as three limits allow: the launch has
+    only as many programs as keep the GPU busy, a sequence has at most `MAX_SPLITS` splits, and a
+    split has at least `_MIN_TILES` tiles. More splits would make the reduction slower.
 
     Args:
         rows: the decodes (sequences with one new token). Only the bounds of their lengths are used:
@@ -61,17 +61,15 @@ def split_size_and_count(
     longest = max(length for _, length in lens)
     num_tokens = sum(num_seqs * length for num_seqs, length in lens)
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # There are three lower bounds for the number of tokens in a split. With smaller splits, the
-    # launch would have more than `wanted_programs` programs, the longest sequence would have more
-    # than `MAX_SPLITS` splits, or a split would have fewer than `_MIN_TILES` tiles.
-    min_tokens = max(
-        divide_up(num_tokens * programs_per_split, wanted_programs),
-        divide_up(longest, MAX_SPLITS),
-        _MIN_TILES * tile,
-    )
-    # Round `min_tokens` up to `tile` times a power of two. Few numbers have this form, so different
-    # steps usually use the same number of tokens in a split.
-    split_tokens = tile * next_power_of_two(divide_up(min_tokens, tile))
+    # The smallest numbers of tokens in a split that the three limits allow.
+    min_for_programs = divide_up(num_tokens * programs_per_split, wanted_programs)
+    min_for_splits = divide_up(longest, MAX_SPLITS)
+    min_for_tiles = _MIN_TILES * tile
+    min_tokens = max(min_for_programs, min_for_splits, min_for_tiles)
+    # The number of tiles is rounded up to a power of two, so that different steps usually have
+    # splits of the same size.
+    num_tiles = next_power_of_two(divide_up(min_tokens, tile))
+    split_tokens = num_tiles * tile
     return split_tokens, divide_up(longest, split_tokens)
 
 

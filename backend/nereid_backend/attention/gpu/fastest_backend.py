@@ -21,10 +21,8 @@ from nereid_backend.attention.gpu.backends.attention_backend import (
 from nereid_backend.attention.gpu.backends.cudnn_sdpa import CudnnSdpa
 from nereid_backend.attention.gpu.backends.flashinfer_prefill import FlashInferPrefill
 from nereid_backend.attention.gpu.backends.torch_varlen import TorchVarlen
-from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.gpu.gpu_check import Trial, TrialLayer, TrialStep
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -77,44 +75,32 @@ def supported_backends() -> list[AttentionBackend]:
 
 
 @torch.inference_mode()
-def fastest_backends(  # noqa: PLR0913 - tests pass the last argument
-    cache_class: type[GpuKVCache],
-    layers: Sequence[LayerSpec],
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
+def fastest_backends(
+    layers: Sequence[TrialLayer],
     backends: Sequence[AttentionBackend],
     timer: Timer = milliseconds,
 ) -> ChosenBackends:
     """Measure attention libraries. Return the libraries that are faster than the project's kernels.
 
-    The libraries are compared with the project's own kernels for each kind of layer in each
-    `Situation`: DECODE (sequences with one new token), PROMPT (prefills without cached tokens) or
-    CHUNK (prefills, some of which have cached tokens). The result maps a pair (the properties of a
-    layer, a situation) to the fastest library. If the kernels are the fastest, the result does not
-    contain the pair. If a library cannot be used for a pair, log a warning with the reason.
+    The libraries are compared with the project's own kernels for each layer in each `Situation`:
+    DECODE (sequences with one new token), PROMPT (prefills without cached tokens) or CHUNK
+    (prefills, some of which have cached tokens). The result maps a pair (the properties of a layer,
+    a situation) to the fastest library. If the kernels are the fastest, the result does not contain
+    the pair. If a library cannot be used for a pair, log a warning with the reason.
 
     Args:
-        cache_class: the class of the KV cache. The libraries cannot read 8-bit caches.
-        layers: the attention layers of the model.
-        block_size: the number of tokens in one block.
-        dtype: the data type of the model.
-        device: the GPU.
+        layers: one attention layer of each kind in the model. Their cache must not store 8-bit
+            numbers, which the libraries cannot read.
         backends: the libraries to measure.
         timer: the function that measures a call.
     """
     chosen: dict[tuple[LayerSpec, Situation], AttentionBackend] = {}
-    if issubclass(cache_class, ScaledKVCache):
-        logger.info("Attention libraries are not measured, because they do not read 8-bit caches.")
-        return chosen
-    for spec in dict.fromkeys(layers):
-        layer = TrialLayer(cache_class, spec, block_size, dtype, device)
+    for layer in layers:
         for situation in Situation:
             usable = [backend for backend in backends if _is_usable(backend, situation, layer)]
             fastest = _fastest(usable, situation, layer, timer)
             if fastest is not None:
-                chosen[spec, situation] = fastest
+                chosen[layer.spec, situation] = fastest
     return chosen
 
 
@@ -137,7 +123,7 @@ def _why_wrong(backend: AttentionBackend, situation: Situation, layer: TrialLaye
     """
     trial = layer.make_trial(_CHECKED[situation])
     try:
-        gpu_check.compare(trial, trial.attend({(layer.spec, situation): backend}))
+        gpu_check.check_trial(trial, trial.attend({(layer.spec, situation): backend}))
     except Exception as error:  # noqa: BLE001
         # A library may raise any exception. After an exception, the library is not used.
         return first_line(error)

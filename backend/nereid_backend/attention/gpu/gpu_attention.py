@@ -7,7 +7,6 @@ that are on the CPU. The metadata of a step is uploaded once for all layers; see
 """
 
 import functools
-from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -31,7 +30,7 @@ from nereid_backend.attention.gpu.gpu_call import (
     float8_of,
 )
 from nereid_backend.attention.gpu.kernel_launches import decode, prefill, prefill_tiling, store
-from nereid_backend.attention.gpu.tuning import Device, table_of
+from nereid_backend.attention.gpu.tuning import Device, Tuning, table_of
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -63,7 +62,7 @@ class GpuFloat8KVCache(Float8KVCache, GpuKVCache):
 
 def attend(
     inputs: tuple[Tensor, Tensor, Tensor],
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: GpuKVCache,
     batch: AttentionBatch,
     *,
@@ -75,7 +74,7 @@ def attend(
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the KV cache, into which the keys and values are stored. Mutated.
         batch: the metadata of the step.
         scale: the factor by which the scores are multiplied.
@@ -86,16 +85,18 @@ def attend(
     """
     query, key, value = inputs
     store_layer(key, value, layer, cache, batch)
-    # Some attention libraries cannot read the cache. They compute the attention of prompts from the
-    # key and the value of the new tokens.
-    new = (key, value)
-    return attend_stored(query, layer, cache, batch, scale=scale, sinks=sinks, new=new)
+    # The kernels read the keys and values from the cache. Some attention libraries cannot read the
+    # cache, and compute the attention of whole prompts from the new keys and values.
+    new_keys_and_values = (key, value)
+    return attend_stored(
+        query, layer, cache, batch, scale=scale, sinks=sinks, new=new_keys_and_values
+    )
 
 
 def store_layer(
     key: Tensor,
     value: Tensor,
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: GpuKVCache,
     batch: AttentionBatch,
 ) -> None:
@@ -104,20 +105,19 @@ def store_layer(
     Args:
         key: [num_kv_heads, num_tokens, key_dim].
         value: [num_kv_heads, num_tokens, value_dim].
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the KV cache. Mutated.
         batch: the metadata of the step. Only `slots` is used, the place of each token in the cache.
     """
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
-    # `store` does not read `scale` and `sinks`, so their values have no effect.
-    call = _attention_call(layer, cache, scale=1.0, sinks=None)
+    call = _attention_call(cache, layer)  # `store` needs no scale and no sinks.
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
         store(key, value, call, batch.slots)
 
 
 def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     query: Tensor,
-    layer: tuple[int, LayerSpec],
+    layer: int,
     cache: GpuKVCache,
     batch: AttentionBatch,
     *,
@@ -130,7 +130,7 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        layer: the index of the layer in the cache, and the properties of the layer.
+        layer: the index of the layer in the cache.
         cache: the cache, which contains the keys and values of the step.
         batch: the metadata of the step.
         scale: the factor by which the scores are multiplied.
@@ -145,10 +145,10 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     Mutates: out.
     """
     query = _with_contiguous_rows(query)
-    _, spec = layer
+    spec = cache.layers[layer]
     if out is None:
         out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
-    call = _attention_call(layer, cache, scale, sinks)
+    call = _attention_call(cache, layer, scale, sinks)
     inputs = LayerInputs(query, new, call, batch, gpu_batch(batch))
     # Triton launches kernels on the current device, so the device of the query must be the current
     # device.
@@ -166,64 +166,66 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
 
 
 def _attention_call(
-    layer: tuple[int, LayerSpec], cache: GpuKVCache, scale: float, sinks: Tensor | None
+    cache: GpuKVCache, layer: int, scale: float = 1.0, sinks: Tensor | None = None
 ) -> AttentionCall:
     """Return the kernel arguments that depend on the layer, but not on the tokens of the step.
 
-    `layer` is the index of the layer in the cache, and the properties of the layer. `scale` is the
-    factor by which the scores are multiplied. `sinks` is [num_heads]; None if there are no sinks.
+    Args:
+        cache: the KV cache.
+        layer: the index of the layer in the cache.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
     """
-    layer_index, spec = layer
-    scales, float8 = number_format(cache, layer_index)
-    keys, values = cache.keys[layer_index], cache.values[layer_index]
-    return AttentionCall(spec, keys, values, scale, sinks, scales, float8)
+    keys, values = cache.keys[layer], cache.values[layer]
+    scales = scales_of(cache, layer)
+    return AttentionCall(
+        cache.layers[layer], keys, values, scale, sinks, scales, float8_conversion(cache)
+    )
 
 
 def _launch_kernels(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
     """Compute the decodes or the prefills of a step with the project's kernels.
 
     Args:
-        situation: DECODE selects the decodes (sequences with one new token). Any other value
-            selects the prefills (sequences with several new tokens).
+        situation: DECODE selects the decodes (sequences with one new token). PROMPT and CHUNK
+            select the prefills (sequences with several new tokens).
         inputs: the arguments of the layer, and the metadata of the step.
         out: [num_tokens, num_heads, value_dim]. Mutated.
     """
-    call = inputs.call
-    rows = inputs.rows
-    is_decode = situation is Situation.DECODE
-    kernel = "decode" if is_decode else "prefill"
-    device = device_of(inputs.query.device)
-    # The tile sizes that were fastest for this kernel in measurements on this GPU.
-    tuning = device.tuning(kernel, _largest_dim(call.spec), call.keys.itemsize)
-    if is_decode:
+    query, call, rows = inputs.query, inputs.call, inputs.rows
+    device = device_of(query.device)
+    if situation is Situation.DECODE:
         assert rows.decodes is not None, "the situation applies only to steps with decodes"
-        decode(inputs.query, call, rows.decodes, out, tuning)
+        tuning = _tuning_of(device, "decode", call.spec, call.keys)
+        decode(query, call, rows.decodes, out, tuning)
     else:
         assert rows.prefills is not None, "the situation applies only to steps with prefills"
-        prefill(inputs.query, call, rows.prefills, out, tuning)
+        tuning = _tuning_of(device, "prefill", call.spec, call.keys)
+        prefill(query, call, rows.prefills, out, tuning)
 
 
-def _largest_dim(spec: LayerSpec) -> int:
-    """Return the key size or the value size, whichever is larger."""
-    return max(spec.key_dim, spec.value_dim)
+def _tuning_of(device: Device, kernel: str, spec: LayerSpec, keys: Tensor) -> Tuning:
+    """Return the tile sizes that were fastest for a kernel and a layer in measurements on a GPU.
+
+    Args:
+        device: the GPU.
+        kernel: "decode" or "prefill".
+        spec: the properties of the layer.
+        keys: the keys in the cache of the layer.
+    """
+    return device.tuning(kernel, max(spec.key_dim, spec.value_dim), keys.itemsize)
 
 
-def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
+def step_layout(cache: GpuKVCache) -> StepLayout:
     """Return an object that describes how each layer of a model divides prefills into tiles.
 
     A prefill is a sequence with several new tokens in a step. A tile consists of some of these
-    tokens, which one program of the prefill kernel computes.
-
-    Args:
-        cache: the KV cache of the model.
-        layers: the attention layers of the model.
+    tokens, which one program of the prefill kernel computes. `cache` is the KV cache of the model.
     """
     device = device_of(cache.device)
     tilings = []
-    for keys, spec in zip(cache.keys, layers, strict=True):
-        # `tuning` contains the tile sizes of the prefill kernel for this GPU.
-        tuning = device.tuning("prefill", _largest_dim(spec), keys.itemsize)
-        tilings.append(prefill_tiling(spec, tuning))
+    for keys, spec in zip(cache.keys, cache.layers, strict=True):
+        tilings.append(prefill_tiling(spec, _tuning_of(device, "prefill", spec, keys)))
     return StepLayout(tilings)  # removes duplicates, because many layers have equal tilings
 
 
@@ -246,20 +248,22 @@ def device_of(device: torch.device) -> Device:
     return Device(table_of(torch.cuda.get_device_name(device)), capability)
 
 
-def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return the factors and the method with which the kernels convert a layer's 8-bit numbers.
+def scales_of(cache: GpuKVCache, layer: int) -> tuple[Tensor, Tensor] | None:
+    """Return the factors by which the stored keys and the stored values of a layer are multiplied.
 
-    Returns:
-        First, the factors by which 8-bit keys are multiplied, and the factors by which 8-bit values
-        are multiplied; None if the cache stores no 8-bit numbers. Second, the method by which the
-        kernels convert 8-bit floating point numbers; `Float8.NONE` if the cache stores none.
+    Return None if the cache stores no 8-bit numbers. Only such numbers have factors.
     """
-    if not isinstance(cache, ScaledKVCache):
-        return None, Float8.NONE
-    scales = (cache.key_scales[layer], cache.value_scales[layer])
-    stores_float8 = isinstance(cache, Float8KVCache)  # otherwise, the cache stores 8-bit integers
-    float8 = float8_of(cache.device) if stores_float8 else Float8.NONE
-    return scales, float8
+    if isinstance(cache, ScaledKVCache):
+        return cache.key_scales[layer], cache.value_scales[layer]
+    return None
+
+
+def float8_conversion(cache: GpuKVCache) -> Float8:
+    """Return the method by which the kernels convert stored 8-bit floating point numbers.
+
+    Return `Float8.NONE` if the cache stores no such numbers.
+    """
+    return float8_of(cache.device) if isinstance(cache, Float8KVCache) else Float8.NONE
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:

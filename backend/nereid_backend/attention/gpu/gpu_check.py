@@ -51,29 +51,6 @@ class KernelError(Exception):
     """
 
 
-@functools.cache
-def why_unusable(
-    cache_class: type[gpu_attention.GpuKVCache],
-    spec: LayerSpec,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> str | None:
-    """Return the reason why the kernels cannot compute a layer; None if they can compute it.
-
-    The kernels compute a test step, whose result is compared with the reference implementation.
-    `TrialLayer` documents the arguments.
-    """
-    try:
-        check_kernels(cache_class, spec, block_size, dtype, device)
-    except Exception as error:  # noqa: BLE001
-        # A compiler or a driver may raise any exception. After an exception, the caller uses the
-        # reference implementation instead of the kernels.
-        reason = first_line(error)
-        return reason if isinstance(error, KernelError) else f"{type(error).__name__}: {reason}"
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A test case with random numbers, for comparing implementations of an attention layer.
@@ -99,7 +76,7 @@ class Trial:
         """
         self.cache.backends = backends
         return gpu_attention.attend(
-            self.inputs, (0, self.spec), self.cache, self.batch, scale=_SCALE, sinks=self.sinks
+            self.inputs, 0, self.cache, self.batch, scale=_SCALE, sinks=self.sinks
         )
 
 
@@ -168,7 +145,10 @@ class TrialLayer:
     def _random_cache(
         self, num_blocks: int, generator: torch.Generator
     ) -> gpu_attention.GpuKVCache:
-        """Create a cache, and fill all blocks except the null block with random numbers."""
+        """Create a cache, and fill all blocks except the null block with random numbers.
+
+        `num_blocks` is the number of blocks without the null block, which is the last block.
+        """
         spec = self.spec
         cache = self.cache_class(
             [spec],
@@ -177,10 +157,12 @@ class TrialLayer:
             dtype=self.dtype,
             device=self.device,
         )
-        num_slots = num_blocks * self.block_size
-        keys = self._random(generator, num_slots, spec.num_kv_heads, spec.key_dim)
-        values = self._random(generator, num_slots, spec.num_kv_heads, spec.value_dim)
-        rows = torch.arange(num_slots * spec.num_kv_heads, device=self.device)
+        num_tokens = num_blocks * self.block_size
+        keys = self._random(generator, num_tokens, spec.num_kv_heads, spec.key_dim)
+        values = self._random(generator, num_tokens, spec.num_kv_heads, spec.value_dim)
+        # A row of the cache contains the vector of one token and one head. The null block has the
+        # last rows. All rows before it are written.
+        rows = torch.arange(num_tokens * spec.num_kv_heads, device=self.device)
         cache.store(0, keys, values, rows)
         return cache
 
@@ -189,67 +171,66 @@ class TrialLayer:
         return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
 
 
-@torch.inference_mode()
-def check_kernels(
-    cache_class: type[gpu_attention.GpuKVCache],
-    spec: LayerSpec,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float:
-    """Raise a KernelError if the kernels and the reference compute a test step differently.
+@functools.cache
+def why_unusable(layer: TrialLayer) -> str | None:
+    """Return the reason why the kernels cannot compute a layer; None if they can compute it.
 
-    `TrialLayer` documents the arguments.
-
-    Returns:
-        The largest relative error of any token: the root mean square of the error, divided by the
-        root mean square of the expected result.
-
-    Raises:
-        KernelError: if the results differ by more than the accepted rounding errors.
+    The kernels compute a test step, whose result is compared with the reference implementation.
     """
-    trial = TrialLayer(cache_class, spec, block_size, dtype, device).make_trial()
-    return compare(trial, trial.attend())
+    try:
+        check_kernels(layer)
+    except Exception as error:  # noqa: BLE001
+        # A compiler or a driver may raise any exception. After an exception, the caller uses the
+        # reference implementation instead of the kernels.
+        reason = first_line(error)
+        return reason if isinstance(error, KernelError) else f"{type(error).__name__}: {reason}"
+    return None
 
 
 @torch.inference_mode()
-def compare(trial: Trial, computed: Tensor) -> float:
-    """Compare the result of a trial with the reference.
+def check_kernels(layer: TrialLayer) -> float:
+    """Raise a KernelError if the kernels and the reference compute a layer differently.
 
-    A trial is one attention layer in one step, computed by the GPU kernels. Both the stored keys
-    and values and the attention are compared.
+    Return the largest relative error of any token; see `check_trial`.
+    """
+    trial = layer.make_trial()
+    return check_trial(trial, trial.attend())
+
+
+@torch.inference_mode()
+def check_trial(trial: Trial, computed: Tensor) -> float:
+    """Compare the stored keys and values and the attention of a trial with the reference.
+
+    A trial is one attention layer in one step, computed by the GPU kernels.
 
     Args:
         trial: the trial, after a call of `Trial.attend`.
-        computed: the result of `Trial.attend`.
+        computed: the attention, which is the result of `Trial.attend`.
 
     Returns:
-        The largest difference of any token. The difference is the root mean square of the error,
-        divided by the root mean square of the expected result.
+        The largest relative error of the attention of any token; see `_largest_relative_error`.
 
     Raises:
-        KernelError: if the cache write or the attention differs from the reference.
+        KernelError: if the stored numbers or the attention differ by more than the accepted
+            rounding errors.
     """
-    spec = trial.spec
-    cache = trial.cache
-    batch = trial.batch
     query, key, value = trial.inputs
     # The reference computes in float32, and reads the same rounded numbers as the kernels.
-    reference_cache = _float32_cache(cache, spec, batch.block_size)
-    stored = _read_step_vectors(reference_cache, batch)
-    _check_rounding_errors(cache, stored=stored, originals=(key, value))
+    reference_cache = _float32_cache(trial.cache)
+    stored = _read_step_vectors(reference_cache, trial.batch)
+    _check_rounding_errors(trial.cache, stored=stored, originals=(key, value))
     inputs = (query.float(), *stored)
     expected = reference.attend(
-        inputs, (0, spec), reference_cache, batch, scale=_SCALE, sinks=trial.sinks
+        inputs, 0, reference_cache, trial.batch, scale=_SCALE, sinks=trial.sinks
     )
-    difference = _largest_relative_error(computed.float(), expected)
+    error = _largest_relative_error(computed.float(), expected)
     tolerance = _TOLERANCE[query.dtype]
-    if difference > tolerance or math.isnan(difference):
+    if error > tolerance or math.isnan(error):
         raise KernelError(
-            f"the attention differs from the reference by a relative error of {difference:.2g}, "
+            f"the attention differs from the reference by a relative error of {error:.2g}, "
             f"but the limit is {tolerance:g}"
         )
-    return difference
+    return error
 
 
 def _largest_relative_error(computed: Tensor, expected: Tensor) -> float:
@@ -332,23 +313,18 @@ def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
     return [table[p // block_size] * block_size + p % block_size for p in positions]
 
 
-def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
+def _float32_cache(cache: KVCache) -> KVCache:
     """Return a float32 copy of the cache of one layer. 8-bit numbers are converted to float32.
 
     The reference implementation computes with the copy, so that its results contain only the
     rounding errors of the stored numbers, and no rounding errors of its own arithmetic.
-
-    Args:
-        cache: the cache, which contains only this layer.
-        spec: the properties of the layer.
-        block_size: the number of tokens in one block.
     """
     # The null block has the highest id of all blocks, so its id equals the number of other blocks.
     num_blocks = cache.null_block
     float32_cache = KVCache(
-        [spec],
+        cache.layers,
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=cache.block_size,
         dtype=torch.float32,
         device=cache.device,
     )

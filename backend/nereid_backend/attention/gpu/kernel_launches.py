@@ -24,10 +24,8 @@ _STORE_ELEMENTS = 4096
 _MAX_DECODE_ROWS = 64
 # The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
-# The argument `split_tokens` of a launch that is captured into a CUDA graph. The value 0 makes the
-# kernels compute the number of tokens in a split whenever the graph is replayed, because this
-# number depends on the longest sequence of the step.
-_COMPUTED_BY_KERNEL = 0
+# With this value of the argument `split_tokens`, the kernels compute the size of a split themselves.
+_KERNEL_COMPUTES_SPLIT_TOKENS = 0
 
 
 def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> None:
@@ -98,7 +96,7 @@ def decode(
     # read only once for these heads.
     num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
     num_programs = spec.num_kv_heads * divide_up(call.group_size, num_rows)
-    split_tokens, num_splits = _split_sizes(rows, spec, num_programs, tuning.tile)
+    split_tokens, num_splits = _split_arguments(rows, spec, num_programs, tuning.tile)
     is_split = num_splits > 1
     # Triton needs a valid pointer even for an argument that the kernel does not read. Therefore,
     # the tensor `out` is passed in place of each unused argument. `parts` and `weights_log` are not
@@ -147,14 +145,15 @@ def decode(
         )
 
 
-def _split_sizes(
+def _split_arguments(
     rows: DecodeRows, spec: LayerSpec, programs_per_split: int, tile: int
 ) -> tuple[int, int]:
-    """Return the size of a split in tokens, and the number of splits of the longest sequence.
+    """Return the kernel arguments `split_tokens` and `num_splits` for the decodes of a step.
 
-    A split is a part of a sequence's keys, which one program computes. If the launch is captured
-    into a CUDA graph, the kernel itself computes the size in each step, and the first number is
-    `_COMPUTED_BY_KERNEL`.
+    A split is a part of a sequence's keys, which one program computes. `split_tokens` is the number
+    of tokens in a split, and `num_splits` is the number of splits of the longest sequence. A CUDA
+    graph is replayed in steps with sequences of other lengths. If the launch is captured into a
+    graph, the kernels therefore compute the number of tokens in a split in each step.
 
     Args:
         rows: the decodes (sequences with one new token).
@@ -163,17 +162,13 @@ def _split_sizes(
             programs computes different heads.
         tile: the number of keys that a program processes at once.
     """
-    device = rows.lens.device
-    # A CUDA graph is replayed in several steps, and the length of the longest sequence differs
-    # between these steps. The kernel therefore reads this length from the tensor `longest`, which
-    # is set only for launches in a CUDA graph.
+    arguments = (rows, spec.window, programs_per_split, tile, rows.lens.device)
+    # The kernels read the length of the longest sequence from the tensor `longest`, which is set
+    # only for launches in a CUDA graph.
     is_captured = rows.longest is not None
-    if is_captured:
-        num_splits = decode_splits.captured_splits(
-            rows, spec.window, programs_per_split, tile, device
-        )
-        return _COMPUTED_BY_KERNEL, num_splits
-    return decode_splits.split_size_and_count(rows, spec.window, programs_per_split, tile, device)
+    if not is_captured:
+        return decode_splits.split_size_and_count(*arguments)
+    return _KERNEL_COMPUTES_SPLIT_TOKENS, decode_splits.captured_splits(*arguments)
 
 
 def prefill(

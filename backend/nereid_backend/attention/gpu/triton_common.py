@@ -53,24 +53,28 @@ def load_rows(
     base, rows, is_read, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the columns START to START + WIDTH - 1 of some rows of a matrix, [n, PADDED].
+    """Load WIDTH columns of some rows of a matrix, beginning with the column START.
+
+    The result is [n, PADDED]. PADDED is WIDTH, rounded up to a power of two, because Triton
+    supports only such sizes. The additional columns contain zeros. Example: the columns 128 to 191
+    have START = 128, WIDTH = 64 and PADDED = 64.
 
     base points to the matrix, and STRIDE is the distance between two of its rows. rows [n] contains
-    the indices of the rows. PADDED is WIDTH, rounded up to a power of two, because Triton supports
-    only blocks of such sizes. The additional columns contain zeros. If IS_MASKED is true, rows for
-    which is_read is false are not read, and the result contains zeros for these rows.
+    the indices of the rows. If IS_MASKED is true, rows for which is_read is false are not read, and
+    the result contains zeros for these rows.
     """
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * STRIDE + (START + columns)[None, :]
+    # These conditions are evaluated by the compiler. A load without a mask is the fastest.
     if IS_MASKED:
-        if WIDTH == PADDED:
-            tile = tl.load(pointers, mask=is_read[:, None], other=0.0)
-        else:
-            tile = tl.load(pointers, mask=is_read[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    elif WIDTH == PADDED:
-        tile = tl.load(pointers)
-    else:
+        mask = is_read[:, None]
+        if WIDTH < PADDED:
+            mask = mask & (columns < WIDTH)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif WIDTH < PADDED:
         tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
     return tile
 
 
@@ -146,15 +150,20 @@ def tile_scores(
         HAS_SCALES: whether each score is multiplied by the scaling factor of its key.
         FLOAT8: the conversion of the keys; see `convert_tile`.
     """
-    # The arguments before IS_MASKED are the first column, the number of columns, the number of
-    # columns with padding, and the distance between two rows.
-    key = load_rows(keys, key_rows, is_read, 0, MAIN, MAIN_PADDED, KEY_DIM, IS_MASKED)
+    key = load_rows(
+        keys, key_rows, is_read, START=0, WIDTH=MAIN, PADDED=MAIN_PADDED,
+        STRIDE=KEY_DIM, IS_MASKED=IS_MASKED,
+    )  # fmt: skip
     key = convert_tile(key, query.dtype, FLOAT8)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if REST > 0:
-        rest = load_rows(keys, key_rows, is_read, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
-        rest = convert_tile(rest, query.dtype, FLOAT8)
-        scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
+        key_rest = load_rows(
+            keys, key_rows, is_read, START=MAIN, WIDTH=REST, PADDED=REST_PADDED,
+            STRIDE=KEY_DIM, IS_MASKED=IS_MASKED,
+        )  # fmt: skip
+        key_rest = convert_tile(key_rest, query.dtype, FLOAT8)
+        # Add the products of the second parts to the products of the first parts.
+        scores = tl.dot(query_rest, tl.trans(key_rest), scores, input_precision="ieee")
     if HAS_SCALES:
         scores *= load_scales(key_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
     scores *= scale
@@ -176,10 +185,15 @@ def add_tile(
     (row) so far. total [rows] is the sum of the powers 2^(score - top). acc [rows, dim] is the
     weighted sum of the values. Before the first key, top is -inf and total is 0.
 
-    scores [rows, n] contains the score of each query for each key of the tile, and value [n, dim]
-    contains the values of these keys. If HAS_SCALES is true, each weight is multiplied by the
-    factor of its value, which is read from the row key_rows of value_scales; see `load_scales`. The
-    matrix products use the data type `dtype`.
+    The other arguments are:
+        scores: [rows, n], the score of each query for each key of the tile.
+        value: [n, dim], the stored values of these keys.
+        value_scales: the scaling factors of all stored values. If HAS_SCALES is true, each value of
+            the tile must be multiplied by its factor.
+        key_rows: [n], the indices of the factors of the tile in value_scales.
+        is_read: [n]. If IS_MASKED is true, factors for which is_read is false are not read.
+        FLOAT8: the conversion of the values; see `convert_tile`.
+        dtype: the data type in which the weights and the values are multiplied.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     # If a query has attended to no key yet, new_top is -inf. For such a query, the base is 0,
@@ -191,6 +205,7 @@ def add_tile(
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:
+        # Multiplying the weight of a value by its factor is faster than scaling the whole value.
         weights *= load_scales(value_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
     value = convert_tile(value, dtype, FLOAT8)
     acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")

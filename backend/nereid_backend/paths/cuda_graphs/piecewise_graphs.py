@@ -78,7 +78,6 @@ class PiecewiseGraphs:
         self,
         run: Run,
         capture: CapturePieces,
-        layers: Sequence[LayerSpec],
         cache: KVCache,
         sizes: Sizes,
         report: Callable[[str], None] = logger.warning,
@@ -90,14 +89,12 @@ class PiecewiseGraphs:
                 [num_logits, vocab_size].
             capture: captures the GPU work of a function call as several CUDA graphs; see
                 `GraphCapture.capture_pieces`.
-            layers: the attention layers of the model.
             cache: the KV cache.
             sizes: the sizes of the KV cache, and the limits of a step.
             report: called with a line of text if steps are not replayed.
         """
         self._run = run
         self._capture = capture
-        self._layers = list(layers)
         self._cache = cache
         self._sizes = sizes
         self._report = report
@@ -219,7 +216,7 @@ class PiecewiseGraphs:
         self, static: "StaticTokens", cut: Cut
     ) -> "_AttentionBetweenGraphs":
         """Return the attention function that the model calls while CUDA graphs are captured."""
-        return _AttentionBetweenGraphs(self._layers, self._cache, static.attention(), self, cut)
+        return _AttentionBetweenGraphs(self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, computed_query: Tensor) -> AttentionBuffers:
         """Return the tensors through which graphs and attention exchange queries and results.
@@ -238,7 +235,7 @@ class PiecewiseGraphs:
 
     def attend(
         self,
-        layer: tuple[int, LayerSpec],
+        layer: int,
         buffers: AttentionBuffers,
         scale: float,
         sinks: Tensor | None,
@@ -249,7 +246,7 @@ class PiecewiseGraphs:
         that reads `buffers.out`.
 
         Args:
-            layer: the index and the shapes of the layer.
+            layer: the index of the layer.
             buffers: the query, [num_heads, n, key_dim], and the result of attention,
                 [n, num_heads, value_dim]. The step may have fewer than n tokens.
             scale: the factor by which the products of queries and keys are multiplied.
@@ -349,7 +346,6 @@ class _AttentionBetweenGraphs(PagedForward):
 
     def __init__(
         self,
-        layers: list[LayerSpec],
         cache: KVCache,
         batch: AttentionBatch,
         graphs: PiecewiseGraphs,
@@ -360,7 +356,6 @@ class _AttentionBetweenGraphs(PagedForward):
         Each call of the attention function ends one graph and begins the next graph.
 
         Args:
-            layers: the attention layers of the model, in order.
             cache: the KV cache.
             batch: attention metadata that contains only the cache slots of the step's tokens. The
                 graphs store keys and values in these slots. The graphs need no block tables and
@@ -370,13 +365,13 @@ class _AttentionBetweenGraphs(PagedForward):
                 after `cut(compute)`, each replay runs the first graph, calls `compute`, and runs
                 the second graph.
         """
-        super().__init__(layers, cache, batch)
+        super().__init__(cache, batch)
         self._graphs = graphs
         self._cut = cut
 
     def attend(
         self,
-        number: int,
+        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -393,11 +388,9 @@ class _AttentionBetweenGraphs(PagedForward):
 
         The arguments and the result are those of `PagedForward.attend`.
         """
-        spec = self._layers[number]
-        layer = (number, spec)
         (batch,) = self._batches  # All layers form one group with the same cache slots.
         choose_backend.store_layer(key.squeeze(0), value.squeeze(0), layer, self._cache, batch)
-        buffers = self._graphs.buffers(spec, query)
+        buffers = self._graphs.buffers(self._cache.layers[layer], query)
         num_tokens = query.shape[2]  # The query is [1, num_heads, num_tokens, key_dim].
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
 

@@ -24,7 +24,7 @@ _STORE_ELEMENTS = 4096
 _MAX_DECODE_ROWS = 64
 # The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
-# With this value of the argument `split_tokens`, the kernels compute the size of a split themselves.
+# With this value of the argument `split_tokens`, the kernels compute the number themselves.
 _KERNEL_COMPUTES_SPLIT_TOKENS = 0
 
 

@@ -206,9 +206,7 @@ class PackedPath:
             sizes: the sizes of the KV cache, and the limits of a step.
             report: called with a line of text if steps are not replayed.
         """
-        return PiecewiseGraphs(
-            self.run_without_graphs, capture, self._cache, sizes, report
-        )
+        return PiecewiseGraphs(self.run_without_graphs, capture, self._cache, sizes, report)
 
     def choose_attention(self) -> int:
         """Find the attention libraries that are faster than Nereid's kernels, and use them.

@@ -252,9 +252,9 @@ def _loading_error(
 def _refuses_attention(error: Exception, attention: str) -> bool:
     """Return whether transformers raised `error` because a class has no attention interface.
 
-    transformers has no exception class for this case. The message contains the name of the refused
-    implementation, such as "nereid_paged_0". This package has generated the name, so no other
-    message contains the name.
+    transformers has no exception class for this case, and raises, for example, a ValueError. Its
+    message contains `attention`, the name of the refused implementation, such as "nereid_paged_0".
+    This package has generated the name, so no other message contains the name.
     """
     return isinstance(error, _UNSUPPORTED_ERRORS) and attention in str(error)
 

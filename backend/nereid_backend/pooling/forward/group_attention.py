@@ -154,14 +154,13 @@ class GroupAttention:
     ) -> Tensor:
         """Compute the attention of one block. A block contains consecutive queries of each text.
 
-        Args:
-            query: the queries, [count, num_heads, num_queries, key_dim].
-            key: the keys, [count, num_kv_heads, num_keys, key_dim].
-            value: the values, [count, num_kv_heads, num_keys, value_dim].
-            mask: the keys to which each query can attend, bool [num_queries, num_keys]; None if no
-                mask is needed.
-            hides_later_keys: whether torch's function hides the keys after each query. The block
-                then contains whole texts, and `mask` is None.
+        `mask` contains True for each key that a query can see; None if no mask is needed. If
+        `hides_later_keys` is True, torch hides the keys after each query. The block then contains
+        whole texts, and `mask` is None.
+
+        Shapes: query [count, num_heads, num_queries, key_dim], key [count, num_kv_heads, num_keys,
+        key_dim], value [count, num_kv_heads, num_keys, value_dim], mask bool [num_queries,
+        num_keys].
         """
         if self._needs_explicit_scores():  # a softcap or sinks, which torch does not support
             return self._attend_with_explicit_scores(query, key, value, mask)

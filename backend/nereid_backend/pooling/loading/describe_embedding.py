@@ -130,11 +130,10 @@ def _describe_token_vectors(
         if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
     )
     base = replace(base, token_modules=token_modules)
-    if base.architecture == STANFORD_ARCHITECTURE:
-        # Checkpoints of Stanford's ColBERT library list no modules, but have multi-vector output.
-        return _describe_multi_vector(base, root, later_modules)
-    if later_modules and find_config(later_modules, "Pooling") is None:
-        # Modules without pooling mean multi-vector output.
+    # Checkpoints of Stanford's ColBERT library list no modules, but have multi-vector output.
+    is_stanford_colbert = base.architecture == STANFORD_ARCHITECTURE
+    lists_no_pooling = bool(later_modules) and find_config(later_modules, "Pooling") is None
+    if is_stanford_colbert or lists_no_pooling:
         return _describe_multi_vector(base, root, later_modules)
     return _describe_dense(base, settings, root, later_modules)
 

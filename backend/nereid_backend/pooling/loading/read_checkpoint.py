@@ -67,10 +67,10 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
             f"{root} is not a folder. Set model to the folder of a Hugging Face checkpoint."
         )
     modules = read_modules(root)
-    spec = _read_architecture_and_task(root, settings, modules)
+    base = _read_architecture_and_task(root, settings, modules)
     sentence_config = read_json(root / SENTENCE_CONFIG_FILE)  # {} if the file is missing
     try:
-        spec = _add_input_rules(spec, sentence_config)
+        spec = _add_input_rules(base, sentence_config)
         _check_default_prompt(root, spec)
         if spec.task == "embed":
             return describe_embedding(spec, settings, root, _embedding_modules(settings, modules))

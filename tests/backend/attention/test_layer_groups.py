@@ -18,7 +18,7 @@ from nereid_backend.model.layer_groups import choose_layer_groups, divide_layers
 from nereid_backend.model.length_limits import LengthLimit
 from nereid_backend.model.memory_plan import BlockShape, plan_memory
 from nereid_backend.model.path_variants import PathSpec
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 FAMILIES = {
@@ -203,7 +203,10 @@ def test_a_compiled_forward_pass_reads_the_block_table_of_each_group(model):
         **settings,
     )
     engine = Engine(config, lines.append)
-    assert "the forward pass is compiled" in lines
+    # torch cannot trace the mixture of experts of Llama 4 for a variable number of tokens. The
+    # engine then runs the model uncompiled.
+    is_traceable = AutoConfig.from_pretrained(folder).model_type != "llama4_text"
+    assert ("the forward pass is compiled" in lines) is is_traceable
     assert len(engine._parts.scheduler.windows) > 1
     assert run(engine) == [[tokens] for tokens in expected]
     engine.close()

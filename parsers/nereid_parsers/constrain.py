@@ -308,7 +308,9 @@ def _text_with_calls(
     if _is_unmarked_list(section):
         return _list_or_text(section, request)
     calls = _marked_calls(section, request)
-    if any(_ends_with_repetition(node) for node in calls):
+    # Calls without an end marker are a node that ends with its last call, as in `<calls>f(), g()`.
+    have_no_end_marker = any(map(_ends_with_repeated_call, calls))
+    if have_no_end_marker:
         return _text_then_calls(section, calls)
     return _text_around_calls(fmt, layout, section, calls, request)
 
@@ -353,11 +355,10 @@ def _is_unmarked_list(section: ToolSection) -> bool:
     return isinstance(call.body, ListBody) and not has_marker
 
 
-def _ends_with_repetition(node: Node) -> bool:
-    """Return whether a node ends with a repeated part, as in `<calls>f(), g()`.
+def _ends_with_repeated_call(node: Node) -> bool:
+    """Return whether a repeated tool call is the last element of a node, as in `<calls>f(), g()`.
 
-    If so, no marker ends the tool calls. A closing marker, such as `</calls>`, would be the last
-    element of the node.
+    The result is False for `<calls>f(), g()</calls>`, because `</calls>` is the last element.
     """
     return elements_of(node)[-1]["type"] in ("star", "plus", "tags_with_separator")
 

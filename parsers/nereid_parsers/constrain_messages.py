@@ -82,24 +82,24 @@ def reasoning_message(fmt: FormatData, layout: Messages, state: ReasoningState) 
         POSSIBLE, ENDED  `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, or the empty
                          text. A model may write one more reasoning message after an ended message.
 
-    If the format has no reasoning message, or no marker that ends messages, the node matches only
-    the empty text in the states POSSIBLE and ENDED.
-
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
     next_message_start = const(layout.start)  # Such as `<|start|>assistant`.
-    if state is ReasoningState.EXCLUDED:
-        return next_message_start
-    route = first_route(layout, Stage.REASONING)
-    if route is None or not layout.ends:  # The format has no reasoning message that can end.
-        if state is ReasoningState.OPEN:
-            raise unclosed_reasoning_error(fmt)
-        return NOTHING
-    rest_of_message = sequence(_reasoning_body(fmt, layout), next_message_start)
-    if state is ReasoningState.OPEN:
-        return rest_of_message
-    return optional(sequence(const(header_text(layout, route)), rest_of_message))
+    # The node cannot contain a reasoning message if no marker such as `<|end|>` ends messages.
+    route = first_route(layout, Stage.REASONING) if layout.ends else None
+    match state:
+        case ReasoningState.EXCLUDED:
+            return next_message_start
+        case ReasoningState.OPEN:
+            if route is None:
+                raise unclosed_reasoning_error(fmt)
+            return sequence(_reasoning_body(fmt, layout), next_message_start)
+        case ReasoningState.POSSIBLE | ReasoningState.ENDED:
+            if route is None:
+                return NOTHING
+            header = const(header_text(layout, route))
+            return optional(sequence(header, _reasoning_body(fmt, layout), next_message_start))
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:

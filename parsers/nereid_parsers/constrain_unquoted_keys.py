@@ -76,10 +76,11 @@ def _value_node(
 
     Examples of matching texts, if the text `<q>` encloses each string:
 
-        string            `<q>Paris<q>`
-        array             `[<q>Paris<q>,<q>Rome<q>]`
-        object            `{city:<q>Paris<q>}`
-        any other value   `3`, which is JSON text
+        one of listed strings   `<q>Paris<q>`
+        any string              `<q>Paris<q>`
+        array                   `[<q>Paris<q>,<q>Rome<q>]`
+        object                  `{city:<q>Paris<q>}`
+        any other value         `3`, which is JSON text
 
     Args:
         declaration: Declares the text before and after each string.
@@ -88,22 +89,28 @@ def _value_node(
         schema: The JSON schema of the value.
     """
     types = json_types_of(schema, root=schema)
-    is_scalar = types is not None and types.isdisjoint({"array", "object"})
-    if is_scalar and declaration.quote == '"':  # Strings are written as in JSON, too.
+    if _is_written_as_json(types, declaration.quote):
         return json_schema(schema)
     choices = choices_of(schema)  # The values that the schema lists, or None.
     if choices is not None and _are_scalars(choices):
         return one_of(*(const(_text_of_scalar(choice, declaration.quote)) for choice in choices))
     if types is None or "string" in types:
-        # For a union such as "string or integer", the node matches only strings. The output is
-        # valid, because the union accepts every string.
-        argument.report_unenforced(schema, ENFORCED_IN_TEXT)
-        return _string_node(declaration.quote)
+        return _string_node(declaration, argument, schema)
     if types == frozenset({"array"}):
         return _array_node(declaration, argument, schema)
     if types == frozenset({"object"}):
         return _object_node(declaration, argument, schema)
     return json_schema(schema)  # For example a number or a boolean.
+
+
+def _is_written_as_json(types: frozenset[str] | None, quote: str) -> bool:
+    """Return whether the model writes every value of the JSON `types` as JSON: `"Paris"` or `3`.
+
+    Arrays and objects may contain unquoted keys. A string is JSON text only if `quote`, the text
+    before and after each string, is `"`. If the types are not known (None), the result is False.
+    """
+    are_scalars = types is not None and types.isdisjoint({"array", "object"})
+    return are_scalars and quote == '"'
 
 
 def _are_scalars(values: list[Any]) -> bool:
@@ -116,8 +123,16 @@ def _text_of_scalar(value: str | float | bool | None, quote: str) -> str:
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
-def _string_node(quote: str) -> Node:
-    """Return the grammar node for a string with any text, such as `<q>Paris<q>`."""
+def _string_node(
+    declaration: BareKeyArguments, argument: Argument, schema: Mapping[str, Any]
+) -> Node:
+    """Return the grammar node for a string with any text, such as `<q>Paris<q>`.
+
+    The node does not enforce restrictions such as `pattern`, so they are reported. For a union such
+    as "string or integer", the node matches only strings, and the union accepts every string.
+    """
+    argument.report_unenforced(schema, ENFORCED_IN_TEXT)
+    quote = declaration.quote
     return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
 
 

@@ -171,11 +171,11 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
     `additionalProperties` is the schema of all properties that `properties` does not contain. The
-    schema False forbids a property. Example:
-    `{"properties": {"a": {"type": "string"}}, "additionalProperties": False}` and
-    `{"properties": {"a": {"maxLength": 9}, "b": {}}}` give
-    `{"properties": {"a": {"type": "string", "maxLength": 9}}, "additionalProperties": False}`. The
-    first schema forbids `b`, so the result does not contain `b`.
+    schema False forbids a property. Example, in which the first schema forbids `b`:
+
+        first   {"properties": {"a": {"minimum": 1}}, "additionalProperties": False}
+        second  {"properties": {"a": {"maximum": 9}, "b": {}}}
+        result  {"properties": {"a": {"minimum": 1, "maximum": 9}}, "additionalProperties": False}
 
     `required` contains the names of the properties that the object must have.
 
@@ -187,8 +187,12 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise CannotMergeError("patternProperties cannot be merged")
     schema_by_name = _merge_listed_properties(first, second)
     others = _merge_other_properties(first, second)
-    properties = _without_forbidden(schema_by_name, required, are_others_forbidden=others is False)
-    if others is True:  # Without `additionalProperties`, all other properties are accepted.
+    are_others_forbidden = others is False
+    properties = _without_forbidden(
+        schema_by_name, required, are_others_forbidden=are_others_forbidden
+    )
+    are_others_unrestricted = others is True  # The default without `additionalProperties`.
+    if are_others_unrestricted:
         return {"properties": properties}
     return {"properties": properties, "additionalProperties": others}
 

@@ -169,22 +169,26 @@ def _unfinished_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
     if last_start < 0:  # The prompt contains no message.
         return ""
     if not layout.ends:
-        return _unfinished_message_without_end(fmt, message_start, prompt)
+        return _continued_message(fmt, message_start, prompt)
     last_message = prompt[last_start:]
     is_closed = any(end in last_message for end in layout.ends)
     return "" if is_closed else last_message
 
 
-def _unfinished_message_without_end(fmt: FormatData, message_start: str, prompt: str) -> str:
-    """Return the unfinished message at the end of the prompt, if no markers end messages.
+def _continued_message(fmt: FormatData, message_start: str, prompt: str) -> str:
+    """Return the beginning of the model's message at the end of the prompt, or "".
 
-    Only two prompts show that the model continues the last message. Examples for the marker `>>>`
-    before each message, and the marker `<|assistant|>` that starts the model's turn:
+    The format has no markers that end messages, so the last message may be complete. The model
+    continues this message only in two cases. Examples for the marker `>>>` before each message, and
+    the marker `<|assistant|>` that starts the model's turn:
 
         end of the prompt     result
-        `..>>>`               `>>>`
-        `..<|assistant|>Hi`   `Hi`
+        `..>>>`               `>>>`, because the last message has only started
+        `..<|assistant|>Hi`   `Hi`, because the model's turn has started
         any other text        ""
+
+    `message_start` is the marker before each message. It is not empty, and contains no white space
+    at its ends. `fmt.turn` contains the markers that start the model's turn.
     """
     if prompt.rstrip().endswith(message_start):
         return message_start

@@ -270,7 +270,7 @@ def ignored_keywords(schema: Mapping[str, Any]) -> dict[str, str]:
         ignored = restrictions & (_LENGTHS | {"pattern"})
     elif cause == "pattern":
         ignored = restrictions & _LENGTHS
-    elif "type" in schema and _types_add_no_restriction(schema, cause):
+    elif "type" in schema and _keyword_implies_types(schema, cause):
         ignored = restrictions - {cause, "type"}
     else:
         ignored = restrictions - {cause}
@@ -292,21 +292,20 @@ def _overriding_keyword(schema: Mapping[str, Any]) -> str | None:
     return "pattern" if "pattern" in schema else None
 
 
-def _types_add_no_restriction(schema: Mapping[str, Any], cause: str) -> bool:
-    """Return whether the keyword `cause` accepts only values of the types that `schema` declares.
+def _keyword_implies_types(schema: Mapping[str, Any], keyword: str) -> bool:
+    """Return whether a keyword such as `enum` accepts only values of the types in `schema["type"]`.
 
-    In this case, the keyword `type` of the schema has no effect. Example: in
-    `{"type": "string", "enum": ["a"]}`, the keyword `enum` accepts only strings. A reference is
-    assumed to accept only values of the declared types.
+    The keyword `type` then has no effect. Example: in `{"type": "string", "enum": ["a"]}`, the
+    keyword `enum` accepts only strings. A reference is assumed to accept only the declared types.
 
-    `cause` is a keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
+    `keyword` is a keyword of the schema, one of `_EXCLUSIVE_KEYWORDS`.
     """
     types = schema["type"]
     allowed_types = types if isinstance(types, list) else [types]
-    if "number" in allowed_types:
+    if "number" in allowed_types:  # Each integer is also a number.
         allowed_types = [*allowed_types, "integer"]
-    value = schema[cause]
-    match cause:
+    value = schema[keyword]
+    match keyword:
         case "$ref":
             return True
         case "const":

@@ -139,11 +139,11 @@ class BetweenCallsReader:
             `<|calls|><|calls_end|>`   Both markers are removed, because ordinary text contains no
                                        special tokens.
             `<calls></calls>`          Both markers are written as content.
+
+        If the policy requires that tool calls come first, special tokens are content, too, because
+        this policy removes only tool calls from the output.
         """
-        # The policy `calls_must_come_first` removes only tool calls from the output. With this
-        # policy, all other text is content, even special tokens.
-        may_drop_markers = not self._calls_must_come_first
-        if may_drop_markers and is_special_token(close):
+        if is_special_token(close) and not self._calls_must_come_first:
             self._text_writer.drop_pending()
             self._text_writer.drop_markup(self._buffer.take(len(close)))
             return State.CONTENT

@@ -120,8 +120,7 @@ class CallSection:
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int | NoMarker:
         """Find the end of the marker after all tool calls, such as `</calls>`, in the unread text.
 
-        The unread text starts with the marker or with other text. `is_empty` is true if no tool
-        call precedes the marker. Examples for the marker `</calls>`:
+        `is_empty` is true if no tool call precedes the marker. Examples for the marker `</calls>`:
 
             unread text   result
             `</calls>Hi`  the position of `Hi`
@@ -129,14 +128,13 @@ class CallSection:
                           `is_empty` is true
             `Hi`          OTHER_TEXT
         """
-        # The message `<calls></ca` may be content, because it contains no tool call. An incomplete
-        # marker at its end is therefore not removed.
-        must_be_complete = is_empty and buffer.is_final
+        # The message `<calls></ca` contains no tool call, so `</ca` may be content.
+        may_be_content = is_empty and buffer.is_final
         for close in self.closes:  # The alternative markers of the format.
-            end = match_marker(close, buffer.text, buffer.pos, is_final=must_be_complete)
+            end = match_marker(close, buffer.text, buffer.pos)
             if isinstance(end, int):
                 return end
-            if end is NEED_MORE:
+            if end is NEED_MORE and not may_be_content:
                 return _kind_of_incomplete_marker(buffer, buffer.pos)
         return NoMarker.OTHER_TEXT
 

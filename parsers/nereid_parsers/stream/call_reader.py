@@ -224,7 +224,7 @@ class CallReader:
             `<tool_call>{"`          CALL_BODY, because a tool call starts
             `<tool_call>{`           None, because more text is required. At the end of the message,
                                      this text is removed, and the next state is CONTENT.
-            `<tool_call> is a tag`   CONTENT or CONTENT_ONLY, because no tool call starts. The
+            `<tool_call> is a tag`   the state after content, because no tool call starts. The
                                      marker `<tool_call>` is written as content.
 
         Return the next state, or None if more text is required.
@@ -234,9 +234,10 @@ class CallReader:
             return self._read_head(match)
         if match is NEED_MORE:  # Never at the end of the message.
             return None
+        # No client can use `<tool_call>{` at the end of the message. But `{` alone may be content.
         if self._is_start_cut_off() and self.has_tag_in_unwritten_text():
             return self.drop_unwritten_text()
-        num_marker_chars = len(self._expected.opening)  # Such as the length of `<tool_call>`.
+        num_marker_chars = len(self._expected.content_if_no_call)  # The length of `<tool_call>`.
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
 
     def _is_start_cut_off(self) -> bool:
@@ -397,18 +398,16 @@ class CallReader:
 
         The first case that applies decides:
 
-            `<call>{"a": "x}</call>`   A quote is missing. The tool call ends before the marker, and
-                                       the marker is read again.
+            `<call>{"a": "x}</call>`   A quote is missing. The tool call ends before `</call>`,
+                                       which is read next.
             `<call>{"a": 1`            The tool call ends with incomplete arguments.
             `<call>{"na`               No tool call has started. The text is removed, because it
                                        contains a tag, and no client can use it.
             `{"na`                     The text is written as content.
         """
-        has_ended_at_marker = self._call.end_at_marker_in_arguments()
-        if has_ended_at_marker:
+        if self._call.end_at_marker_in_arguments() is Outcome.ENDED:
             return self._end_call()
-        has_ended_incomplete_call = self._call.finish()
-        if has_ended_incomplete_call:
+        if self._call.finish() is Outcome.ENDED:
             return State.CONTENT
         is_start_cut_off = self._call.is_start_cut_off(self.section.closes)
         if is_start_cut_off and self.has_tag_in_unwritten_text():

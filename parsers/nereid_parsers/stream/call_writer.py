@@ -120,18 +120,17 @@ class CallWriter:
         self._deviations = []
 
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
-        """Start a call of the tool `name` and return True. If the text is content, return False.
+        """Start a call of the tool `name`. Return False if the text is content instead.
 
-        If the request does not offer the tool, the policy may discard the call. The call then
-        starts, but no events are appended for this call.
+        If the policy discards the call, the call starts, but no events are appended for this call.
 
         `call_id` is the id that the model wrote, or "". `is_confirmed` is true if a marker or an
-        earlier tool call shows that the text is a tool call. If not, a call of a tool that is not
-        offered is content. The caller must write content to the output.
+        earlier tool call shows that the text is a tool call.
         """
-        if self._is_content(name, is_confirmed=is_confirmed):
+        treatment = self._treatment_of(name, is_confirmed=is_confirmed)
+        if treatment is UnknownTool.CONTENT:
             return False
-        is_discarded = not self._is_offered(name) and self._policy.unknown_tool is UnknownTool.DROP
+        is_discarded = treatment is UnknownTool.DROP
         self._open_call(name, call_id, is_discarded=is_discarded)
         if is_discarded:
             log.warning(
@@ -141,23 +140,23 @@ class CallWriter:
             self._append_start()
         return True
 
-    def _is_content(self, name: str, *, is_confirmed: bool) -> bool:
-        """Return whether the text of a supposed call of the tool `name` is content.
+    def _treatment_of(self, name: str, *, is_confirmed: bool) -> UnknownTool:
+        """Return whether a supposed call of the tool `name` is returned, discarded or content.
 
         `is_confirmed` is true if a marker or an earlier tool call shows that the text is a tool
         call. The first case that applies decides:
 
             case                       result
-            `name` is ""               True
-            the tool is offered        False
-            `is_confirmed` is false    True
-            any other                  True if the policy for tools that are not offered is CONTENT
+            `name` is ""               CONTENT
+            the tool is offered        FORWARD, which means that the call is returned
+            `is_confirmed` is false    CONTENT
+            any other                  the policy for tools that are not offered
         """
         if not name:
-            return True
+            return UnknownTool.CONTENT
         if self._is_offered(name):
-            return False
-        return not is_confirmed or self._policy.unknown_tool is UnknownTool.CONTENT
+            return UnknownTool.FORWARD
+        return self._policy.unknown_tool if is_confirmed else UnknownTool.CONTENT
 
     def _is_offered(self, name: str) -> bool:
         """Return whether the request offers a tool with this name.
@@ -190,19 +189,20 @@ class CallWriter:
     def write(self, text: str) -> None:
         """Add a piece of JSON text, such as `{"a": `, to the arguments of the open tool call.
 
-        If `stores_arguments` is true, the piece is stored, and `end` appends its event. Otherwise
-        an event with the piece is appended. No event is appended for a discarded tool call.
+        If `stores_arguments` is true, the piece is stored, and `end` appends its event. No event is
+        appended for a discarded tool call. Otherwise an event with the piece is appended, unless
+        the filter stores the piece, because an outer object as in `{"arguments": {"a": 1}}` may
+        have started.
         """
         call = self._call
         if self.stores_arguments:
             call.stored_arguments.append(text)
-        elif not call.is_discarded:
-            # The filter changes `{"arguments": {"a": 1}}` to `{"a": 1}`. The result of `add` is ""
-            # while the filter stores the text, because an outer object may have started. If
-            # `is_passing` is true, the filter would return the piece unchanged.
-            wrapper_filter = call.wrapper_filter
-            ready_text = text if wrapper_filter.is_passing else wrapper_filter.add(text)
-            self._append_arguments(ready_text)  # Appends no event for "".
+        elif call.is_discarded:
+            return
+        elif call.wrapper_filter.is_passing:  # The filter would return the piece unchanged.
+            self._append_arguments(text)
+        else:
+            self._append_arguments(call.wrapper_filter.add(text))  # "" if the piece is stored.
 
     def _append_arguments(self, text: str) -> None:
         """Append an event for a piece of the arguments. Do nothing if `text` is empty."""
@@ -350,17 +350,25 @@ class CallWriter:
     def restart_numbering(self) -> None:
         """Restart the numbering, so that the first tool call of the output has the index 0.
 
-        The tool calls that have ended in the prompt are no longer counted, because the client does
-        not receive them. A tool call that is open at the end of the prompt is the first tool call
-        of the output, because the output continues it.
+        The client receives no tool calls that have ended in the prompt, but it receives a tool call
+        that the output continues:
+
+            open tool call at the end of the prompt   `num_started`   `last_index`
+            none                                      0               -1
+            without events                            1               -1
+            with events                               1               0
+
+        The next start event gets the index `last_index + 1`.
         """
         self.num_started = 1 if self.is_open else 0
-        # The next start event gets the index `last_index + 1`. If the start event of the open tool
-        # call has not been appended yet, this event gets the index 0.
         self.last_index = 0 if self._has_events_of_open_call() else -1
+
+    def forbid_cuts_in_prompt(self) -> None:
+        """Let `cut_arguments_at` remove nothing if a tool call is open at the end of the prompt.
+
+        Removed text may become content, but the stored arguments contain text of the prompt.
+        """
         if self.is_open:
-            # Text that is cut from the arguments may become content. The stored arguments contain
-            # text of the prompt, which must not become content.
             self._num_cuts_left = 0
 
     def _has_events_of_open_call(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from nereid_parsers.pattern_syntax import first_literal
@@ -58,6 +58,9 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
         by_header   `<function=sum>..</call>`           `<function=`, because `<call>` is missing
         unmarked    `{"name": "sum", ..}`               `{`, because no marker is declared
 
+    The attribute `all` contains all declared variants, and `kinds` contains the meaning of each
+    marker of the tool calls.
+
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
         allows_unmarked: Whether a tool call without a marker is recognised. Such a tool call is
@@ -68,11 +71,9 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     section = SectionMarkers(tuple(visible_markers(tools.opens)), tools.closes)
     variants = tuple(CompiledCall(call, section) for call in _with_json_variants(tools.calls))
     by_marker = _group_by_trigger(_variants_outside_section(variants, section))
-    headers = _group_by_trigger(_variants_with_missing_marker(tools.calls, section))
-    # A text that is both a marker and the start of a header is treated as a marker.
-    by_header = {text: group for text, group in headers.items() if text not in by_marker}
+    by_header = _group_by_header(tools.calls, section, by_marker.keys())
     recognises_unmarked = allows_unmarked and not tools.opens
-    unmarked = tuple(v for v in variants if v.is_unmarked) if recognises_unmarked else ()
+    unmarked = _unmarked_variants(variants) if recognises_unmarked else ()
     return CompiledCalls(
         all=variants,
         by_marker=by_marker,
@@ -141,6 +142,23 @@ def _variants_outside_section(
     if not section.opens:
         return list(variants)
     return [variant for variant in variants if variant.call.open.strip()]
+
+
+def _unmarked_variants(variants: tuple[CompiledCall, ...]) -> tuple[CompiledCall, ...]:
+    """Return the variants of a tool call without an opening marker, as in `{"name": "sum"}`."""
+    return tuple(variant for variant in variants if variant.is_unmarked)
+
+
+def _group_by_header(
+    calls: tuple[Call, ...], section: SectionMarkers, markers: Collection[str]
+) -> dict[str, tuple[CompiledCall, ...]]:
+    """Group the tool calls whose opening marker the model omits by the start of their header.
+
+    Example: for a call with the header `<function={name}>`, the key is `<function=`. A text that
+    is also one of the `markers` is treated as a marker, so the result does not contain this text.
+    """
+    groups = _group_by_trigger(_variants_with_missing_marker(calls, section))
+    return {header: group for header, group in groups.items() if header not in markers}
 
 
 def _variants_with_missing_marker(

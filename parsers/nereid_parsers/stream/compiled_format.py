@@ -119,8 +119,10 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    The result contains the markers that the parser searches for in each part of a message, with the
-    meaning of each marker. Example: `</think>` ends the reasoning.
+    The parser searches for other markers in each part of a message: in the reasoning, in the
+    content, and in content after which no tool call may follow ("content only"). For each part, a
+    Lexer finds the markers, and a dict such as `content_kinds` contains the meaning of each marker.
+    Example: `</think>` ends the reasoning.
     """
     calls = compile_calls(layout.tools, allows_unmarked=True)
     end_kinds = marker_kinds(fmt.ends, MarkerKind.END)
@@ -147,7 +149,7 @@ def _kinds_in_reasoning(layout: Sections, calls: CompiledCalls, end_kinds: _Kind
     message.
     """
     content_opens = (layout.content.open,) if layout.content else ()
-    return _merge_by_priority(
+    return _merge_lowest_priority_first(
         end_kinds,
         marker_kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT),
         marker_kinds(content_opens, MarkerKind.WRAP_CONTENT),
@@ -183,24 +185,23 @@ def _kinds_in_content(layout: Sections, calls: CompiledCalls, content_only_kinds
     "Answer:": CONTENT_WORDS, "<|end|>": END}`. `content_only_kinds` contains the markers that end a
     message or enclose the content.
     """
-    wrapper = layout.content
-    words = (wrapper.open,) if wrapper is not None and _starts_with_words(wrapper) else ()
-    return _merge_by_priority(
+    return _merge_lowest_priority_first(
         calls.kinds,
         _closing_kinds(layout.reasoning),
-        _opening_kinds(layout.reasoning),  # A marker that opens and closes the reasoning opens it.
-        marker_kinds(words, MarkerKind.CONTENT_WORDS),
+        # Outside the reasoning, a marker that both opens and closes reasoning opens the reasoning.
+        _opening_kinds(layout.reasoning),
+        marker_kinds(_content_words(layout.content), MarkerKind.CONTENT_WORDS),
         content_only_kinds,
     )
 
 
-def _merge_by_priority(*lowest_first: _Kinds) -> _Kinds:
+def _merge_lowest_priority_first(*kinds_in_order: _Kinds) -> _Kinds:
     """Merge several dicts. Their priority increases from the first dict to the last dict.
 
     If several dicts contain the same marker, the last of these dicts determines its meaning.
     """
     merged: _Kinds = {}
-    for kinds in lowest_first:
+    for kinds in kinds_in_order:
         merged |= kinds
     return merged
 
@@ -212,6 +213,11 @@ def _starts_with_words(wrapper: Wrapper) -> bool:
     `</answer>`.
     """
     return bool(wrapper.open.strip()) and not looks_like_markup(wrapper.open)
+
+
+def _content_words(wrapper: Wrapper | None) -> tuple[str, ...]:
+    """Return the words that precede the content, such as `Answer:`. Return () for a tag."""
+    return (wrapper.open,) if wrapper is not None and _starts_with_words(wrapper) else ()
 
 
 def _opening_kinds(reasoning: Reasoning | None) -> _Kinds:
@@ -234,6 +240,7 @@ def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> 
         return []
     declared_markers = list(reasoning.interrupted_by)
     if _have_common_close(reasoning, calls):
+        # `<call>` may be quoted, so only a declared marker may start a tool call.
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]

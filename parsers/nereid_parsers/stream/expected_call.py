@@ -37,15 +37,15 @@ class ExpectedCall:
 
     Attributes:
         variants: The possible variants, in the order in which they are tried.
-        opening: The text at the current position that may start the tool call: a marker, or the
-            first character of a tool call without a marker. If the text turns out not to be a tool
-            call, `opening` is content. Inside a tool section, `opening` is "".
+        content_if_no_call: The unread text that is content if no tool call starts: a marker, or the
+            first character of a tool call without a marker. "" inside a tool section. The parser
+            then reads the text after it.
         is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
             the text is a tool call only if the request offers the function.
     """
 
     variants: tuple[CompiledCall, ...]
-    opening: str
+    content_if_no_call: str
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
@@ -175,11 +175,9 @@ class CallStarts:
         call, because it starts with `{`. For the unread text `Hello`, the result is None.
         """
         variants = self._calls.unmarked
-        openings = [opening for variant in variants for opening in variant.body_openings()]
-        if not any(buffer.starts_with(opening) for opening in openings):
+        call_starts = [text for variant in variants for text in variant.body_openings()]
+        if not any(buffer.starts_with(text) for text in call_starts):
             return None
-        # If the text turns out not to be a tool call, the caller writes `opening` as content. One
-        # character is enough, because the parser then reads the following text as content.
         first_char = buffer.text[buffer.pos]
         # No marker confirms the tool call, so it must name a function that the request offers.
-        return ExpectedCall(variants, opening=first_char, is_confirmed=False)
+        return ExpectedCall(variants, content_if_no_call=first_char, is_confirmed=False)

@@ -22,14 +22,23 @@ def marker_prefix_regex(marker: str) -> str:
     the regex matches this character.
     """
     longest_prefix = marker[:-1] or marker
-    regexes = []
-    # With the limit 64, the first regex matches the prefixes of 1 to 64 characters, and the second
-    # regex matches the prefixes of 65 to 128 characters.
-    for start in range(0, len(longest_prefix), _MAX_PREFIXES_IN_REGEX):
-        required_chars = longest_prefix[: start + 1]
-        optional_chars = longest_prefix[start + 1 : start + _MAX_PREFIXES_IN_REGEX]
-        regexes.append(rf"{re.escape(required_chars)}{_optional_regex(optional_chars)}\Z")
+    # One regex cannot match very many prefixes, so the prefixes are divided into groups: those of 1
+    # to 64 characters, those of 65 to 128 characters, and so on.
+    lengths_before_group = range(0, len(longest_prefix), _MAX_PREFIXES_IN_REGEX)
+    regexes = [_prefix_group_regex(longest_prefix, length) for length in lengths_before_group]
     return f"(?:{'|'.join(regexes)})"
+
+
+def _prefix_group_regex(text: str, length_before: int) -> str:
+    r"""Return a regex for one group of prefixes: those with more than `length_before` characters.
+
+    Example: for the text `<ab` and the length 1, the regex is `<a(?:b)?\Z`. This regex matches `<a`
+    and `<ab` at the end of a text. The group contains `_MAX_PREFIXES_IN_REGEX` prefixes at most.
+    """
+    shortest_prefix = text[: length_before + 1]
+    longest_prefix = text[: length_before + _MAX_PREFIXES_IN_REGEX]
+    optional_chars = longest_prefix[len(shortest_prefix) :]
+    return rf"{re.escape(shortest_prefix)}{_optional_regex(optional_chars)}\Z"
 
 
 def _optional_regex(text: str) -> str:

@@ -173,6 +173,7 @@ class Machine:
         """
         self._events += self._call_writer.renumbered_open_call(events)
         self._call_writer.restart_numbering()
+        self._call_writer.forbid_cuts_in_prompt()
 
     def _num_unwritten_chars(self) -> int:
         """Return the number of characters at the end of the prefill that are not written yet.
@@ -236,26 +237,35 @@ class Machine:
     def _finish_last_state(self) -> None:
         """Finish what the message leaves incomplete in its last state, such as a tool call.
 
-        Examples: in `<call>{"name": "f"`, the tool call is not closed, and in `<call>{"a": x`, the
-        arguments are not valid. A message may also end directly after the marker `<|start|>` of a
-        header, or after the marker `<tool_calls>`.
+        A reader may put text back into the buffer. Example: after the end of a tool call, the
+        buffer may contain another tool call, which is read and finished, too.
         """
-        if self._state is State.INTERRUPTED_REASONING:
-            # The stored text is put back into the buffer. It starts with a tool call, which may be
-            # incomplete.
-            self._enter(self._reasoning_reader.finish_interrupted())
+        next_state = self._finish_state()
+        while next_state is not None:
+            self._enter(next_state)
             self._run()
-        while self._state is State.CALL_BODY:
-            # After the end of this tool call, the buffer may contain another tool call.
-            self._enter(self._call_reader.finish_body())
-            self._run()
+            next_state = self._finish_state()
+
+    def _finish_state(self) -> State | None:
+        """Finish what is incomplete in the current state, because the message has ended.
+
+        Return the state in which the rest of the text is read, or None if nothing is left to read.
+        Each call shortens the rest or ends a tool call, so the caller may repeat the calls.
+        """
         match self._state:
-            case State.BROKEN_CALL:
+            case State.INTERRUPTED_REASONING:  # The stored text starts with a tool call.
+                return self._reasoning_reader.finish_interrupted()
+            case State.CALL_BODY:  # Such as `<call>{"name": "f"`.
+                return self._call_reader.finish_body()
+            case State.BROKEN_CALL:  # Such as `<call>{"a": x`.
                 self._call_reader.finish_broken()
-            case State.HEADER:
+            case State.HEADER:  # Such as `<|start|>`.
                 self._header_reader.finish()
-            case State.CALL_START | State.BETWEEN_CALLS:
+            case State.CALL_START | State.BETWEEN_CALLS:  # Such as `<tool_calls>`.
                 self._between_calls_reader.finish()
+            case _:  # The text of reasoning and content has already been written.
+                pass
+        return None
 
     @property
     def stage(self) -> Stage:

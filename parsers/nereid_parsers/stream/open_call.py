@@ -104,7 +104,7 @@ class OpenCall:
         """
         part = self._buffer.text[part_start : self._buffer.pos]
         if self._call_writer.is_open:
-            self._text_writer.trace_call_text(part)
+            self._text_writer.drop_call_text(part)
             return
         call_end = self._call_end_in_part(was_call_open)
         if call_end is None:
@@ -116,18 +116,20 @@ class OpenCall:
         """Return the position at which a tool call has ended in the part that was just read.
 
         `was_call_open` is true if a tool call was open before the part. No tool call is open after
-        the part, so an open tool call has ended in the part. Examples:
+        the part. Examples:
 
-            part            result
-            ` 1}}, {"na`    the position after `}}`, where the first member of a list has ended
-            ` 1}}`          the end of the part
-            `{"na`          None, because no tool call has started
+            part                               result
+            ` 1}}, {"na`                       the position after `}}`, where the first member of a
+                                               list of tool calls has ended
+            ` 1}}`                             the end of the part, where the open call has ended
+            `{"name": "f", "arguments": {}}`   the end of the part, which is a whole tool call
+            `{"na`                             None, because no tool call has started
         """
-        last_call_end = self._body_reader.last_call_end
-        if last_call_end is not None:  # The body is a list of tool calls.
-            return last_call_end
-        has_call_ended = was_call_open or self._body_reader.status is DONE
-        return self._buffer.pos if has_call_ended else None
+        end_of_list_member = self._body_reader.last_call_end
+        if end_of_list_member is not None:
+            return end_of_list_member
+        contains_whole_call = self._body_reader.status is DONE
+        return self._buffer.pos if was_call_open or contains_whole_call else None
 
     def _split_part_at(self, call_end: int, part_start: int) -> None:
         """Pass the text before `call_end` as text of a tool call, and the text after it as pending.
@@ -138,7 +140,7 @@ class OpenCall:
         text of the tool call, and `, {"na` is pending text.
         """
         text, part_end = self._buffer.text, self._buffer.pos
-        self._text_writer.trace_call_text(text[part_start:call_end])
+        self._text_writer.drop_call_text(text[part_start:call_end])
         self._text_writer.end_traced_call()
         if call_end < part_end:
             self._text_writer.store_pending(text[call_end:part_end])
@@ -159,59 +161,46 @@ class OpenCall:
     def _leave_invalid_body(self) -> Outcome:
         """Stop reading a body that is not valid. End the tool call if its end is known.
 
-        Examples of JSON objects after the marker `<call>`:
-
-            `{"x": 1}`                                NO_CALL, because the name is missing
-            `{"name": "f", "arguments": {}]`          ENDED, if the format has no closing marker
-            `{"name": "f", "arguments": {"a": [1}}`   BROKEN, because `]` is missing
-        """
-        if not self._call_writer.is_open:
-            return Outcome.NO_CALL  # The caller writes the pending text as content.
-        if self._end_invalid_call():
-            return Outcome.ENDED
-        return Outcome.BROKEN
-
-    def _end_invalid_call(self) -> bool:
-        """End the open tool call, whose text is not valid, if its end is known.
-
         The first case that applies decides:
 
-            case                                      end of the tool call
-            the reader converts arguments to JSON     here, and the reader completes the JSON text
-            complete arguments, no closing marker     here, because the rest may be content
-            stored arguments that contain `</call>`   at this marker, because a quote is missing
-
-        Return whether the tool call has ended. If not, the rest of the arguments must be read.
+            case                                          outcome
+            no tool call is open                          NO_CALL: the text is content
+            the reader converts the arguments to JSON     ENDED: the reader completes the JSON text
+            complete arguments, no closing marker         ENDED: the rest may be content
+            stored arguments that contain `</call>`       ENDED at the marker: a quote is missing
+            any other                                     BROKEN: the rest must be read
         """
+        if not self._call_writer.is_open:
+            return Outcome.NO_CALL
         converts_arguments = not self._body_reader.writes_model_text
         if converts_arguments:
             self._body_reader.end_invalid_call()
-            return True
+            return Outcome.ENDED
         if self._body_reader.has_all_arguments and not self.variant.closing_markers:
             self._call_writer.end(BROKEN_AFTER_ARGUMENTS)
-            return True
-        return self.end_at_marker_in_arguments()
+            return Outcome.ENDED
+        return self.end_at_marker_in_arguments() or Outcome.BROKEN
 
-    def end_at_marker_in_arguments(self) -> bool:
+    def end_at_marker_in_arguments(self) -> Outcome | None:
         """If the tool call's incomplete arguments contain a closing marker, end the call there.
 
         Example: in `{"a": "x}</call> Hi`, a quote is missing, so `</call> Hi` was read as a part of
         the string. The arguments become `{"a": "x}`, and the tool call ends with a fault. The text
         `</call> Hi` is put back into the buffer, so that the parser reads it again.
 
-        Return whether the tool call has ended. The tool call stays open if no arguments with a
-        marker are stored.
+        Return ENDED. Return None if no stored arguments contain a marker, so that the tool call
+        stays open.
         """
         if not self._may_cut_arguments():
-            return False
+            return None
         first_tag = self.variant.closing_markers[0]  # Such as `</f>` in `</f></call>`.
         text_to_reread = self._call_writer.cut_arguments_at(first_tag)
         if text_to_reread is None:
-            return False
+            return None
         self._text_writer.shorten_traced_call(len(text_to_reread))
         self._buffer.push_back(text_to_reread)
         self._call_writer.end(BROKEN_ARGUMENTS)
-        return True
+        return Outcome.ENDED
 
     def _may_cut_arguments(self) -> bool:
         """Return whether the arguments may be cut at a closing marker, such as `</call>`.
@@ -242,7 +231,7 @@ class OpenCall:
             rest = self._buffer.take_until(rest_end)
             if not self._body_reader.has_all_arguments:
                 self._call_writer.write(rest)
-            self._text_writer.trace_call_text(rest)
+            self._text_writer.drop_call_text(rest)
         if not marker:
             return None
         self._call_writer.end(self._description_of_fault())
@@ -252,17 +241,15 @@ class OpenCall:
         """Return the description of the fault in a tool call that is not valid JSON."""
         return BROKEN_AFTER_ARGUMENTS if self._body_reader.has_all_arguments else BROKEN_ARGUMENTS
 
-    def finish(self) -> bool:
+    def finish(self) -> Outcome:
         """If the message ends inside a tool call, end this tool call.
 
         Examples of bodies at the end of the message:
 
-            `{"name": "f", "arguments": {"a"`     True: the open tool call is ended.
-            `[{"name": "f", "arguments": {}},`    True: the list contains a complete tool call.
-            `{"na`                                False: no tool call has started.
-
-        Return whether the text is a tool call. If not, the caller decides whether to remove the
-        text or to write it as content.
+            `{"name": "f", "arguments": {"a"`     ENDED: the open tool call is ended.
+            `[{"name": "f", "arguments": {}},`    ENDED: the list contains a complete tool call.
+            `{"na`                                NO_CALL: no tool call has started. The caller
+                                                  removes the text, or writes it as content.
         """
         # The body reader ends an open tool call, and sets `status` to DONE. The status is also DONE
         # if the body is a list of tool calls that lacks only its closing bracket.
@@ -270,10 +257,10 @@ class OpenCall:
         has_calls = self._call_writer.num_started > 0
         is_call = has_calls and self._body_reader.status is DONE
         if not is_call:
-            return False
+            return Outcome.NO_CALL
         self._text_writer.end_traced_call()
         self._text_writer.drop_pending()  # Such as `,` after the last tool call of a list.
-        return True
+        return Outcome.ENDED
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
         """Return whether the message ends before the tool call has started, as in `<call>{"na`.

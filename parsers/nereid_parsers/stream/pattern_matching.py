@@ -266,16 +266,15 @@ def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str,
     return [before + replacement + after for replacement in replacements]
 
 
-def match_marker(marker: str, text: str, pos: int, *, is_final: bool = False) -> int | Mismatch:
+def match_marker(marker: str, text: str, pos: int) -> int | Mismatch:
     """Match a marker at `pos`. White space between the tags and words of the marker is optional.
 
     Example: the marker `<|close|>call<|sep|>` also matches `<|close|> call<|sep|>`.
 
-    Return the end of the match, NEED_MORE or NO_MATCH. If `is_final` is true, an incomplete marker
-    gives NO_MATCH instead of NEED_MORE.
+    Return the end of the match, NEED_MORE or NO_MATCH.
     """
     source = marker.replace("{", "{{").replace("}", "}}")  # The marker contains no fields.
-    match = compile_pattern(source).match(text, pos, is_final)
+    match = compile_pattern(source).match(text, pos, is_final=False)
     return match.end if isinstance(match, PatternMatch) else match
 
 
@@ -305,9 +304,9 @@ def compile_pattern(source: str) -> Pattern:
 def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
     r"""Split a literal into pieces. Insert a `WhitespaceStep` where a model may write white space.
 
-    Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal has
-    no white space between `<f` and `=`, but this place is a "gap", where a model may insert white
-    space. Gaps are before and after each tag, and between a word and a sign such as `=` or `:`.
+    A model may write white space where the literal contains white space, and at each "gap", for
+    example between a word and `=`. `_WHITESPACE_OR_GAP` matches these places. Example:
+    `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`.
     """
     steps: list[LiteralStep | WhitespaceStep] = []
     for index, piece in enumerate(_WHITESPACE_OR_GAP.split(literal)):
@@ -348,12 +347,13 @@ def _regex_before_whitespace(excluded_chars: str, next_literal: str) -> re.Patte
     character class, for example `<>`.
     """
     first_word = next(filter(None, _WHITESPACE_OR_GAP.split(next_literal)), "")
+    allowed_char = f"[^{excluded_chars}]"
     if not first_word:
-        return re.compile(f"[^{excluded_chars}]+")
+        return re.compile(f"{allowed_char}+")
     # A model may write one superfluous white-space character. Without a limit, the search in a long
     # run of white space would take quadratic time.
     end = rf"\s{{1,2}}{re.escape(first_word)}"
-    return re.compile(f"(?:(?!{end})[^{excluded_chars}])+")
+    return re.compile(f"(?:(?!{end}){allowed_char})+")  # `(?!..)`: the text ends before `end`.
 
 
 def _rest_regex(next_literal: str) -> re.Pattern[str]:

@@ -232,7 +232,8 @@ class ReasoningReader:
                                            reasoning
             `<think>Hm<call>{"na`          None: more text is required
             `<think>Hm<call>{"name": ..`   INTERRUPTED_REASONING: the tool call is reasoning if
-                                           `</think>` follows later
+                                           `</think>` follows later. At the end of the message,
+                                           CONTENT: the tool call ends the reasoning
             `<think><call>{"name": ..`     CONTENT: the tool call ends the empty reasoning
 
         If the policy requires that tool calls come first, the marker is always reasoning. If the
@@ -248,6 +249,7 @@ class ReasoningReader:
             return None
         # Inline reasoning is never empty, because it contains the opening marker.
         has_reasoning = self._text_writer.has_text_since_marker or self._is_inline
+        # After the end of the message, no `</think>` can follow, so no tool call is stored.
         if has_reasoning and self._stores_possible_calls:
             return State.INTERRUPTED_REASONING
         return self._end_at_call()

@@ -368,15 +368,12 @@ class TextWriter:
 
     # ---- the text of calls -----------------------------------------------------------------------
 
-    def trace_call_text(self, text: str) -> None:
-        """Pass `text`, a piece of a tool call, to the trace function. Append no event.
+    def drop_call_text(self, text: str) -> None:
+        """Remove `text`, a piece of a tool call, from the output. The CallWriter writes its events.
 
-        If there is pending text, it is the opening marker of the tool call. The marker is removed
-        from the output. Example: with the pending text `<call>` and the piece `{"a": 1}`, the trace
-        function receives `<call>` as "markup" and `{"a": 1}` as "call".
-
-        If the parser may read the end of the tool call again, as other text, the piece is stored
-        until `end_traced_call` is called.
+        The pending text is removed, too, because it is the opening marker of the tool call. The
+        trace function receives both texts. Example: with the pending text `<call>` and the piece
+        `{"a": 1}`, it receives `<call>` as "markup" and `{"a": 1}` as "call".
         """
         if self._pending_parts:
             self.drop_pending()

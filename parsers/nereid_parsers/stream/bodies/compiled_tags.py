@@ -123,19 +123,24 @@ def _compile_value_end_regexes(
 ) -> _ValueEndRegexes:
     """Compile the regexes that find the closing marker of a value, or one of `early_ends`.
 
+    Example: for the closing marker `</p>`, the regex `complete` finds `</p>`. The regex `possible`
+    also finds `</` at the end of the text, because more text may complete the marker.
+
     `early_ends` are the markers that follow the value if its closing marker is missing.
     """
     closing_marker = declaration.closing_marker
-    whitespace = _whitespace_before_marker(declaration.close)
     markers = (closing_marker, *early_ends)
-    complete = _value_end_regex(closing_marker, early_ends, whitespace)
-    possible = "|".join([complete, *_value_end_prefixes(markers, whitespace)])
-    # A match starts with a marker, or with the white space before a marker. The look-ahead makes
-    # the search faster, because it rejects most positions with one test.
-    lookahead = _first_char_lookahead((*markers, whitespace))
+    # This text, such as a line break, may precede each marker.
+    whitespace = _whitespace_before_marker(declaration.close)
+    complete_regex = _value_end_regex(closing_marker, early_ends, whitespace)
+    possible_regex = "|".join([complete_regex, *_value_end_prefixes(markers, whitespace)])
+    # Each match starts with the first character of one of these texts. The look-ahead makes the
+    # search faster, because it rejects most positions with one test.
+    first_texts = (whitespace, *markers)
+    lookahead_regex = _first_char_lookahead(first_texts)
     return _ValueEndRegexes(
-        complete=re.compile(f"{lookahead}(?:{complete})"),
-        possible=re.compile(f"{lookahead}(?:{possible})"),
+        complete=re.compile(f"{lookahead_regex}(?:{complete_regex})"),
+        possible=re.compile(f"{lookahead_regex}(?:{possible_regex})"),
     )
 
 
@@ -234,9 +239,7 @@ class CompiledTags:
         self._markers_between_calls = markers_between_calls
         declarations = (declaration, *declaration.also)
         tag_starts = _tag_starts(declarations)
-        # If the closing marker of a value is missing, the value ends before one of these texts. The
-        # tag start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
-        early_ends = (*stop_markers, *(start for start in tag_starts if len(start) > 1))
+        early_ends = _ends_without_closing_marker(stop_markers, tag_starts)
         self.variants = tuple(CompiledTag(each, early_ends) for each in declarations)
         self._close_or_tag_start_regex = _compile_close_or_tag_start(self.variants, tag_starts)
         self._between_calls_regex = _compile_between_calls(markers_between_calls)
@@ -276,26 +279,28 @@ class CompiledTags:
     def start_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
         """Return None if the body of a tool call starts at `pos`. Otherwise return the mismatch.
 
-        The body is the text after the header of the tool call: either arguments, or a stop marker
-        if there are no arguments. Examples for arguments that start with `<parameter={key}>`:
+        The body is the text after the header of the tool call. Examples for arguments that start
+        with `<parameter={key}>`:
 
-            text at `pos`                   result
-            `<parameter=city>`              None
-            `</function>`                   None: this stop marker is a body without arguments.
-            no text                         None: the message has ended before the arguments.
-            `<param` or `</func`            NEED_MORE
-            `Paris`                         NO_MATCH
+            text at `pos`        result
+            `<parameter=city>`   None
+            `</function>`        None: this stop marker is a body without arguments.
+            no text              None: the message has ended before the arguments.
+            `<param`, `</func`   NEED_MORE
+            `Paris`              NO_MATCH
+
+        If the message has not ended, the caller waits until there is text at `pos`.
         """
-        is_message_end = pos == len(text)  # Before the end, the caller waits for text at `pos`.
-        if is_message_end or self.is_at_stop_marker(text, pos):
+        has_message_ended = is_final and pos == len(text)
+        if has_message_ended or self.is_at_stop_marker(text, pos):
             return None
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return None
-        may_be_completed = opening is NEED_MORE or (
+        may_become_body = opening is NEED_MORE or (
             not is_final and self.may_become_stop_marker(text, pos)
         )
-        return NEED_MORE if may_be_completed else NO_MATCH
+        return NEED_MORE if may_become_body else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether the stop marker at `pos` is a part of a value, or follows the value.
@@ -371,6 +376,18 @@ def _tag_starts(declarations: Iterable[TaggedArguments]) -> tuple[str, ...]:
     """
     literals = [first_literal(declaration.open) for declaration in declarations]
     return tuple(dict.fromkeys(literal for literal in literals if literal))
+
+
+def _ends_without_closing_marker(
+    stop_markers: tuple[str, ...], tag_starts: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the texts before which a value ends if its closing marker is missing.
+
+    Examples: the stop marker `</function>`, and the start `<parameter=` of the next opening tag. A
+    tag start of one character, such as `<` of `<{key}>`, is omitted, because a value may contain
+    any tag, such as `<b>`.
+    """
+    return (*stop_markers, *(start for start in tag_starts if len(start) > 1))
 
 
 def _compile_close_or_tag_start(

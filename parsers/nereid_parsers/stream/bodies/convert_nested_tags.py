@@ -167,31 +167,23 @@ class NestedReader(StepReader):
     def _open_element(self, name: str) -> None:
         """Open the new element `name` inside the innermost element, and write `name` as a JSON key.
 
-        The values that were stored for the previous siblings are written before the key. But if the
-        previous sibling has the same name, nothing is written, because the values of both elements
+        The values of the previous siblings may be stored. If these siblings have another name,
+        their values are written before the key. Otherwise nothing is written, because all values
         may become one array. Examples (the prefix before each tag is omitted):
 
             text up to the new tag   text that is written for the new tag
-            `<tag>a</tag><days>`     `"a", "days": `
+            `<tag>a</tag><days>`     the stored value `"a"`, and then `, "days": `
             `<tag>a</tag><tag>`      nothing, because the values may become `["a", "b"]`
         """
         parent = self._elements[-1]
         may_share_key = parent.has_stored_value_of(name)
         if not may_share_key:
-            self._write_key(parent, name)
+            self._write_stored_values(parent)
+            self.writer.write(parent.add_key(name))
         parent.last_child = name
         schema = parent.child_schema(name)
         types = json_types_of(schema, self._root_schema)
         self._elements.append(Element(name, schema, types, may_share_key=may_share_key))
-
-    def _write_key(self, parent: Element, name: str) -> None:
-        """Write the stored values of the previous children, and then the key of the child `name`.
-
-        Example: after `~<tag>a~</tag>`, the text `"a"` and then `, "days": ` is written for the
-        child `days`.
-        """
-        self._write_stored_values(parent)
-        self.writer.write(parent.add_key(name))
 
     def _write_stored_values(self, element: Element) -> None:
         """Write the stored values of the closed children of `element`."""
@@ -221,26 +213,28 @@ class NestedReader(StepReader):
         # Only white space or the beginning of a prefix, such as `]<` of `]<]`, has arrived.
         return _kind_of_text(element) if self.is_final else ElementKind.UNKNOWN
 
-    def _kind_at_tag(self, element: Element, text: str, tag_pos: int) -> ElementKind:
+    def _kind_at_tag(self, element: Element, text: str, prefix_start: int) -> ElementKind:
         """Return the kind of `element`, if another tag directly follows its opening tag.
 
-        The other tag starts with its prefix, at `tag_pos`. Examples (the prefixes are omitted): in
-        `<city></city>`, the element contains an empty text. In `<city><name>`, the element is an
-        object or an array, whose first child is `name`. The result is UNKNOWN if the other tag is
-        incomplete.
+        The other tag has a prefix, which starts at `prefix_start`. Examples with the prefix `~`:
+
+            text at `prefix_start`   result
+            `~</city>`               STRING or VALUE, because the element contains an empty text
+            `~<name>`                OBJECT or ARRAY, because `name` is the first child
+            `~<na`                   UNKNOWN, because more text is required
+            `~<>`                    OBJECT or ARRAY. `_read_tag` then rejects the malformed tag.
         """
-        tag_start = skip_whitespace(text, tag_pos + len(self._tag_prefix))
+        tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         if text.startswith(_CLOSING_TAG_START, tag_start):
             return _kind_of_text(element)
         child_tag = _match_tag(text, tag_start)
         if child_tag is not None:
             return element.container_kind(first_child=child_tag["name"])
-        may_be_completed = not self.is_final and len(text) - tag_pos < _MAX_TAG_CHARS
+        may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if may_be_completed:
             return ElementKind.UNKNOWN
-        # The child's tag is malformed, too long or cut off, so the name of the child is not known.
-        # The element is treated as a container. `_read_tag` reads the tag next, and rejects it.
-        return element.container_kind(first_child="")
+        # The tag is malformed, too long or cut off, so the name of the child is not known.
+        return element.container_kind(first_child=None)
 
     def _write_opening(self, element: Element) -> None:
         """Write the text that opens the value of an element: `"`, `[` or `{`.
@@ -262,7 +256,8 @@ class NestedReader(StepReader):
         written for the second `<a>`.
         """
         parent = self._elements[-2]  # `element` is the innermost element.
-        self._write_key(parent, element.name)
+        self._write_stored_values(parent)
+        self.writer.write(parent.add_key(element.name))
         element.may_share_key = False
 
     def _next_prefix(self, text: str, pos: int) -> tuple[int, bool]:

@@ -77,12 +77,12 @@ class Element:
             schema = properties.get(name) if isinstance(properties, Mapping) else None
         return schema if isinstance(schema, Mapping) else {}
 
-    def container_kind(self, first_child: str) -> ElementKind:
+    def container_kind(self, first_child: str | None) -> ElementKind:
         """Return the kind of this element: ARRAY or OBJECT. The schema or the first child decides.
 
         Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT.
         If the schema declares no type, the first child `item` gives ARRAY, and a first child with
-        any other name gives OBJECT.
+        any other name, or with an unknown name (None), gives OBJECT.
         """
         if self.types is None:
             is_array = first_child == _ARRAY_ITEM

@@ -31,10 +31,13 @@ class _ValuePiece(NamedTuple):
         end: The position after the piece.
         next_pos: If the value ends with this piece, the position at which the next argument may
             start. None if the value may continue.
+        lacks_closing_marker: Whether the value ends with this piece, but without its closing
+            marker, as in `a</call>`.
     """
 
     end: int
     next_pos: int | None
+    lacks_closing_marker: bool = False
 
 
 class TaggedReader(StepReader):
@@ -167,14 +170,13 @@ class TaggedReader(StepReader):
         """Find the text of the current value in the unread text `text[pos:]`.
 
         A value usually ends at its closing marker. If the model has omitted the closing marker, the
-        value ends early, before another marker, and the writer stores a description of this
-        deviation. Examples for the closing marker `</p>` and `pos=0`:
+        value ends early, before another marker. Examples for the closing marker `</p>` and `pos=0`:
 
             text         result
             `a</p>`      `_ValuePiece(end=1, next_pos=5)`
             `a</`        `_ValuePiece(1, None)`: `</` may become the closing marker.
             `ab`         `_ValuePiece(2, None)`: the value may continue.
-            `a</call>`   `_ValuePiece(1, 1)`: the value ends early, and `</call>` stays unread.
+            `a</call>`   `_ValuePiece(1, 1, True)`: the value ends early, before `</call>`.
         """
         tag = self._value.tag
         # `find_possible_end` also finds an incomplete marker, which later text may complete.
@@ -208,20 +210,23 @@ class TaggedReader(StepReader):
                 return _ValuePiece(piece_end, next_pos=None)
 
     def _piece_before_early_end(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
-        """Return the piece of the value before a marker that is not the closing marker.
+        r"""Return the piece of the value before a marker that is not the closing marker.
 
-        Example for the closing marker `</p>`: in `a</call>`, the piece is `a`, because the model
-        has omitted `</p>`. Return None if the value contains the marker, as in `a</call>b</p>`.
+        Examples for the closing marker `</p>` and the marker `</call>`:
+
+            `a</call>b</p>`   None, because the value contains the marker
+            `a</call>b`       the piece `a`, after which the value may continue
+            `a\n</call>`      the piece `a`, with which the value ends, because `</p>` is missing
         """
+        piece_end = marker.start()  # The match includes the white space before the marker.
         marker_start = marker.start("early")
         match self._role_of_marker_in_value(text, marker_start):
             case MarkerRole.PART_OF_VALUE:
                 return None
             case MarkerRole.UNDECIDED:
-                return _ValuePiece(marker.start(), next_pos=None)
+                return _ValuePiece(piece_end, next_pos=None)
             case MarkerRole.AFTER_VALUE:
-                self.writer.add_deviation(_MISSING_CLOSE)
-                return _ValuePiece(marker.start(), next_pos=marker_start)
+                return _ValuePiece(piece_end, next_pos=marker_start, lacks_closing_marker=True)
 
     def _role_of_marker_in_value(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the value or follows the value.
@@ -259,15 +264,15 @@ class TaggedReader(StepReader):
 
         Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
-        piece_end, next_pos = self._find_piece(text, pos)
-        has_new_text = piece_end > pos
+        piece = self._find_piece(text, pos)
+        has_new_text = piece.end > pos
         if has_new_text:
-            self.writer.write(escape_json(text[pos:piece_end]))
-        if next_pos is not None:  # The value ends with this piece.
+            self.writer.write(escape_json(text[pos : piece.end]))
+        if piece.next_pos is not None:  # The value ends with this piece.
             self.writer.write('"')
-            self._end_value()
-            return next_pos
-        return piece_end if has_new_text else NEED_MORE
+            self._end_value(piece)
+            return piece.next_pos
+        return piece.end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int | NeedMore:
         """Store the text of a value. As soon as the value's type is certain, write the text.
@@ -283,19 +288,19 @@ class TaggedReader(StepReader):
 
         Return the position after the text that was read, or NEED_MORE if no text could be read.
         """
-        piece_end, next_pos = self._find_piece(text, pos)
-        has_new_text = piece_end > pos
+        piece = self._find_piece(text, pos)
+        has_new_text = piece.end > pos
         if has_new_text:
-            self._value.pieces.append(text[pos:piece_end])
-        if next_pos is not None:  # The value ends with this piece.
+            self._value.pieces.append(text[pos : piece.end])
+        if piece.next_pos is not None:  # The value ends with this piece.
             self.writer.write(self._value.to_json())
-            self._end_value()
-            return next_pos
+            self._end_value(piece)
+            return piece.next_pos
         if not has_new_text:
             return NEED_MORE
         if self._value.can_only_be_string():
             self._write_stored_string()
-        return piece_end
+        return piece.end
 
     def _write_stored_string(self) -> None:
         """Write the opening quote of a string and its stored text. The next step copies the rest.
@@ -306,8 +311,13 @@ class TaggedReader(StepReader):
         self._value.pieces.clear()
         self._next_step = self._copy_string
 
-    def _end_value(self) -> None:
-        """Select the step that reads the next tag, because the value has been read and written."""
+    def _end_value(self, last_piece: _ValuePiece) -> None:
+        """Select the step that reads the next tag, because the value has been read and written.
+
+        If the closing marker of the value is missing, the writer stores this deviation.
+        """
+        if last_piece.lacks_closing_marker:
+            self.writer.add_deviation(_MISSING_CLOSE)
         self._is_in_value = False
         self._next_step = self._read_tag_or_end
 

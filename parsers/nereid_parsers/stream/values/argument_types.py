@@ -375,7 +375,7 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         `12`     not known       False
         `12`     number          False, because each integer is a number
         `12`     string          True
-        `12`     array           True, because no allowed type is similar to an integer
+        `12`     array           True, because the model may have meant the text "12"
 
     `json_type` is the JSON type of the value, for example "integer".
     """
@@ -385,7 +385,10 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
         return types is None or "string" in types
     if types is None or _fits(json_type, types):
         return False
-    return "string" in types or not _stays_unchanged(json_type, types)
+    if "string" in types:
+        return True
+    # The value has none of the allowed types. JSON text such as `[1]` was hardly meant as a string.
+    return not _is_hardly_string(json_type, types)
 
 
 def _fits(json_type: str, types: frozenset[str]) -> bool:
@@ -393,16 +396,16 @@ def _fits(json_type: str, types: frozenset[str]) -> bool:
     return json_type in types or (json_type == "integer" and "number" in types)
 
 
-def _stays_unchanged(json_type: str, types: frozenset[str]) -> bool:
-    """Return whether a value stays unchanged although it has none of the allowed `types`.
+def _is_hardly_string(json_type: str, types: frozenset[str]) -> bool:
+    """Return whether a value that has none of the allowed `types` was hardly meant as a string.
 
-    The value is not a string, and the types do not contain "string". Examples:
+    No result can be valid, because `types` does not contain "string" either. Examples:
 
         value                  allowed types   result
+        `null`, `[1]`, `{}`    integer         True, because ordinary text rarely has this form
+        `12`, `true`           array           False, because ordinary text may be `12` or `true`
         `1.5`                  integer         True, because the number is similar to an integer
-        `1.5`                  array           False, so the caller writes `"1.5"`
-        `12`, `true`           array           False
-        `null`, `[1]`, `{}`    integer         True
+        `1.5`                  array           False
     """
     if json_type == "number":
         return "integer" in types

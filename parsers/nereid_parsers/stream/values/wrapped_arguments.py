@@ -65,11 +65,13 @@ class _Position(Enum):
     IN_FIRST_KEY       The brace has been passed on. The first key is not complete.
     INSIDE_WRAPPER     The first key is `"arguments"` or a similar word, so the object is probably
                        superfluous. All later text is stored until the arguments end.
+    NO_WRAPPER         The first key is any other key. All text is passed on.
     """
 
     BEFORE_BRACE = "before_brace"
     IN_FIRST_KEY = "in_first_key"
     INSIDE_WRAPPER = "inside_wrapper"
+    NO_WRAPPER = "no_wrapper"
 
 
 class WrapperFilter:
@@ -115,10 +117,10 @@ class WrapperFilter:
             return ""
         stored_text = "".join(self._stored_parts)  # Short, because the first key is not complete.
         if self._position is _Position.BEFORE_BRACE:
-            return self._read_brace(stored_text)
-        return self._read_key(stored_text)
+            return self._filter_brace(stored_text)
+        return self._filter_key(stored_text)
 
-    def _read_brace(self, text: str) -> str:
+    def _filter_brace(self, text: str) -> str:
         """Read the opening brace of the arguments. Return the text that can be passed on.
 
         Examples:
@@ -134,28 +136,19 @@ class WrapperFilter:
             return self._pass_all(text)
         if brace:
             self._position = _Position.IN_FIRST_KEY
-            return before_brace + brace + self._read_key(after_brace)
+            return before_brace + brace + self._filter_key(after_brace)
         if len(text) > _MAX_WHITESPACE_CHARS:
             return self._pass_all(text)
         return ""
 
-    def _read_key(self, text: str) -> str:
-        """Read the first key of the arguments. Return `text`, or "" if the text must be stored.
+    def _filter_key(self, text: str) -> str:
+        """Return `text` if it can be passed on. Otherwise store `text`, and return "".
 
-        Examples:
-            `"age`          `"age` is returned. All later text is passed on, too.
-            `"arg`          "", because more text may complete the key `"arguments"`.
-            `"arguments"`   "". Later text is stored, too, until the arguments end.
-
-        `text` is all text that has arrived after the opening brace.
+        `text` is all text that has arrived after the opening brace. The first key decides: `"age`
+        is returned, but `"arg` is stored, because it may become the key `"arguments"`.
         """
-        key = text.lstrip()
-        num_whitespace_chars = len(text) - len(key)
-        if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
-            return self._pass_all(text)
-        if key.startswith(_QUOTED_KEYS):
-            self._position = _Position.INSIDE_WRAPPER
-        elif not any(quoted_key.startswith(key) for quoted_key in _QUOTED_KEYS):
+        self._position = _position_at_key(text)
+        if self._position is _Position.NO_WRAPPER:
             return self._pass_all(text)
         self._stored_parts = [text]  # Without the brace, which has been passed on.
         return ""
@@ -184,6 +177,23 @@ class WrapperFilter:
             return stored_text
         self.is_unwrapped = True
         return inner_members
+
+
+def _position_at_key(text: str) -> _Position:
+    """Return the position that `text`, all text after the opening brace, has reached.
+
+    `"arg`          IN_FIRST_KEY, because more text may complete the key `"arguments"`
+    `"arguments"`   INSIDE_WRAPPER
+    `"age`          NO_WRAPPER
+    """
+    key = text.lstrip()
+    num_whitespace_chars = len(text) - len(key)
+    if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
+        return _Position.NO_WRAPPER
+    if key.startswith(_QUOTED_KEYS):
+        return _Position.INSIDE_WRAPPER
+    may_become_wrapper = any(quoted_key.startswith(key) for quoted_key in _QUOTED_KEYS)
+    return _Position.IN_FIRST_KEY if may_become_wrapper else _Position.NO_WRAPPER
 
 
 def _unwrap_members(members: str) -> str | None:

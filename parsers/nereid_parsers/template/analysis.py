@@ -126,8 +126,6 @@ def analyze_template(
         LimitError: The template exceeds a limit of `template/sandbox/limits.py`. A LimitError is a
             TemplateError.
     """
-    # `analyze_checkpoint_template` can also use the tokenizer's added tokens, but they are not
-    # known here.
     return analyze_checkpoint_template(jinja_source, bos_token, eos_token, template_kwargs)
 
 
@@ -170,19 +168,24 @@ def _analyze(prober: Prober, declared_format: QuarantineEntry | None) -> Templat
     `declared_format` is the entry of quarantine.py for a template whose format cannot be inferred.
     For all other templates, it is None.
 
-    Mutates: `prober`. It stores the form in which the template expects messages (`prober.form`),
-    the comparisons and the open questions.
+    Mutates: `prober`, which renders all conversations. It stores the form in which the template
+    expects messages (`prober.form`), the comparisons and the open questions.
     """
-    # The form of messages with tool calls extends the form of messages with content.
     prober.choose_content_form()
     call_form = prober.find_call_form(content_form=prober.form)
-    renders_calls = call_form is not None
-    prober.form = call_form or prober.form
+    if call_form is not None:  # The template renders tool calls. This form also suits content.
+        prober.form = call_form
     turn = find_model_turn(prober)  # The text around the model's answers.
     if declared_format is None:
         checked = _infer_format(turn)
     else:
+        renders_calls = call_form is not None
         checked = _check_declared_format(turn, declared_format, renders_calls=renders_calls)
+    return _make_analysis(prober, checked)
+
+
+def _make_analysis(prober: Prober, checked: CheckedFormat) -> TemplateAnalysis:
+    """Combine the checked format with the comparisons and the open questions of `prober`."""
     return TemplateAnalysis(
         checked.format,
         comparisons=tuple(prober.comparisons),
@@ -223,28 +226,30 @@ def _infer_format(turn: ModelTurn) -> CheckedFormat:
 def _check_declared_format(
     turn: ModelTurn, declared_format: QuarantineEntry, *, renders_calls: bool
 ) -> CheckedFormat:
-    """Parse rendered messages with a format that quarantine.py declares. Return the results.
+    """Parse rendered messages with a declared format. Return the format and the parsed messages.
 
-    The declaration lacks the markers that end a message, such as `<|im_end|>`. These markers are
+    `declared_format` is an entry of quarantine.py, which declares formats that the analysis cannot
+    infer. An entry lacks the markers that end a message, such as `<|im_end|>`. These markers are
     inferred and added to the format. `renders_calls` states whether the template renders tool
-    calls.
+    calls. In the result, `problems` tells the readers of the report why the format is declared.
 
     Mutates: `turn.prober`, which stores the comparisons for the report, and the form of messages
     from which the template reads reasoning.
     """
     reasoning = find_rendered_reasoning(turn)
-    turn.prober.form = reasoning.form
+    turn.prober.form = reasoning.form  # All later renderings need this form.
     tools = _compare_declared_calls(turn, renders_calls=renders_calls)
     end_markers = find_content_markers(turn, reasoning).end_markers
     # The declaration already contains the markers around the content, so the findings omit them.
     findings = Findings(reasoning, tools)
     fmt = declared_format.make_format(end_markers)
     checked = check_format(fmt, replace(turn, end_markers=end_markers), findings)
-    reason = (
-        f"The format was recognised, not inferred ({declared_format.model}). "
-        f"{declared_format.reason}"
-    )
-    return checked._replace(problems=(reason,))
+    return checked._replace(problems=(*checked.problems, _describe_declaration(declared_format)))
+
+
+def _describe_declaration(entry: QuarantineEntry) -> str:
+    """Return sentences for the report: the format is declared, and why it cannot be inferred."""
+    return f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
 
 
 def _compare_declared_calls(turn: ModelTurn, *, renders_calls: bool) -> ToolFindings:

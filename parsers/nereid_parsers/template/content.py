@@ -241,7 +241,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     if first_marker == EOS_TOKEN:
         return []  # EOS_TOKEN is the placeholder of an unknown token. No model writes it.
     if not first_marker:
-        return _end_word(after_content, after_user_message, turn.header)  # Case 1
+        end_text = _end_in_punctuation(after_content, after_user_message, turn.header)
+        return [] if end_text is None else [end_text]  # Case 1
     return (
         _two_end_markers(after_content, after_user_message, turn.header)  # Case 2
         or _end_markers_with_words(after_content, after_user_message, turn.header)  # Case 3
@@ -249,19 +250,21 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     )
 
 
-def _end_word(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Return the word between punctuation marks, such as `{end}`, that ends every message.
+def _end_in_punctuation(after_content: str, after_user_message: str, header: str) -> str | None:
+    """Return the text that ends every message, if it is a word in punctuation, such as `{end}`.
 
-    The result is a list with this text. It is [] if no such text ends every message. `header` is
-    the text that opens an answer.
+    Return None if messages do not end with such a text. `after_content` and `after_user_message`
+    are the texts after an answer and after a user's message. `header` opens an answer.
 
-    >>> _end_word("{end}", after_user_message="{end}{bot}", header="{bot}")
-    ['{end}']
+    >>> _end_in_punctuation("{end}", after_user_message="{end}{bot}", header="{bot}")
+    '{end}'
     """
-    turn_end = after_content.partition(EOS_TOKEN)[0].strip()
-    is_in_punctuation = _WORD_IN_PUNCTUATION.fullmatch(turn_end) is not None
-    ends_every_message = after_user_message.startswith(turn_end) and turn_end not in header
-    return [turn_end] if is_in_punctuation and ends_every_message else []
+    end_text = after_content.partition(EOS_TOKEN)[0].strip()
+    if _WORD_IN_PUNCTUATION.fullmatch(end_text) is None:
+        return None
+    if end_text in header:
+        return None  # The text opens the next answer.
+    return end_text if after_user_message.startswith(end_text) else None
 
 
 def _two_end_markers(after_content: str, after_user_message: str, header: str) -> list[str]:
@@ -297,35 +300,39 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     if not turn_end:
         return []
     next_match = MARKER.match(after_content.removeprefix(turn_end))
-    if next_match is None:
+    next_marker = "" if next_match is None else next_match.group()
+    # A marker of the header opens the next message. No model writes the placeholder EOS_TOKEN.
+    if not next_marker or next_marker in (*markers(header), EOS_TOKEN):
         return [turn_end]
-    next_marker = next_match.group()
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    opens_answer = next_marker in markers(header)
-    if not ends_user_message or opens_answer or next_marker == EOS_TOKEN:
-        return [turn_end]
-    return [turn_end, next_marker]
+    return [turn_end, next_marker] if ends_user_message else [turn_end]
 
 
 def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
     """Return the text that ends every message, if it contains markers and words: `<end>turn<sep>`.
 
-    There is a single word between two markers. Return "" if no such text ends every message, or if
-    a part of the text is `header`, the text that opens an answer.
+    There is a single word between two markers. Return "" if no such text ends every message.
 
     >>> _turn_end_with_words("<end>turn<sep> Hello", "<end>turn<sep>", header="<bot>")
     '<end>turn<sep>'
+
+    Also return "" if only the first marker ends the message, because the text after this marker is
+    `header`, which opens an answer:
+
     >>> _turn_end_with_words("<end>bot<sep> Hello", "<end>bot<sep>", header="bot<sep>")
     ''
     """
     match = _MARKERS_AND_WORDS.match(after_content)
-    if match is None or not after_user_message.startswith(match.group()):
+    if match is None:
         return ""
     turn_end = match.group()
+    if not after_user_message.startswith(turn_end):
+        return ""
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))
     next_header = header.strip()
-    opens_next_turn = bool(next_header) and next_header in after_first_marker
-    return "" if opens_next_turn else turn_end
+    if next_header and next_header in after_first_marker:
+        return ""
+    return turn_end
 
 
 def _wrapper_close(after: str, opening: str, after_user_message: str) -> str:

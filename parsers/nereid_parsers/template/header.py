@@ -61,8 +61,13 @@ def find_model_turn(prober: Prober) -> ModelTurn:
         for switches, text in rendered_prompts
     )
     _record_generation_prompt(prober, finding=_describe_header(header, prompts))
-    after_user_message = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
+    after_user_message = text_after_last(_rendered_question(prober), USER_TEXT)
     return ModelTurn(prober, header, prompts, after_user_message=after_user_message)
+
+
+def _rendered_question(prober: Prober) -> str:
+    """Render a user's question without a generation prompt. Return "" if the template fails."""
+    return prober.render(_QUESTION) or ""
 
 
 def _record_generation_prompt(prober: Prober, finding: str) -> None:
@@ -109,14 +114,15 @@ def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
 
 
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
-    r"""Return the header, which is the text that opens every assistant message.
+    """Return the header, which is the text that opens every assistant message.
 
-    The first step finds the text with which the model's turn starts in all renderings. The second
-    step removes the start of the answer from this text. Example:
+    The first step finds the text with which the model's turn starts in every rendered prompt and in
+    every rendered answer. The second step removes the start of the answer from this text. Example:
 
-        the generation prompt    "<|start|>assistant\n<think></think>\n\n"
-        after the first step     "<|start|>assistant\n<think></think>\n"
-        after the second step    "<|start|>assistant\n"
+        the end of a prompt      <|assistant|><think>
+        a rendered answer        <|assistant|><think></think>Hello
+        after the first step     <|assistant|><think>
+        after the second step    <|assistant|>
 
     `prompts` contains the rendered prompts, one for each setting of the thinking switches.
     """
@@ -124,32 +130,30 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     turn_start = _find_turn_start(prober, prompts, answers)
     # The header of a user's message has the same form as the header of an assistant message.
     # Therefore, it shows where the header ends and the answer starts.
-    user_header = _user_header(prober.render(_QUESTION) or "")
+    user_header = _user_header(_rendered_question(prober))
     return _drop_start_of_answer(turn_start, answers, user_header)
 
 
 def _find_turn_start(prober: Prober, prompts: Sequence[str], answers: Sequence[str]) -> str:
-    r"""Return the text with which the model's turn starts in all renderings.
+    """Return the text with which the model's turn starts in all renderings.
 
-    Example: one prompt ends with "<|start|>assistant\n", and another prompt ends with
-    "<|start|>assistant\n<think>\n". The result is "<|start|>assistant\n".
-
-    Some templates ignore `add_generation_prompt`, but write the header after every question, as in
-    "QUESTION<|end|><|start|>assistant". For these templates, the result is the text that follows
-    the question in all renderings.
+    Example: one prompt ends with `<|assistant|>`, and another prompt ends with
+    `<|assistant|><think>`. The result is `<|assistant|>`.
 
     Args:
         prober: Renders conversations with the template.
         prompts: The rendered prompts, one for each setting of the thinking switches.
         answers: The text after the user's question in each rendered answer.
     """
-    question = prober.render(_QUESTION) or ""
-    prompt = prober.render(_PROMPT) or question
-    generation_prompt = _cut_generation_prompt(question, prompt)
-    if not generation_prompt.strip():
-        return _prefix_of_all_answers(text_after_last(prompt, USER_TEXT), answers)
+    question = _rendered_question(prober)
+    default_prompt = prober.render(_PROMPT) or question
+    generation_prompt = _cut_generation_prompt(question, default_prompt)
     prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-    return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
+    if generation_prompt.strip():
+        return _prefix_in_all_renderings(generation_prompt, [*answers, *prompt_ends])
+    # Some templates ignore `add_generation_prompt` and write the header after every question, as in
+    # `QUESTION<|end|><|assistant|>`. Then all text after the question opens the turn.
+    return _prefix_of_all_answers(text_after_last(default_prompt, USER_TEXT), answers)
 
 
 def _drop_start_of_answer(turn_start: str, answers: Sequence[str], user_header: str) -> str:

@@ -264,23 +264,24 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
         </result><|answer|>             ("<|assistant|>", "<|answer|>")
         </result>                       ()
 
-    The result is () if a prompt can end without such a text. Otherwise, the parser would find the
-    header of an earlier message in this prompt. The result is also () if the header contains no
-    marker. `reasoning_markers` at the end of a prompt are ignored, because they belong to the
-    answer.
+    The result is () if the parser cannot find the start of the answer in this way.
+    `reasoning_markers` at the end of a prompt are ignored, because they belong to the answer.
     """
     # `turn.header` may start with the markers that end a user's message. These markers are removed,
     # because a tool's result may end with different markers.
     header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
-        return ()
+        return ()  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
     if prompt_end is None:
         return (header,)  # The template does not render a tool's result.
     if header in prompt_end:
         return (header,)  # The header also opens the answer to a tool's result.
     other_marker = trailing_marker(_strip_suffixes(prompt_end, reasoning_markers))
-    return (header, other_marker) if other_marker else ()
+    if not other_marker:
+        # No text opens the answer, so the parser would find the header of an earlier message.
+        return ()
+    return (header, other_marker)
 
 
 def _prompt_end_after_result(prober: Prober) -> str | None:

@@ -45,8 +45,8 @@ from nereid_parsers.template.reasoning_markers import (
     empty_pairs,
     first_marker,
     first_opening,
-    last_opening,
     markup_of_pairs,
+    opening_of_reasoning,
     thinking_pair,
 )
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
@@ -237,7 +237,7 @@ def _opening_before_reasoning(turn: ModelTurn, text_before_reasoning: str) -> st
     "<|assistant|><think>\n". The result is "<think>\n".
     """
     if text_before_reasoning.strip():
-        return last_opening(text_before_reasoning)
+        return opening_of_reasoning(text_before_reasoning)
     # In a prompt, other markers, such as `</think>`, may follow the opening marker. Therefore, the
     # opening marker is the first marker after the header.
     for prompt in turn.prompts:

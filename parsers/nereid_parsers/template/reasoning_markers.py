@@ -72,34 +72,29 @@ def first_marker(text: str) -> str:
     return next(iter(markers(text)), "")
 
 
-def last_opening(before: str) -> str:
-    r"""Return the text that opens the reasoning, with the white space around this text.
+def opening_of_reasoning(before: str) -> str:
+    r"""Return the end of `before` that opens the reasoning, with the white space around this text.
 
-    `before` is the text before the reasoning. Without a marker, the whole text opens the reasoning,
-    except line breaks at its start:
+    `before` is the text before the reasoning. Without a marker, words open the reasoning:
 
-    >>> last_opening("\nI think:\n")
-    'I think:\n'
+    >>> opening_of_reasoning("\nI think:\n"), opening_of_reasoning("<|start|>\nI think:\n")
+    ('I think:\n', '\nI think:\n')
 
-    If white space and words follow the last marker, the words open the reasoning:
+    Otherwise, the last marker opens the reasoning. In the second example, this marker is `<|sep|>`,
+    and the result also contains the text that is joined to the marker without white space:
 
-    >>> last_opening("<|start|>\nI think:\n")
-    '\nI think:\n'
-
-    Otherwise, the last marker opens the reasoning, together with the text that directly precedes
-    this marker:
-
-    >>> last_opening("Hello.\n<think>\n"), last_opening("Hello. <|open|>think<|sep|>")
+    >>> opening_of_reasoning("Hello.\n<think>\n"), opening_of_reasoning("Hi. <|open|>think<|sep|>")
     ('\n<think>\n', ' <|open|>think<|sep|>')
     """
     all_markers = list(MARKER.finditer(before))
     if not all_markers:
         return before.lstrip("\n")
     last_marker = all_markers[-1]
-    before_marker, after_marker = before[: last_marker.start()], before[last_marker.end() :]
+    after_marker = before[last_marker.end() :]
     if _SPACE_AND_WORD.match(after_marker):
-        return after_marker
-    return _last_word_with_space(before_marker) + last_marker.group() + after_marker
+        return after_marker  # The words after the marker open the reasoning.
+    joined_text = _last_word_with_space(before[: last_marker.start()])
+    return joined_text + last_marker.group() + after_marker
 
 
 def _last_word_with_space(text: str) -> str:

@@ -96,18 +96,18 @@ class _MarkupBeforeCall(NamedTuple):
     Attributes:
         turn_markers: The markers, such as `<|end|>` and `<|start|>assistant`, between the turn of
             the content and the turn of the tool call. Empty if the message is one turn.
-        other_opening: The text, such as `<|note|>`, that opens the content, if another text, such
-            as `<|answer|>`, opens the content of messages without tool calls. Otherwise, "".
+        content_opening: The text that opens the content, such as `<|note|>`, if it differs from the
+            text that opens the content of messages without tool calls. Otherwise, "".
     """
 
     turn_markers: tuple[str, ...]
-    other_opening: str
+    content_opening: str
 
     def inner_headers(self) -> tuple[str, ...]:
         """Return all this markup as the value of `ToolFindings.inner_headers`."""
-        if not self.other_opening:
+        if not self.content_opening:
             return self.turn_markers
-        return (*self.turn_markers, self.other_opening)
+        return (*self.turn_markers, self.content_opening)
 
 
 def find_tools(
@@ -317,7 +317,8 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
 
     Example: some templates write the content and the tool call as two turns, as in
     "CONTENT<|end|><|start|>assistant<call>..". The result then contains `<|end|>`, which ends the
-    first turn, and the header `<|start|>assistant`, which opens the second turn.
+    first turn, and the header `<|start|>assistant`, which opens the second turn. The result also
+    contains the text that opens the content, if this text differs in messages without tool calls.
 
     Return None if the template does not render both the content and the tool call.
     """
@@ -328,24 +329,23 @@ def _find_markup_before_call(renderer: CallRenderer) -> _MarkupBeforeCall | None
     before_content, _, _ = message.partition(CONTENT_TEXT)
     return _MarkupBeforeCall(
         turn_markers=_turn_markers_between(between, renderer.turn.header.strip()),
-        other_opening=_other_opening(renderer, before_content),
+        content_opening=_opening_beside_call(renderer, before_content),
     )
 
 
-def _other_opening(renderer: CallRenderer, before_content: str) -> str:
-    """Return the text that opens the content before a tool call, if it is an unusual text.
+def _opening_beside_call(renderer: CallRenderer, before_content: str) -> str:
+    """Return the marker that opens content only before a tool call, such as `<|note|>`, or "".
 
-    Example: the marker `<|answer|>` opens the content of messages without tool calls
-    (`renderer.wrapper`), but `before_content`, the text before the content of a message with a tool
-    call, is `<|note|>`. The result is `<|note|>`.
+    Example: `<|answer|>` opens the content of other messages (`renderer.wrapper.open`), but
+    `before_content`, the text before the content of a message with a tool call, is `<|note|>`.
 
-    Return "" if the usual text opens the content, or if the content has no usual opening text. Also
-    return "" if `before_content` does not start with a marker, apart from markers of reasoning.
+    Return "" if `before_content` contains the same opening as other messages, or no marker.
     """
+    if renderer.wrapper is None:
+        return ""  # No text opens the content of messages without tool calls.
     opening = strip_reasoning_markers(before_content, renderer.reasoning).strip()
-    if renderer.wrapper is None or opening == renderer.wrapper.open.strip():
-        return ""
-    return opening if leading_marker(opening) else ""
+    is_different = opening != renderer.wrapper.open.strip()
+    return opening if is_different and leading_marker(opening) else ""
 
 
 def _record_content_before_call(prober: Prober, before_call: _MarkupBeforeCall) -> None:

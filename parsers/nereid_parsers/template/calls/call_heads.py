@@ -20,13 +20,9 @@ from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 # Some templates render the id of a tool call, such as `functions.f:0`, instead of the function's
-# name `f`. `_NUMBERED_ID` is the pattern of such ids. `_NUMBERED_NAME` is the pattern of such ids
-# without "functions.".
-_NUMBERED_NAME = "{name}:{number}"
-_NUMBERED_ID = f"functions.{_NUMBERED_NAME}"
-# The template of the id if the header does not contain a numbered id. The parser takes the id from
-# the field `{id}` of the header. If the header does not have this field, the tool call has no id.
-_ID_IN_HEADER = "{id}"
+# name `f`. These are the patterns of such ids, with and without "functions.".
+_NUMBERED_ID = "functions.{name}:{number}"
+_SHORT_NUMBERED_ID = "{name}:{number}"
 # Each key is a text in a rendered tool call. Each value is the field that replaces this text in the
 # pattern of the tool call. COUNTER_MARK and ID_MARK are the placeholder characters for the number
 # and the id of a tool call.
@@ -52,11 +48,12 @@ class _HeaderForm(NamedTuple):
     Attributes:
         head: The pattern of the header, such as `<call>{name}:{number}`.
         id: The template of the tool call's id, such as `{name}:{number}`. The parser fills in the
-            fields of the header.
+            fields of the header. By default, the id is the field `{id}` of the header, and a header
+            without this field gives no id.
     """
 
     head: str
-    id: str
+    id: str = "{id}"
 
 
 def calls_with_head(
@@ -104,7 +101,8 @@ def _split_text_before_name(text: str, body: ArgumentsBody) -> _TextBeforeName:
         # starts. Therefore, the marker becomes a part of the header.
         return _TextBeforeName(opening="", head_start=text)
     head_start = without_space.removeprefix(marker).lstrip()
-    return _TextBeforeName(opening=text.removesuffix(head_start), head_start=head_start)
+    opening_length = len(text) - len(head_start)
+    return _TextBeforeName(opening=text[:opening_length], head_start=head_start)
 
 
 def _opening_marker(text: str) -> str:
@@ -140,25 +138,24 @@ def _forms_of_header(head: str) -> list[_HeaderForm]:
     """Return the forms in which a model may write the header of a tool call.
 
     `head` is the pattern of the rendered header. Most headers, such as `<call>{name}`, have only
-    this form. Some templates render a numbered id instead of the function's name. Then there are
-    three forms:
+    this form. Some templates render a numbered id, such as `functions.f:0`, instead of the name
+    `f`. A model may then write the id, the id without "functions.", or only the name:
 
-        functions.f:0    the id
-        f:0              the id without "functions."
-        f                only the name, without an id
+    >>> for form in _forms_of_header("<call>functions.{name}:{number}"): print(form)
+    _HeaderForm(head='<call>functions.{name}:{number}', id='functions.{name}:{number}')
+    _HeaderForm(head='<call>{name}:{number}', id='{name}:{number}')
+    _HeaderForm(head='<call>{name}', id='{id}')
 
-    >>> for form in _forms_of_header("<call>functions.{name}:{number}"): print(form.head)
-    <call>functions.{name}:{number}
-    <call>{name}:{number}
-    <call>{name}
+    The parser builds the id of the tool call from the attribute `id`. The last header has no field
+    `{id}`, so the tool call has no id.
     """
-    if _NUMBERED_ID not in head:
-        return [_HeaderForm(head, _ID_IN_HEADER)]
-    before_id, _, after_id = head.partition(_NUMBERED_ID)
+    before_id, numbered_id, after_id = head.partition(_NUMBERED_ID)
+    if not numbered_id:
+        return [_HeaderForm(head)]
     return [
         _HeaderForm(head, id=_NUMBERED_ID),
-        _HeaderForm(before_id + _NUMBERED_NAME + after_id, id=_NUMBERED_NAME),
-        _HeaderForm(before_id + "{name}" + after_id, id=_ID_IN_HEADER),
+        _HeaderForm(before_id + _SHORT_NUMBERED_ID + after_id, id=_SHORT_NUMBERED_ID),
+        _HeaderForm(before_id + "{name}" + after_id),
     ]
 
 

@@ -157,18 +157,19 @@ def _declare_object_and_array(
 ) -> CallFormat:
     """Describe a template that writes one tool call as an object, but several calls as an array.
 
-    A model may write both forms, so the result declares the array and the object. There are two
-    cases:
+    A model may write both forms, so the result declares the array and the object. `keys` are the
+    keys of both, such as `name`. There are two cases, which differ in the declared object:
 
-                             one tool call          two tool calls
-        equal markers        `<call>{..}</call>`    `<call>[{..}, {..}]</call>`
-        different markers    `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`
+        one tool call          two tool calls                  declared object
+        `<call>{..}</call>`    `<call>[{..}, {..}]</call>`     `{..}`
+        `<call>{..}</call>`    `<calls>[{..}, {..}]</calls>`   `<call>{..}</call>`
+
+    In the first case, `<call>` and `</call>` are declared once as the markers around the list of
+    tool calls, so neither the array nor the object declares these markers again.
     """
     array_format = _declare_one_array(keys, array)
     has_equal_markers = single_object.before.strip() == array_format.markup.open.strip()
     if has_equal_markers:
-        # `array_format.markup` already declares these markers, because they enclose every message's
-        # list of tool calls.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=single_object.before, close=single_object.after)

@@ -1,7 +1,4 @@
-"""Infer how a template writes XML elements as arguments if a marker precedes every tag.
-
-Example: in `#<city>Rome#</city>`, the marker `#` precedes the tags `<city>` and `</city>`.
-"""
+"""Infer how a template writes XML elements as arguments if a marker precedes every tag."""
 
 from __future__ import annotations
 
@@ -37,13 +34,13 @@ class _NestedCall(NamedTuple):
 
     Attributes:
         before_name: The text before the function's name, such as `<c>`.
-        before_arguments: The text between the name and the first tag, such as ` #`.
+        after_name: The text between the name and the marker of the first tag, such as a space.
         tag_marker: The marker before every tag, such as `#`.
         after_arguments: The text after the last tag, such as `</c>`.
     """
 
     before_name: str
-    before_arguments: str
+    after_name: str
     tag_marker: str
     after_arguments: str
 
@@ -51,53 +48,57 @@ class _NestedCall(NamedTuple):
 def read_nested(texts: CallTexts) -> CallFormat | None:
     """Infer how a template writes XML elements as arguments if a marker precedes every tag.
 
-    Example: in the tool call `f #<city>Rome#</city>`, the marker is `#`. Return None if the
+    Example: in the tool call `<c>f #<city>Rome#</city></c>`, the marker is `#`. Return None if the
     arguments have another form, or if no marker precedes every tag.
     """
     call = _split_nested_call(texts.two_arguments)
     if call is None:
         return None
-    calls_markup = _markup_of_calls(texts.two_calls, call)
+    if texts.two_calls:
+        calls_markup = _markup_of_two_calls(texts.two_calls)
+    else:  # A message can have only one tool call.
+        calls_markup = ListMarkup(item_open=call.before_name, item_close=call.after_arguments)
     if calls_markup is None:
         return None
+    # If the tag `<c>` has a marker, too, the inferred markup contains this marker at a wrong place.
     markup = _move_marker_to_next_tag(calls_markup, call.tag_marker)
     calls = calls_with_head(
-        before_name=markup.item_open,
-        after_name=call.before_arguments.removesuffix(call.tag_marker),
+        before_name=markup.item_open,  # `<c>`
+        after_name=call.after_name,  # the space before `#`
         body=NestedTags(call.tag_marker),
-        close=markup.item_close,
+        close=markup.item_close,  # `</c>`
     )
     return CallFormat("nested elements", calls, markup)
 
 
 def _split_nested_call(two_arguments: str) -> _NestedCall | None:
-    """Find the texts around the arguments of a tool call. The two arguments are XML elements.
+    """Find the texts around the arguments of a tool call with two XML elements as arguments.
+
+    Example: in `<c>f #<a>1#</a>#<b>2#</b></c>`, `before_name` is `<c>`, `after_name` is a space,
+    `tag_marker` is `#`, and `after_arguments` is `</c>`.
 
     Return None if the arguments are not XML elements, or if no marker precedes the tags.
     """
-    # In `<c>f #<a>1#</a>#<b>2#</b></c>`, the words are `f`, `<a>`, `1`, `</a>` and `</b>`.
+    # The example is split at `f`, `<a>`, `1`, `</a>` and `</b>`.
     first_argument = (_FIRST_OPENING_TAG, FIRST_VALUE, _FIRST_CLOSING_TAG)
     pieces = split_at_words(two_arguments, FIRST_TOOL, *first_argument, _SECOND_CLOSING_TAG)
     if pieces is None:
         return None
-    before_name, before_tag, _before_value, after_value, _second_argument, after_arguments = pieces
+    before_name, before_first_tag, _, before_closing_tag, _, after_arguments = pieces
     # Only the marker is between the value `1` and the closing tag `</a>`.
-    tag_marker = after_value.strip()
+    tag_marker = before_closing_tag.strip()
     if not tag_marker:  # `read_tagged` reads tags without a marker.
         return None
-    return _NestedCall(before_name, before_tag, tag_marker, after_arguments)
+    after_name = before_first_tag.removesuffix(tag_marker)
+    return _NestedCall(before_name, after_name, tag_marker, after_arguments)
 
 
-def _markup_of_calls(two_calls: str, call: _NestedCall) -> ListMarkup | None:
-    """Return the markup of a list of tool calls whose arguments are XML elements.
+def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
+    """Return the texts before, between and after two tool calls with XML elements as arguments.
 
-    `two_calls` is the text of two tool calls. If it is "", a message can have only one tool call,
-    and the markup consists of the texts around the single tool call `call`. Return None if one of
-    two tool calls has no XML elements as arguments.
+    Example: in `<c>f #<a>1#</a></c>; <c>g #<b>2#</b></c>`, `item_open` is `<c>`, `item_close` is
+    `</c>`, and `separator` is "; ". Return None if one of the tool calls has other arguments.
     """
-    if not two_calls:
-        return ListMarkup(item_open=call.before_name, item_close=call.after_arguments)
-    # In `<c>f #<a>1#</a></c>; <c>g #<b>2#</b></c>`, the words are `f` and `</a>`, `g` and `</b>`.
     return markup_of_two_calls(
         two_calls,
         first_words=(FIRST_TOOL, _FIRST_CLOSING_TAG),
@@ -108,13 +109,13 @@ def _markup_of_calls(two_calls: str, call: _NestedCall) -> ListMarkup | None:
 def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
     """Move the marker at the end of `item_close` to the start of the tags that follow the marker.
 
-    Example: in `#<call>..#</call>#<call>..#</call>#</all>`, the marker `#` precedes every tag. So
-    the same text, `#</call>#`, follows both tool calls, and `list_markup` returns this text as
-    `item_close`. But the last `#` belongs to the tags `<call>` and `</all>`:
+    Example: in `#<all>#<c>f..#</c>#<c>g..#</c>#</all>`, the marker `#` precedes every tag. The text
+    `#</c>#` follows both tool calls, so `markup` contains this text as `item_close`. But the last
+    `#` of this text belongs to the next tag, `<c>` or `</all>`:
 
-    >>> markup = ListMarkup("#", item_open="<call>", item_close="#</call>#", close="</all>")
+    >>> markup = ListMarkup("#<all>#", item_open="<c>", item_close="#</c>#", close="</all>")
     >>> _move_marker_to_next_tag(markup, "#")
-    ListMarkup(open='', item_open='#<call>', item_close='#</call>', separator='', close='#</all>')
+    ListMarkup(open='#<all>', item_open='#<c>', item_close='#</c>', separator='', close='#</all>')
 
     Return `markup` unchanged if `item_close` does not end with the marker.
     """
@@ -122,7 +123,7 @@ def _move_marker_to_next_tag(markup: ListMarkup, marker: str) -> ListMarkup:
         return markup
     return replace(
         markup,
-        open=markup.open.removesuffix(marker),
+        open=markup.open.removesuffix(marker),  # This marker belongs to the first `<c>`.
         item_open=marker + markup.item_open,
         item_close=markup.item_close.removesuffix(marker),
         close=marker + markup.close,

@@ -1,8 +1,4 @@
-"""Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`.
-
-Example: `<arg key="a">1</arg>` is the argument `a` with the value 1. The closing tag may repeat the
-key, as in `<a>1</a>`.
-"""
+"""Infer how a template writes arguments whose key is inside a tag: `<arg key="a">1</arg>`."""
 
 from __future__ import annotations
 
@@ -55,6 +51,20 @@ class _TaggedMarkup(NamedTuple):
     before_value: str
 
 
+class _TwoArguments(NamedTuple):
+    """The texts around the name, the keys and the values of a tool call with two arguments.
+
+    The comments show the texts of `<c f><k a>1</k><k b>2</k></c>`.
+    """
+
+    before_name: str  # `<c `
+    before_key: str  # `><k `
+    before_value: str  # `>`
+    between_arguments: str  # `</k><k `, which precedes the second key
+    before_second_value: str  # `>`
+    after_last_value: str  # `</k></c>`
+
+
 class _TextAroundArgument(NamedTuple):
     """The texts before the key, between the key and the value, and after the value of an argument.
 
@@ -101,7 +111,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     calls = calls_with_head(
         before_name=markup.calls.item_open,
         after_name=markup.arguments.open,
-        body=_infer_arguments(masked_texts, markup.arguments, markup.before_value),
+        body=_infer_arguments(masked_texts, markup),
         close=markup.calls.item_close,
     )
     return CallFormat("tagged arguments", calls, markup.calls)
@@ -113,26 +123,26 @@ def _find_markup(texts: CallTexts) -> _TaggedMarkup | None:
     The markup is the text around the name, the keys and the values. Return None if these words do
     not occur in the usual order: the name first, and each key before its value.
     """
-    # In `<c f><k a>1</k><k b>2</k></c>`, the words are `f`, `a`, `1`, `b` and `2`. The pieces are
-    # `<c `, `><k `, `>`, `</k><k `, `>` and `</k></c>`.
     words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
     pieces = split_at_words(texts.two_arguments, *words)
     if pieces is None:
         return None
-    before_name, before_key, before_value, between_arguments, _, after_last_value = pieces
-    # In this list, each tool call ends with its last value, so `item_close` is all text after the
-    # last value.
+    call = _TwoArguments(*pieces)
     if texts.two_calls:
         calls_to_last_value = _markup_to_last_value(texts.two_calls)
-    else:
-        calls_to_last_value = ListMarkup(item_open=before_name, item_close=after_last_value)
+    else:  # A message can have only one tool call.
+        calls_to_last_value = ListMarkup(
+            item_open=call.before_name, item_close=call.after_last_value
+        )
     if calls_to_last_value is None:
         return None
-    # `</k></c>` follows the last value of a tool call: `</k>` closes an argument, as between two
-    # arguments, and `</c>` closes the tool call.
-    arguments = list_markup(before_key, between_arguments, after=calls_to_last_value.item_close)
+    # The text after the last value is `</arg></call>`. `list_markup` divides this text: `</arg>`,
+    # which also follows the first value, closes an argument, and `</call>` closes the tool call.
+    arguments = list_markup(
+        call.before_key, call.between_arguments, after=calls_to_last_value.item_close
+    )
     calls = replace(calls_to_last_value, item_close=arguments.close)
-    return _TaggedMarkup(calls, arguments, before_value)
+    return _TaggedMarkup(calls, arguments, call.before_value)
 
 
 def _markup_to_last_value(two_calls: str) -> ListMarkup | None:
@@ -160,23 +170,16 @@ def _mask_repeated_keys(text: str) -> str:
     return text
 
 
-def _infer_arguments(
-    texts: CallTexts, argument_markup: ListMarkup, before_value: str
-) -> TaggedArguments:
+def _infer_arguments(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArguments:
     """Infer the tags around the value of an argument, and the quotes or escape sequences, if any.
 
     Example: a template writes `<p k="a">x</p>`. If the string has special characters, the template
     writes the quotes `<![CDATA[` and `]]>`, as in `<p k="a"><![CDATA[x<y]]></p>`, or escape
-    sequences, as in `<p k="a">x&lt;y</p>`.
-
-    Args:
-        texts: The rendered tool calls.
-        argument_markup: The markup of the list of arguments in a tool call. In the example,
-            `item_open` is `<p k="`.
-        before_value: The text between a key and its value, if the value is a string: `">`.
+    sequences, as in `<p k="a">x&lt;y</p>`. `markup` is the markup of the rendered tool calls
+    `texts`, in which the arguments are plain strings.
     """
-    tags = _infer_value_tags(texts, argument_markup, before_value)
-    quotes = _find_quotes(texts, before_value)
+    tags = _infer_value_tags(texts, markup)
+    quotes = _find_quotes(texts, markup.before_value)
     if quotes is not None:
         return _add_quotes(tags, quotes)
     return _add_escapes(tags, texts.special_value)
@@ -199,9 +202,7 @@ def _add_escapes(tags: TaggedArguments, rendered_call: str) -> TaggedArguments:
     return tags
 
 
-def _infer_value_tags(
-    texts: CallTexts, argument_markup: ListMarkup, before_value: str
-) -> TaggedArguments:
+def _infer_value_tags(texts: CallTexts, markup: _TaggedMarkup) -> TaggedArguments:
     """Infer the tags around the value of an argument. Strings and numbers may have different tags.
 
     Example: if a template writes `<p k="a">x</p>` and `<p k="a">41</p>`, the result contains the
@@ -209,39 +210,47 @@ def _infer_value_tags(
 
     Args:
         texts: The rendered tool calls. `texts.number` is a tool call whose argument is a number.
-        argument_markup: The markup of the list of arguments in a tool call. In the example,
-            `item_open` is `<p k="`.
-        before_value: The text between a key and its value, if the value is a string: `">`.
+        markup: The markup of tool calls whose arguments are strings. In the example,
+            `arguments.item_open` is `<p k="`, and `before_value` is `">`.
     """
-    after_value = _text_after_plain_string(texts)
-    string = _TextAroundArgument(argument_markup.item_open, before_value, after_value)
+    arguments = markup.arguments
+    around_string = _TextAroundArgument(
+        arguments.item_open, markup.before_value, _text_after_plain_string(texts)
+    )
     # The text between two arguments, such as a line break, becomes a part of the closing tag.
-    string_close = argument_markup.item_close + argument_markup.separator
-    string_tags = TaggedArguments(string.opening_tag(), string_close)
-    number = _text_around_number(texts.number, argument_markup)
-    return string_tags if number is None else _add_tags_of_number(string_tags, string, number)
+    string_close = arguments.item_close + arguments.separator
+    string_tags = TaggedArguments(around_string.opening_tag(), string_close)
+    after_name = _text_around_argument(texts.number, _NUMBER_TEXT)
+    if after_name is None:  # The template does not render the number as "41".
+        return string_tags
+    before_key = after_name.before_key.removeprefix(arguments.open)  # `<p k="`
+    # The parser finds an argument only by the text before its key, so this text must not be "".
+    around_number = after_name._replace(before_key=before_key or arguments.item_open)
+    return _add_tags_of_number(string_tags, around_string, around_number)
 
 
 def _add_tags_of_number(
-    string_tags: TaggedArguments, string: _TextAroundArgument, number: _TextAroundArgument
+    string_tags: TaggedArguments,
+    around_string: _TextAroundArgument,
+    around_number: _TextAroundArgument,
 ) -> TaggedArguments:
     """Add the tags around a number to `string_tags`, the tags around a string.
 
-    `string` and `number` are the rendered texts around a string and around a number. There are
-    three cases:
+    `around_string` and `around_number` are the texts around two rendered arguments, a string and a
+    number. There are three cases:
 
         string                       number                      opening tags in the result
         <p k="a" type="str">x</p>    <p k="a" type="int">41</p>  <p k="{key}" type="{type}">
         <p k="a">x</p>               <p k="a">41</p>             <p k="{key}">
         <text k="a">x</text>         <json k="a">41</json>       <text k="{key}">, <json k="{key}">
     """
-    tag_with_type = _opening_tag_with_type(string, number)
+    tag_with_type = _opening_tag_with_type(around_string, around_number)
     if tag_with_type is not None:
         return replace(string_tags, open=tag_with_type)
     number_close = _closing_tag_of_number(
-        number.after_value, string.after_value, string_close=string_tags.close
+        around_number.after_value, around_string.after_value, string_close=string_tags.close
     )
-    number_tags = TaggedArguments(number.opening_tag(), number_close)
+    number_tags = TaggedArguments(around_number.opening_tag(), number_close)
     if number_tags == string_tags:
         return string_tags
     return replace(string_tags, also=(number_tags,))
@@ -250,11 +259,13 @@ def _add_tags_of_number(
 def _closing_tag_of_number(after_number: str, after_string: str, string_close: str) -> str:
     """Return the closing tag of a number, such as `</json>`.
 
-    In the second example, only strings have quotes, and the closing quote belongs to
-    `string_close`:
+    The closing tags of numbers and strings may differ:
 
     >>> _closing_tag_of_number("</json></call>", "</text></call>", string_close="</text>")
     '</json>'
+
+    Otherwise, the result is the closing tag of a string without the closing quote, if any:
+
     >>> _closing_tag_of_number("</arg></call>", "'</arg></call>", string_close="'</arg>")
     '</arg>'
 
@@ -263,32 +274,27 @@ def _closing_tag_of_number(after_number: str, after_string: str, string_close: s
         after_string: The text from the end of a string to the end of a tool call.
         string_close: The closing tag of a string, and the closing quote before the tag, if any.
     """
-    # Both texts end with the closing text of the tool call, such as `</call>`.
+    # Both texts end with `</call>`. `drop_common_suffix` compares whole tags, not characters.
     number_close = drop_common_suffix(after_number, after_string)
-    if number_close:  # The closing tags of numbers and strings differ.
+    if number_close:
         return number_close
-    closing_quote = after_string.removesuffix(after_number)  # "" if there are no quotes
+    # `after_string` ends with `after_number`, and only a closing quote can precede this text.
+    closing_quote = after_string.removesuffix(after_number)
     return string_close.removeprefix(closing_quote)
 
 
-def _text_around_number(text: str, argument_markup: ListMarkup) -> _TextAroundArgument | None:
-    """Find the only argument in a rendered tool call, a number. Return the texts around it.
+def _text_around_argument(call: str, *words_of_value: str) -> _TextAroundArgument | None:
+    """Return the texts around the only argument in a rendered tool call.
 
-    Example: the tool call `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
-    `</json></call>`. Return None if the template does not render the number as "41".
-
-    `argument_markup` is the markup of a list of arguments that are strings. Its `open`, in the
-    example `>`, is the text between the function's name and the first argument.
+    Example: the tool call `<call f><json key="a">41</json></call>` gives `><json key="`, `">` and
+    `</json></call>`. `words_of_value` are the first and the last word of the value, or its only
+    word, such as `41`. Return None if the template does not render the value with these words.
     """
-    pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
+    pieces = split_at_words(call, FIRST_TOOL, FIRST_KEY, *words_of_value)
     if pieces is None:
         return None
-    # The pieces of the example are `<call `, `><json key="`, `">` and `</json></call>`.
-    _before_name, after_name, before_value, after_value = pieces
-    before_key = after_name.removeprefix(argument_markup.open)
-    # The parser finds an argument only by the text before its key. If there is no such text, the
-    # text before the key of a string is declared.
-    return _TextAroundArgument(before_key or argument_markup.item_open, before_value, after_value)
+    _before_name, before_key, before_value, *_inside_value, after_value = pieces
+    return _TextAroundArgument(before_key, before_value, after_value)
 
 
 def _text_after_plain_string(texts: CallTexts) -> str:
@@ -356,19 +362,17 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     None if the template writes no quotes. `before_value` is the text between the key and a plain
     string, such as `<v>`.
     """
-    pieces = split_at_words(texts.special_value, FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
-    if pieces is None:
+    around_special = _text_around_argument(texts.special_value, FIRST_VALUE, SECOND_VALUE)
+    if around_special is None:
         return None
-    # FIRST_VALUE and SECOND_VALUE are the first and the last word of the string: `x` and `y` in the
-    # example.
-    _before_name, _before_key, before_string, _inside_string, after_string = pieces
+    before_special, after_special = around_special.before_value, around_special.after_value
     after_value = _text_after_plain_string(texts)  # `</v></call>`
-    has_same_tags = before_string.startswith(before_value) and after_string.endswith(after_value)
+    has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
     if not has_same_tags:
         return None
     quotes = _Quotes(
-        open=before_string.removeprefix(before_value),
-        close=after_string.removesuffix(after_value),
+        open=before_special.removeprefix(before_value),
+        close=after_special.removesuffix(after_value),
     )
     is_quoted = bool(quotes.open.strip() and quotes.close.strip())
     return quotes if is_quoted else None

@@ -69,14 +69,16 @@ def _declare_without_arguments(call_format: CallFormat, rendered_call: str) -> t
     `call_format` describes the tool calls with arguments. The tool call without arguments must
     start with the same text, such as `<call><name>`.
     """
-    body, markup = call_format.calls[0].body, call_format.markup
+    body = call_format.calls[0].body
+    if not isinstance(body, ArgumentsBody):
+        return ()  # The name is a part of the arguments, as in `{"name": "f"}`.
+    markup = call_format.markup
     before_name, _, after_name = rendered_call.partition(FIRST_TOOL)
-    has_same_opening = before_name.strip() == (markup.open + markup.item_open).strip()
-    if not isinstance(body, ArgumentsBody) or not has_same_opening:
+    if before_name.strip() != (markup.open + markup.item_open).strip():
         return ()
     header_rest, call_close = _split_at_last_marker(after_name.removesuffix(markup.close))
     if not call_close.strip():
-        return ()
+        return ()  # Without a closing text, the parser cannot find the end of the tool call.
     return calls_with_head(markup.item_open, after_name=header_rest, body=body, close=call_close)
 
 

@@ -273,26 +273,23 @@ def _json_body(
 def _json_with_name(field: Mapping[str, Any]) -> JsonObject | JsonArray:
     """Describe JSON that contains both the function's name and the arguments of a tool call.
 
-    The body is a JSON object with one tool call if the field `tool_calls`, which `field` declares,
-    occurs once for each tool call (`repeats`):
+    The body is a JSON object with one tool call, or a JSON array of tool calls. `field` is the
+    declaration of the field `tool_calls`. The first of these members that is set decides:
 
-    >>> isinstance(_json_with_name({"repeats": True}), JsonObject)
-    True
-
-    The body is also an object if the rule in `transform` converts the whole body into one tool
-    call. Otherwise, the body is a JSON array with all tool calls of a message. If the member
-    `transform_each` is true, the rule converts each item of this array.
-
-    >>> isinstance(_json_with_name({"content": "json"}), JsonArray)
-    True
+        transform_each    an array, because the rule in `transform` converts each item
+        repeats           an object, because the field occurs once for each tool call
+        transform         an object, because the rule converts the whole body into one tool call
+        none of them      an array with all tool calls of the message
 
     Raises:
         FormatError: The member `transform` is malformed.
     """
     keys = keys_of_transform(field.get("transform"))
-    is_one_call = field.get("repeats") or field.get("transform")
-    is_array = field.get("transform_each") or not is_one_call
-    return JsonArray(keys) if is_array else JsonObject(keys)
+    if field.get("transform_each"):
+        return JsonArray(keys)
+    if field.get("repeats") or field.get("transform"):
+        return JsonObject(keys)
+    return JsonArray(keys)
 
 
 def _unquoted_key_arguments(string_delims: object) -> BareKeyArguments:

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Keys
 
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class _Rule(NamedTuple):
+    """The rule of a transform, which states how transformers builds a tool call."""
+
+    # Placeholders of the name and the arguments, or one placeholder of an object with both.
+    function: Mapping[str, Any] | str
+    id: object  # The placeholder of the id, or None if the model writes no id.
 
 
 def keys_of_transform(transform: object) -> Keys:
@@ -33,42 +41,49 @@ def keys_of_transform(transform: object) -> Keys:
     ('f', 'args')
 
     Args:
-        transform: A rule, or a list of one rule. A rule is an object of placeholders, or one
-            placeholder that refers to the whole function. None if there is no transform.
+        transform: A rule such as in the example, or a list of one rule. None if there is no
+            transform.
 
     Raises:
         FormatError: The transform is malformed, or does not contain the keys.
     """
-    rule = _single_rule(transform)
+    rule = _parse_rule(transform)
     if rule is None:  # The model writes the JSON in the form that transformers returns.
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    # In a rule such as {"function": {"name": .., "arguments": ..}, "id": ..}, the placeholders of
-    # the name and the arguments are in the member `function`. They may also be in the rule itself.
-    function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
-    if isinstance(function, str):
-        return _keys_in_function(function)
-    if isinstance(function, Mapping):
-        return _keys_of_placeholders(function, id_placeholder=rule.get("id"))
-    raise FormatError(
-        f"the transform {rule!r} does not return a tool call, because `function` is not an object"
-    )
+    if isinstance(rule.function, str):
+        return _keys_in_function(rule.function)
+    return _keys_of_placeholders(rule.function, id_placeholder=rule.id)
 
 
-def _single_rule(transform: object) -> Any:  # noqa: ANN401  # the JSON may be malformed
-    """Return the only rule of a transform, which is a rule or a list of one rule.
+def _parse_rule(transform: object) -> _Rule | None:
+    """Return the only rule of a transform, or None if there is no transform.
 
-    >>> _single_rule(["{content.tool}"]), _single_rule("{content.tool}")
-    ('{content.tool}', '{content.tool}')
+    A rule may omit the member `function`:
+
+    >>> _parse_rule({"name": "{content.f}", "arguments": "{content.args}"}).function
+    {'name': '{content.f}', 'arguments': '{content.args}'}
+
+    Raises:
+        FormatError: The rule, or its member `function`, is neither an object nor a placeholder.
     """
-    if isinstance(transform, list) and len(transform) == 1:
-        return transform[0]
-    return transform
+    rule = transform[0] if isinstance(transform, list) and len(transform) == 1 else transform
+    if rule is None:
+        return None
+    members = rule if isinstance(rule, Mapping) else {}
+    function = members.get("function", rule)
+    if not isinstance(function, str | Mapping):
+        raise FormatError(
+            f"the transform {rule!r} does not return a tool call, because `function` is not an "
+            "object"
+        )
+    return _Rule(function, members.get("id"))
 
 
 def _keys_in_function(placeholder: str) -> Keys:
     """Return the JSON keys of a tool call, if one placeholder refers to the whole function.
 
-    The function is a JSON object with the members `name` and `arguments`.
+    Example: `{content.call}` refers to the function in `{"call": {"name": .., "arguments": ..}}`,
+    and `{content}` refers to the whole JSON that the model writes.
 
     >>> _keys_in_function("{content.call}").name, _keys_in_function("{content}").name
     ('call.name', 'name')
@@ -76,9 +91,10 @@ def _keys_in_function(placeholder: str) -> Keys:
     Raises:
         FormatError: `placeholder` is not a placeholder.
     """
-    path = _placeholder_path(placeholder)
-    prefix = "" if path is None else f"{path}."
-    return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
+    path_of_function = _placeholder_path(placeholder)  # `call`, or None for `{content}`.
+    if path_of_function is None:
+        return Keys(name="name", arguments="arguments")
+    return Keys(name=f"{path_of_function}.name", arguments=f"{path_of_function}.arguments")
 
 
 def _keys_of_placeholders(function: Mapping[str, Any], id_placeholder: object) -> Keys:

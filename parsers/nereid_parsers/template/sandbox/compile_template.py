@@ -75,7 +75,7 @@ class CompiledTemplate:
     def __init__(
         self, source: str, budget: Budget, now: Callable[[], datetime] = lambda: _PROBE_TIME
     ) -> None:
-        """Compile a template, and collect its variables and texts for the analysis.
+        """Compile a template, and collect its variables and constants for the analysis.
 
         Args:
             source: The text of the template.
@@ -87,23 +87,19 @@ class CompiledTemplate:
             TemplateError: The source has a syntax error.
             LimitError: The source is too long or nested too deeply, or takes too long to compile.
         """
-        if len(source) > MAX_SOURCE:
-            raise LimitError(
-                f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
-            )
-        # If the source calls `append` or `pop`, the template cannot be rendered without changing
-        # lists. For any other template, methods that change a list are forbidden.
-        self.changes_lists = ".append(" in source or ".pop(" in source
+        _check_source_length(source)
+        self.changes_lists = _calls_list_methods(source)
         env = LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
+        self._environment = env
         self._code, records = _compile(env, source)
+        self._template = _load_template(env, self._code)
+        # In `{% if mode == "fast" %}Hi{% endif %}`, the names are {"mode"}, the literals are "fast"
+        # and "Hi", and `compared` is {"mode": ("fast",)}.
         self.names = frozenset(records.names)
         self.literals = tuple(records.literals)
-        # `dict.fromkeys` removes the duplicates of a constant.
-        self.compared = {
+        self.compared = {  # `dict.fromkeys` removes the duplicates of a constant.
             name: tuple(dict.fromkeys(constants)) for name, constants in records.compared.items()
         }
-        self._environment = env
-        self._template = _load_template(env, self._code)
 
     def for_another_thread(self) -> CompiledTemplate:
         """Return a copy of this template that another thread may render.
@@ -135,6 +131,19 @@ class CompiledTemplate:
             # counts this length again for each loop item and each call of a macro.
             self._environment.budget.step(self._environment.literal_size)
             return "".join(self._template.generate(**variables))
+
+
+def _check_source_length(source: str) -> None:
+    """Raise LimitError if the source of a template is too long."""
+    if len(source) > MAX_SOURCE:
+        raise LimitError(
+            f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
+        )
+
+
+def _calls_list_methods(source: str) -> bool:
+    """Return whether the source of a template calls `append` or `pop`, which change lists."""
+    return ".append(" in source or ".pop(" in source
 
 
 def _load_template(env: LimitedEnvironment, code: CodeType) -> jinja2.Template:

@@ -84,8 +84,8 @@ def _value_node(
 
     Args:
         declaration: Declares the text before and after each string.
-        argument: The argument of the tool that is, or contains, the value. A restriction in
-            `schema` that the node does not enforce is reported with the name of the argument.
+        argument: The argument that is, or contains, the value. A restriction in `schema` that the
+            node does not enforce is reported for this argument.
         schema: The JSON schema of the value.
     """
     types = json_types_of(schema, root=schema)
@@ -104,10 +104,10 @@ def _value_node(
 
 
 def _is_written_as_json(types: frozenset[str] | None, quote: str) -> bool:
-    """Return whether the model writes every value of the JSON `types` as JSON: `"Paris"` or `3`.
+    """Return whether the model writes values of the JSON `types` as JSON, such as `"Paris"` or `3`.
 
-    Arrays and objects may contain unquoted keys. A string is JSON text only if `quote`, the text
-    before and after each string, is `"`. If the types are not known (None), the result is False.
+    Objects are not JSON, because they have unquoted keys. Strings are JSON only if `quote`, the
+    text around each string, is `"`. If the types are not known (None), the result is False.
     """
     are_scalars = types is not None and types.isdisjoint({"array", "object"})
     return are_scalars and quote == '"'
@@ -141,11 +141,9 @@ def _array_node(
 ) -> Node:
     """Return the grammar node for an array in an object with unquoted keys, as in `{days:[1,2]}`.
 
-    Args:
-        declaration: Declares the text before and after each string.
-        argument: The argument of the tool that is, or contains, the array. A restriction in
-            `schema` that the node does not enforce is reported with the name of the argument.
-        schema: The JSON schema of the array.
+    `declaration` declares the text around each string. `schema` is the JSON schema of the array.
+    `argument` is, or contains, the array. A restriction in `schema` that the node does not enforce
+    is reported for this argument.
     """
     has_valid_limits = _has_valid_item_limits(schema)
     enforced = _ENFORCED_IN_LISTS if has_valid_limits else _ENFORCED_IN_ANY_LIST
@@ -162,11 +160,9 @@ def _object_node(
 ) -> Node:
     """Return the grammar node for an inner object with unquoted keys, as in `{stay:{days:3}}`.
 
-    Args:
-        declaration: Declares the text before and after each string.
-        argument: The argument of the tool that is, or contains, the object. A restriction in
-            `schema` that the node does not enforce is reported with the name of the argument.
-        schema: The JSON schema of the object.
+    `declaration` declares the text around each string. `schema` is the JSON schema of the object.
+    `argument` is, or contains, the object. A restriction in `schema` that the node does not enforce
+    is reported for this argument.
     """
     argument.report_unenforced(schema, _ENFORCED_IN_OBJECTS)
     object_schema = ObjectSchema(schema)

@@ -190,9 +190,8 @@ class CallWriter:
         """Add a piece of JSON text, such as `{"a": `, to the arguments of the open tool call.
 
         If `stores_arguments` is true, the piece is stored, and `end` appends its event. No event is
-        appended for a discarded tool call. Otherwise an event with the piece is appended, unless
-        the filter stores the piece, because an outer object as in `{"arguments": {"a": 1}}` may
-        have started.
+        appended for a discarded tool call. The filter of any other tool call may also store the
+        piece, because an object such as `{"arguments": {"a": 1}}` may enclose the arguments.
         """
         call = self._call
         if self.stores_arguments:
@@ -350,15 +349,12 @@ class CallWriter:
     def restart_numbering(self) -> None:
         """Restart the numbering, so that the first tool call of the output has the index 0.
 
-        The client receives no tool calls that have ended in the prompt, but it receives a tool call
-        that the output continues:
+        The client does not receive the tool calls that have ended in the prompt:
 
             open tool call at the end of the prompt   `num_started`   `last_index`
             none                                      0               -1
             without events                            1               -1
             with events                               1               0
-
-        The next start event gets the index `last_index + 1`.
         """
         self.num_started = 1 if self.is_open else 0
         self.last_index = 0 if self._has_events_of_open_call() else -1

@@ -58,8 +58,7 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
         by_header   `<function=sum>..</call>`           `<function=`, because `<call>` is missing
         unmarked    `{"name": "sum", ..}`               `{`, because no marker is declared
 
-    The attribute `all` contains all declared variants, and `kinds` contains the meaning of each
-    marker of the tool calls.
+    `all` contains all declared variants, and `kinds` the meaning of each tool call marker.
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
@@ -74,44 +73,27 @@ def compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compil
     by_header = _group_by_header(tools.calls, section, by_marker.keys())
     recognises_unmarked = allows_unmarked and not tools.opens
     unmarked = _unmarked_variants(variants) if recognises_unmarked else ()
-    return CompiledCalls(
-        all=variants,
-        by_marker=by_marker,
-        by_header=by_header,
-        unmarked=unmarked,
-        kinds=_kinds_of_call_markers(tools, variants, by_marker, by_header, unmarked),
-    )
+    calls = CompiledCalls(variants, by_marker, by_header, unmarked)
+    return replace(calls, kinds=_kinds_of_call_markers(tools, calls))
 
 
-def _kinds_of_call_markers(
-    tools: ToolSection,
-    variants: Iterable[CompiledCall],
-    opening_markers: Iterable[str],
-    headers: Iterable[str],
-    unmarked: Iterable[CompiledCall],
-) -> dict[str, MarkerKind]:
+def _kinds_of_call_markers(tools: ToolSection, calls: CompiledCalls) -> dict[str, MarkerKind]:
     """Return the meaning of each tool call marker that the parser searches for in content.
 
-    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
-
-    Args:
-        tools: The declaration of the markers around all tool calls.
-        variants: The declared ways to write a tool call.
-        opening_markers: The markers that start a tool call, such as `<tool_call>`.
-        headers: The texts that start a tool call if its opening marker is missing: `<function=`.
-        unmarked: The ways to write a tool call for which no opening marker is declared.
+    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`. `tools` declares the markers
+    around all tool calls. `calls` are the compiled ways to write a tool call.
     """
     # A tool call without a marker starts with one of these texts, for example `{`.
-    unmarked_openings = [text for variant in unmarked for text in variant.body_openings()]
+    unmarked_openings = [text for variant in calls.unmarked for text in variant.body_openings()]
     # The priority increases from group to group: if several groups contain the same text, the last
     # of these groups determines its meaning. The declared opening markers have the highest
     # priority, because in content, no tool call is open that could be closed.
     markers_in_order: list[tuple[MarkerKind, Iterable[str]]] = [
-        (MarkerKind.CALL_HEAD, headers),
-        (MarkerKind.CLOSE_CALLS, _long_closing_markers(variants)),
+        (MarkerKind.CALL_HEAD, calls.by_header),
+        (MarkerKind.CLOSE_CALLS, _long_closing_markers(calls.all)),
         (MarkerKind.UNMARKED_CALL, unmarked_openings),
         (MarkerKind.CLOSE_CALLS, tools.closes),
-        (MarkerKind.OPEN_CALL, opening_markers),
+        (MarkerKind.OPEN_CALL, calls.by_marker),
     ]
     kinds = {marker: kind for kind, markers in markers_in_order for marker in markers}
     return kinds | marker_kinds(tools.opens, MarkerKind.OPEN_SECTION)

@@ -119,10 +119,9 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers such as `<think>` and `</think>` enclose the reasoning.
 
-    The parser searches for other markers in each part of a message: in the reasoning, in the
-    content, and in content after which no tool call may follow ("content only"). For each part, a
-    Lexer finds the markers, and a dict such as `content_kinds` contains the meaning of each marker.
-    Example: `</think>` ends the reasoning.
+    A message has up to three parts: the reasoning, the content, and content after which no tool
+    call may follow ("content only"). For each part, a Lexer finds the markers, and a dict such as
+    `content_kinds` contains the meaning of each marker. Example: `</think>` ends the reasoning.
     """
     calls = compile_calls(layout.tools, allows_unmarked=True)
     end_kinds = marker_kinds(fmt.ends, MarkerKind.END)
@@ -172,7 +171,7 @@ def _kinds_in_content_only(wrapper: Wrapper | None, end_kinds: _Kinds) -> _Kinds
     """
     if wrapper is None:
         return end_kinds
-    if _starts_with_words(wrapper):  # Words such as `Answer:` are a part of the content.
+    if _content_words(wrapper):  # Words such as `Answer:` are a part of the content.
         return end_kinds | marker_kinds((wrapper.close,), MarkerKind.WRAP_CONTENT)
     # `marker_kinds` omits a marker that is empty.
     return end_kinds | marker_kinds((wrapper.open, wrapper.close), MarkerKind.WRAP_CONTENT)
@@ -206,18 +205,11 @@ def _merge_lowest_priority_first(*kinds_in_order: _Kinds) -> _Kinds:
     return merged
 
 
-def _starts_with_words(wrapper: Wrapper) -> bool:
-    """Return whether words such as `Answer:` precede the content, instead of a tag.
-
-    Example: the result is True for `Answer:` and `</answer>`, and False for `<answer>` and
-    `</answer>`.
-    """
-    return bool(wrapper.open.strip()) and not looks_like_markup(wrapper.open)
-
-
 def _content_words(wrapper: Wrapper | None) -> tuple[str, ...]:
     """Return the words that precede the content, such as `Answer:`. Return () for a tag."""
-    return (wrapper.open,) if wrapper is not None and _starts_with_words(wrapper) else ()
+    if wrapper is None or not wrapper.open.strip() or looks_like_markup(wrapper.open):
+        return ()
+    return (wrapper.open,)
 
 
 def _opening_kinds(reasoning: Reasoning | None) -> _Kinds:

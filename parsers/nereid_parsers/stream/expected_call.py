@@ -38,8 +38,7 @@ class ExpectedCall:
     Attributes:
         variants: The possible variants, in the order in which they are tried.
         content_if_no_call: The unread text that is content if no tool call starts: a marker, or the
-            first character of a tool call without a marker. "" inside a tool section. The parser
-            then reads the text after it.
+            first character of a tool call without a marker. "" inside a tool section.
         is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
             the text is a tool call only if the request offers the function.
     """
@@ -178,6 +177,7 @@ class CallStarts:
         call_starts = [text for variant in variants for text in variant.body_openings()]
         if not any(buffer.starts_with(text) for text in call_starts):
             return None
+        # If no tool call starts, this character becomes content, and the parser reads on after it.
         first_char = buffer.text[buffer.pos]
         # No marker confirms the tool call, so it must name a function that the request offers.
         return ExpectedCall(variants, content_if_no_call=first_char, is_confirmed=False)

@@ -9,8 +9,7 @@ from nereid_parsers.stream.pattern_matching import tag_parts
 from nereid_parsers.stream.text_buffer import TextBuffer
 
 _Search = Callable[[str, int], re.Match[str] | None]
-# The maximum number of prefixes that one regex matches. Each prefix needs a nested group, and
-# Python's `re` module raises a RecursionError for a regex with a few hundred nested groups.
+# The maximum number of prefixes that one regex matches.
 _MAX_PREFIXES_IN_REGEX = 64
 
 
@@ -22,8 +21,9 @@ def marker_prefix_regex(marker: str) -> str:
     the regex matches this character.
     """
     longest_prefix = marker[:-1] or marker
-    # One regex cannot match very many prefixes, so the prefixes are divided into groups: those of 1
-    # to 64 characters, those of 65 to 128 characters, and so on.
+    # Each prefix needs a nested group, and Python's `re` module raises a RecursionError for a regex
+    # with a few hundred nested groups. Therefore, the first regex matches the prefixes of 1 to 64
+    # characters, the second regex matches the prefixes of 65 to 128 characters, and so on.
     lengths_before_group = range(0, len(longest_prefix), _MAX_PREFIXES_IN_REGEX)
     regexes = [_prefix_group_regex(longest_prefix, length) for length in lengths_before_group]
     return f"(?:{'|'.join(regexes)})"
@@ -93,8 +93,7 @@ def _regexes_with_prefixes(longest_first: list[str]) -> list[str]:
         3. `<a>`
         4. an incomplete `<a>` at the end of the text, for example `<`
 
-    In the text `x<a><`, the second regex matches, so the lexer waits until `b>` or other text
-    arrives. If the third regex preceded the second, the lexer would find `<a>`.
+    In the text `x<a><`, the second regex matches, so the lexer waits, because `b>` may follow.
     """
     regexes = []
     for marker in longest_first:

@@ -237,20 +237,16 @@ class Machine:
     def _finish_last_state(self) -> None:
         """Finish what the message leaves incomplete in its last state, such as a tool call.
 
-        A reader may put text back into the buffer. Example: after the end of a tool call, the
-        buffer may contain another tool call, which is read and finished, too.
+        Unread text may follow, such as another tool call, which is then read and finished, too.
         """
-        next_state = self._finish_state()
-        while next_state is not None:
+        while (next_state := self._finish_state()) is not None:
             self._enter(next_state)
             self._run()
-            next_state = self._finish_state()
 
     def _finish_state(self) -> State | None:
         """Finish what is incomplete in the current state, because the message has ended.
 
         Return the state in which the rest of the text is read, or None if nothing is left to read.
-        Each call shortens the rest or ends a tool call, so the caller may repeat the calls.
         """
         match self._state:
             case State.INTERRUPTED_REASONING:  # The stored text starts with a tool call.
@@ -263,7 +259,7 @@ class Machine:
                 self._header_reader.finish()
             case State.CALL_START | State.BETWEEN_CALLS:  # Such as `<tool_calls>`.
                 self._between_calls_reader.finish()
-            case _:  # The text of reasoning and content has already been written.
+            case _:  # Nothing is incomplete.
                 pass
         return None
 

@@ -50,13 +50,8 @@ class OpenCall:
     """
 
     __slots__ = (
-        "_body_reader",
-        "_buffer",
-        "_call_writer",
-        "_is_confirmed",
-        "_text_writer",
-        "variant",
-    )
+        "_body_reader", "_buffer", "_call_writer", "_is_confirmed", "_text_writer", "variant",
+    )  # fmt: skip
 
     def __init__(
         self,

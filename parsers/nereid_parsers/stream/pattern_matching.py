@@ -27,7 +27,6 @@ NEED_MORE: Final = Mismatch.NEED_MORE
 NO_MATCH: Final = Mismatch.NO_MATCH
 NeedMore = Literal[Mismatch.NEED_MORE]  # The type of the constant NEED_MORE.
 
-
 # The maximum length, in characters, of the header of a tool call, such as `<function=f>`. A longer
 # text is not treated as a header.
 MAX_HEAD_CHARS = 2048

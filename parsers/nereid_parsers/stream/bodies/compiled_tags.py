@@ -123,10 +123,9 @@ def _compile_value_end_regexes(
 ) -> _ValueEndRegexes:
     """Compile the regexes that find the closing marker of a value, or one of `early_ends`.
 
-    Example: for the closing marker `</p>`, the regex `complete` finds `</p>`. The regex `possible`
-    also finds `</` at the end of the text, because more text may complete the marker.
-
-    `early_ends` are the markers that follow the value if its closing marker is missing.
+    Example: the regex `complete` finds the closing marker `</p>`. The regex `possible` also finds
+    `</` at the end of the text, which more text may complete. `early_ends` are the markers that
+    follow the value if its closing marker is missing.
     """
     closing_marker = declaration.closing_marker
     markers = (closing_marker, *early_ends)
@@ -134,10 +133,9 @@ def _compile_value_end_regexes(
     whitespace = _whitespace_before_marker(declaration.close)
     complete_regex = _value_end_regex(closing_marker, early_ends, whitespace)
     possible_regex = "|".join([complete_regex, *_value_end_prefixes(markers, whitespace)])
-    # Each match starts with the first character of one of these texts. The look-ahead makes the
-    # search faster, because it rejects most positions with one test.
-    first_texts = (whitespace, *markers)
-    lookahead_regex = _first_char_lookahead(first_texts)
+    # Each match starts with the white space or with a marker. The look-ahead makes the search
+    # faster, because it rejects most positions with one test.
+    lookahead_regex = _first_char_lookahead((whitespace, *markers))
     return _ValueEndRegexes(
         complete=re.compile(f"{lookahead_regex}(?:{complete_regex})"),
         possible=re.compile(f"{lookahead_regex}(?:{possible_regex})"),
@@ -148,10 +146,9 @@ def _value_end_regex(closing_marker: str, early_ends: tuple[str, ...], whitespac
     r"""Return a regex that matches any of the markers that can end a value.
 
     The group "close" matches the closing marker of the value. The group "early" matches a marker
-    that follows the value if the closing marker is missing. If there is no such marker, this group
-    never matches. `whitespace` is the optional white space before these markers. Example: for the
-    closing marker `</p>`, the early end `</call>` and the white space `\n`, the regex matches
-    `\n</p>` and `</call>`.
+    that follows the value if the closing marker is missing. `whitespace` is the optional white
+    space before these markers. Example: for the closing marker `</p>`, the early end `</call>` and
+    the white space `\n`, the regex matches `\n</p>` and `</call>`.
     """
     close_group = f"(?P<close>{_any_marker_regex((closing_marker,))})"
     early_group = f"(?P<early>{_any_marker_regex(early_ends)})"
@@ -208,12 +205,9 @@ class TagOpening:
 class CompiledTags:
     """Matches the tags of arguments such as `<parameter=city>Paris</parameter>`.
 
-    Tagged arguments are written as `<parameter=city>Paris</parameter>`. A stop marker, such as
-    `</function>`, follows the last argument.
-
     Attributes:
         variants: The declared ways to write a value, in the order in which they are tried.
-        stop_markers: The markers that end the arguments.
+        stop_markers: The markers that follow the last argument, such as `</function>`.
     """
 
     def __init__(
@@ -227,11 +221,10 @@ class CompiledTags:
 
         Args:
             declaration: The declaration. `declaration.also` contains other ways to write a value.
-            head: The pattern of the text before the arguments, which contains the function's name.
-                Example: `<function={name}>`.
+            head: The pattern of the text before the arguments, such as `<function={name}>`.
             stop_markers: The markers that end the arguments, for example `</function>`.
-            markers_between_calls: The markers that may occur between the last value of a tool call
-                and the header of the next tool call. Example: `</function>` and `<tool_call>`.
+            markers_between_calls: The markers that may separate the last value of a tool call from
+                the next header, for example `</function>` and `<tool_call>`.
         """
         self.stop_markers = stop_markers
         self._declaration = declaration
@@ -383,9 +376,8 @@ def _ends_without_closing_marker(
 ) -> tuple[str, ...]:
     """Return the texts before which a value ends if its closing marker is missing.
 
-    Examples: the stop marker `</function>`, and the start `<parameter=` of the next opening tag. A
-    tag start of one character, such as `<` of `<{key}>`, is omitted, because a value may contain
-    any tag, such as `<b>`.
+    Examples: the stop marker `</function>`, and the start `<parameter=` of the next tag. The tag
+    start `<` of `<{key}>` is omitted, because a value may contain any tag, such as `<b>`.
     """
     return (*stop_markers, *(start for start in tag_starts if len(start) > 1))
 

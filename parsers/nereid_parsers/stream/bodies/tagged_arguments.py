@@ -31,8 +31,7 @@ class _ValuePiece(NamedTuple):
         end: The position after the piece.
         next_pos: If the value ends with this piece, the position at which the next argument may
             start. None if the value may continue.
-        lacks_closing_marker: Whether the value ends with this piece, but without its closing
-            marker, as in `a</call>`.
+        lacks_closing_marker: Whether the value ends without its closing marker, as in `a</call>`.
     """
 
     end: int
@@ -212,9 +211,9 @@ class TaggedReader(StepReader):
     def _piece_before_early_end(self, marker: re.Match[str], text: str) -> _ValuePiece | None:
         r"""Return the piece of the value before a marker that is not the closing marker.
 
-        Examples for the closing marker `</p>` and the marker `</call>`:
+        Examples for the closing marker `</p>`:
 
-            `a</call>b</p>`   None, because the value contains the marker
+            `a</call>b</p>`   None, because the value contains the marker `</call>`
             `a</call>b`       the piece `a`, after which the value may continue
             `a\n</call>`      the piece `a`, with which the value ends, because `</p>` is missing
         """
@@ -312,10 +311,7 @@ class TaggedReader(StepReader):
         self._next_step = self._copy_string
 
     def _end_value(self, last_piece: _ValuePiece) -> None:
-        """Select the step that reads the next tag, because the value has been read and written.
-
-        If the closing marker of the value is missing, the writer stores this deviation.
-        """
+        """Select the step that reads the next tag. Store a deviation if `last_piece` shows one."""
         if last_piece.lacks_closing_marker:
             self.writer.add_deviation(_MISSING_CLOSE)
         self._is_in_value = False

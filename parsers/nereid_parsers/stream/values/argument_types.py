@@ -67,13 +67,10 @@ class Tools:
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Read the OpenAI tools list. Members that are not valid are ignored.
+        """Read the OpenAI tools list, or None. Members that are not valid are ignored.
 
-        Args:
-            tools: The tools list, or None. A member is `{"type": "function", "function": {...}}`,
-                or only the inner object.
+        A member is `{"type": "function", "function": {...}}`, or only the inner object.
         """
-        # If `tools` is None or empty, it is not known which functions the prompt offers.
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}  # By the name of the function.
         # The cached results of `argument_types`. A key consists of the function's name and the

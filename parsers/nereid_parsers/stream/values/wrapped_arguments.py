@@ -43,11 +43,9 @@ def unwrap(arguments: str) -> str | None:
     if key not in _WRAPPER_KEYS:
         return None
     inner = _parse_json(value) if isinstance(value, str) else value
-    return (
-        escape_surrogates(json.dumps(inner, ensure_ascii=False))
-        if isinstance(inner, dict)
-        else None
-    )
+    if not isinstance(inner, dict):
+        return None
+    return escape_surrogates(json.dumps(inner, ensure_ascii=False))
 
 
 def _parse_json(text: str) -> object:
@@ -100,15 +98,13 @@ class WrapperFilter:
     def add(self, text: str) -> str:
         """Add the next piece of the arguments. Return the text that can be passed on.
 
-        A superfluous object may enclose the arguments, as in `{"arguments": {"age": 3}}`. The
-        filter stores the text until the first key shows that there is no such object.
+        The filter stores the text until the first key shows whether an object such as
+        `{"arguments": {"age": 3}}` encloses the arguments. Examples:
 
-        Examples:
             pieces                             results
             `{`, `"a`, `ge": `, `3}`           `{`, "", `"age": `, `3}`: the piece `"a` was stored,
                                                because it could become the key `"arguments"`
-            `{`, `"arguments": `, `{"age": `   `{`, "", "": all text after the brace is stored until
-                                               `finish` removes the superfluous object
+            `{`, `"arguments": `, `{"age": `   `{`, "", "": the text is stored until `finish`
         """
         if self.is_passing:  # The arguments have no superfluous object.
             return text
@@ -123,13 +119,11 @@ class WrapperFilter:
     def _filter_brace(self, text: str) -> str:
         """Read the opening brace of the arguments. Return the text that can be passed on.
 
-        Examples:
-            `[`      `[` is passed on. All later text is passed on, too, because no object starts.
-            ` `      Nothing is passed on, because the brace may follow.
-            `{"a`    `{` is passed on. `"a` stays stored, because it may become the key
-                     `"arguments"` of a superfluous object.
+        Examples of `text`, which is all text that has arrived:
 
-        `text` is all text that has arrived. It may start with white space.
+            `[`      `[` and all later text are passed on, because no object starts.
+            ` `      Nothing is passed on, because the brace may follow.
+            `{"a`    `{` is passed on. `"a` is stored, because it may become `"arguments"`.
         """
         before_brace, brace, after_brace = text.partition("{")
         if before_brace.strip():
@@ -180,11 +174,10 @@ class WrapperFilter:
 
 
 def _position_at_key(text: str) -> _Position:
-    """Return the position that `text`, all text after the opening brace, has reached.
+    """Return the position that `text`, which is all text after the opening brace, has reached.
 
-    `"arg`          IN_FIRST_KEY, because more text may complete the key `"arguments"`
-    `"arguments"`   INSIDE_WRAPPER
-    `"age`          NO_WRAPPER
+    Examples: `"arg` gives IN_FIRST_KEY, because it may become the key `"arguments"`. `"arguments"`
+    gives INSIDE_WRAPPER, and `"age` gives NO_WRAPPER.
     """
     key = text.lstrip()
     num_whitespace_chars = len(text) - len(key)
